@@ -189,6 +189,8 @@ def _type(field: dict[str, Any]) -> str:
         return " or ".join(map(_type, field["anyOf"]))
     if choices := field.get("enum", [field["const"]] if "const" in field else []):
         return ", ".join(f"`{choice}`" for choice in choices)
+    if isinstance(field["type"], list):
+        return " or ".join(_type({"type": one}) for one in field["type"])
     if field["type"] == "array":
         return f"list of {_type(field['items'])}"
     if field["type"] == "string":

@@ -263,9 +263,6 @@ ALGORITHMS: Choices[Any] = Choices(
     what="algorithm of data-parallel training",
     default="dense",
 )
-EXCHANGES: Choices[Any] = Choices(
-    "gradbus.actors.data_parallel.exchanges", key="parallel.exchange", what="exchange of gradients", default="dense"
-)
 
 CLIENT_OPTIMIZERS: Choices[Any] = LibraryChoices(
     "gradbus.runtime.optimization.optimizers", common="ClientOptimizerOptions", key="federated.training.optimizer",

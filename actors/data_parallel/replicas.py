@@ -1,11 +1,13 @@
-"""Keeping the models of all ranks equal, and the proof that they are."""
+"""Keeping the models of all ranks equal, and the proof that they are; or the mean of models that are not."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import CollectiveError, ConfigError, ReplicasDiverged
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
+
+K = TypeVar("K")
 
 PIECE_BYTES = (
     64 << 20
@@ -33,6 +37,12 @@ def describe_layout(model: nn.Module) -> list[str]:
     parameters = [(name, p, "trained" if p.requires_grad else "frozen") for name, p in model.named_parameters()]
     buffers = [(name, buffer, "buffer") for name, buffer in model.named_buffers()]
     return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {kind}" for name, tensor, kind in parameters + buffers]
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, not copied."""
+    parameters = {f"parameter/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return parameters | {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
 
 
 def check_equal(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -65,6 +75,20 @@ def _padded(layout: Sequence[str], length: int) -> list[str]:
     return [*layout, *["nothing"] * (length - len(layout))]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MeanModel:
+    """The mean of models that differ.
+
+    Attributes:
+        tensors: as in :func:`model_tensors`: means over the ranks of what is floating point, in float32 and rounded
+            once; the rest is rank 0's.
+        distance: of the ranks' parameters x_i from their mean x: the root of the mean of |x_i - x|^2, over |x|.
+    """
+
+    tensors: Mapping[str, Tensor]
+    distance: float
+
+
 class Replicas:
     """One rank's copy of the model among those of the group."""
 
@@ -80,7 +104,9 @@ class Replicas:
 
     async def broadcast(self, name: str, tensors: Sequence[Tensor], *, round_id: int = 0) -> None:
         """Overwrite the tensors, equal in number, shape and dtype on all ranks, by those of rank 0."""
-        for number, piece in enumerate(_pieces(tensors)):
+        named = dict(enumerate(tensors))
+        for number, keys in enumerate(_pieces(named)):
+            piece = [named[key] for key in keys]
             packed = await self._compute.run(_pack, piece)
             handle = self._group.broadcast(
                 f"{name}/{number}", packed, root=0, round_id=round_id, timeout_s=self._timeout_s
@@ -107,6 +133,36 @@ class Replicas:
             tensors = {key: _empty(dtype, shape) for key, dtype, shape in described}
         await self.broadcast(name, list(tensors.values()))
         return dict(tensors)
+
+    async def mean(self, step: int) -> MeanModel:
+        """The mean of all ranks' models, bit-equal on all ranks. No rank's own is changed."""
+        live = model_tensors(self._model)
+        mean: dict[str, Tensor] = {}
+        squares = [0.0, 0.0]  # of the distance, of the mean
+        floating = {name: tensor for name, tensor in live.items() if tensor.is_floating_point()}
+        for number, names in enumerate(_pieces(floating)):
+            flat = await self._compute.run(_flat, [floating[name] for name in names])
+            handle = self._group.all_reduce(
+                f"worker/mean/{number}", flat, op="mean", out=flat, round_id=step, timeout_s=self._timeout_s
+            )
+            await handle
+            more = await self._compute.run(_unflatten, flat, {name: floating[name] for name in names}, mean)
+            squares = [total + part for total, part in zip(squares, more, strict=True)]
+        rest = {name: tensor.clone() for name, tensor in live.items() if name not in floating}
+        await self.broadcast("worker/mean/rest", list(rest.values()), round_id=step)
+        of_ranks = await self._group.all_gather_object(
+            "worker/distance", squares[0], round_id=step, timeout_s=self._timeout_s
+        )
+        distance = math.sqrt(sum(of_ranks) / len(of_ranks) / squares[1]) if squares[1] else 0.0
+        return MeanModel({name: (mean | rest)[name] for name in live}, distance)
+
+    @torch.no_grad()
+    def exchange_with(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Make these tensors the model. Returns copies of what it was. For the compute thread."""
+        before = {name: tensor.clone() for name, tensor in model_tensors(self._model).items()}
+        for name, tensor in model_tensors(self._model).items():
+            tensor.copy_(tensors[name])
+        return before
 
     async def hash(self) -> int:
         """Of this rank's parameters."""
@@ -147,18 +203,35 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    piece: list[Tensor] = []
+def _pieces(tensors: Mapping[K, Tensor]) -> Iterator[list[K]]:
+    """Their keys, so many at a time as make a message."""
+    piece: list[K] = []
     held = 0
-    for tensor in tensors:
+    for key, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         if piece and held + size > PIECE_BYTES:
             yield piece
             piece, held = [], 0
-        piece.append(tensor)
+        piece.append(key)
         held += size
     if held:
         yield piece
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of all of them: float32, shape (n,), on the CPU."""
+    return torch.cat([tensor.detach().reshape(-1).float().cpu() for tensor in tensors])
+
+
+def _unflatten(flat: Tensor, like: Mapping[str, Tensor], into: dict[str, Tensor]) -> tuple[float, float]:
+    """The inverse, in shape, dtype and device. Returns the sums of (x - mean)^2 and mean^2, of parameters alone."""
+    distance = length = 0.0
+    for part, (name, own) in zip(torch.split(flat, [t.numel() for t in like.values()]), like.items(), strict=True):
+        into[name] = part.view(own.shape).to(own.device, own.dtype, copy=True)
+        if name.startswith("parameter/"):
+            distance += float((own.reshape(-1).cpu().double() - part).square().sum())
+            length += float(part.double().square().sum())
+    return distance, length
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,11 @@ class EpochReport:
         loss: mean training loss over the batches of all ranks, skipped steps left out.
         accuracy, eval_loss: on the test set, each rank having counted a part of it; None if not evaluated.
         test_samples: how many that were.
+        model: whose model accuracy, eval_loss and params_hash are of: ``equal``, that of all ranks, or the ``mean`` of
+            models that differ.
         params_hash: of the parameters, 64 bits; equal numbers, equal models.
+        consensus_distance: how far the models of the ranks are from their mean, as a share of its norm: the root of the
+            mean of |x_i - x|^2, over |x|. None where they are equal.
         skipped_steps: steps of the epoch that all ranks skipped, for some rank had NaN or infinity.
         density: share of the gradient's entries that was sent.
         step_s_mean: seconds a step took. wait_s_mean: of these, waiting for the others and the network.
@@ -34,7 +38,9 @@ class EpochReport:
     accuracy: float | None = None
     eval_loss: float | None = None
     test_samples: int = 0
+    model: str = "equal"
     params_hash: int = 0
+    consensus_distance: float | None = None
     skipped_steps: int = 0
     density: float = 1.0
     step_s_mean: float = 0.0
@@ -64,7 +70,7 @@ class WorkerSummary:
         params_hash: of the parameters at the end.
         skipped_steps: since this process started.
         bytes_out, bytes_in: payload of this rank, all collectives included. seconds: of this process.
-        profile: where the time went. exchange: name of the exchange of gradients.
+        profile: where the time went. algorithm: name of what the ranks exchange.
     """
 
     rank: int
@@ -79,4 +85,4 @@ class WorkerSummary:
     bytes_in: int
     seconds: float
     profile: ProfileSummary
-    exchange: str = "dense"
+    algorithm: str = "dense"

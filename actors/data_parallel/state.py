@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.exchanges.base import Exchange, ExchangeLabel, OwnState
-from gradbus.actors.data_parallel.replicas import describe_layout
+from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
+from gradbus.actors.data_parallel.replicas import describe_layout, model_tensors
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.runtime.checkpoint import (
     Checkpoint,
@@ -25,7 +25,6 @@ from gradbus.runtime.checkpoint import (
     Hex64,
     Meta,
     Number,
-    restore_random_numbers,
     tensor_of,
 )
 from gradbus.runtime.collectives import Group
@@ -48,6 +47,7 @@ class Position:
         step: steps done in all. epoch: that is being gone through, from 0. epoch_step: steps done in it.
         loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
+        mean_loss: of the last step that was not skipped, over all ranks; None if the algorithm does not need it.
     """
 
     step: int = 0
@@ -57,10 +57,13 @@ class Position:
     batches: int = 0
     skipped: int = 0
     skipped_in_row: int = 0
+    mean_loss: float | None = None
 
     def next_epoch(self) -> Position:
         """The start of the epoch after this one."""
-        return Position(step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row)
+        return Position(
+            step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row, mean_loss=self.mean_loss
+        )  # fmt: skip
 
 
 def _without_step(position: Position) -> dict[str, Any]:
@@ -73,8 +76,7 @@ class SavedRank(Meta):
 
     Attributes:
         run_id: of the run. rank, world: of the rank that saved it. layout: of the model, see ``describe_layout``.
-        settings: that a resume must have, too. num_batches: of this rank in the epoch. own: state of the exchange that
-            is no tensor. report: the newest one.
+        settings: that a resume must have, too. num_batches: of this rank in the epoch. report: the newest one.
         And as in :class:`Position`.
     """
 
@@ -89,8 +91,8 @@ class SavedRank(Meta):
     batches: Count
     skipped: Count
     skipped_in_row: Count
+    mean_loss: Number | None = None
     num_batches: Count
-    own: dict[str, Any]
     report: EpochReport | None
 
     @classmethod
@@ -109,9 +111,9 @@ class SavedRank(Meta):
 class WorkerState:
     """The checkpoints of one rank. Its methods block: they are for the compute thread."""
 
-    def __init__(self, config: DataParallelConfig, rank: int, world: int, *, exchange: ExchangeLabel) -> None:
+    def __init__(self, config: DataParallelConfig, rank: int, world: int, *, label: AlgorithmLabel) -> None:
         """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
-        self._exchange = exchange
+        self._label = label
         assert config.checkpoint.dir is not None
         self._config = config
         self._rank = rank
@@ -135,27 +137,27 @@ class WorkerState:
         return (self._store.directory / _COMPLETED).exists() or len(self.steps()) > 1
 
     def save(
-        self, run_id: int, position: Position, model: nn.Module, exchange: Exchange, *, num_batches: int,
+        self, run_id: int, position: Position, model: nn.Module, contents: RunTensors, *, num_batches: int,
         report: EpochReport | None,
     ) -> int:  # fmt: skip
         """Save this rank's part; returns its bytes.
 
         Args:
+            model: of which the layout is saved.
             num_batches: of this rank in the epoch of ``position``.
             report: the newest one.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        own = exchange.own_state()
-        tensors = {f"own/{name}": tensor for name, tensor in own.tensors.items()}
+        tensors = {f"own/{name}": tensor for name, tensor in contents.own.items()}
         tensors["torch_rng"] = torch.get_rng_state()  # masks of stock dropout, for example
         if self._rank == 0:
-            tensors |= model_tensors(model)
-            tensors |= {f"shared/{name}": tensor for name, tensor in exchange.shared_state().items()}
+            tensors |= contents.model
+            tensors |= {f"shared/{name}": tensor for name, tensor in contents.shared.items()}
         meta = {
             "run_id": f"{run_id:016x}", "rank": self._rank, "world": self._world, "layout": describe_layout(model),
-            "settings": self._settings(), "num_batches": num_batches, "own": dict(own.meta),
+            "settings": self._settings(), "num_batches": num_batches,
             "report": None if report is None else report.to_json(), **_without_step(position),
         }  # fmt: skip
         return self._store.save(Checkpoint(position.step, _apart(tensors), meta))
@@ -182,6 +184,11 @@ class WorkerState:
                 f"the checkpoint of step {step} is of rank {saved.rank} of {saved.world}, this is rank "
                 f"{self._rank} of {self._world}. Start as many workers as before, or choose another checkpoint.dir"
             )
+        if "exchange" in saved.settings:
+            raise CheckpointMismatch(
+                f"the checkpoint of step {step} is of an earlier version of gradbus, with parallel.exchange="
+                f"{saved.settings['exchange']!r:.100}. End the run with that version, or choose another checkpoint.dir"
+            )
         for key, value in self._settings().items():
             if saved.settings.get(key) != value:
                 raise CheckpointMismatch(
@@ -192,7 +199,7 @@ class WorkerState:
 
     def _settings(self) -> dict[str, Any]:
         kept = {key: getattr(self._config, key) for key in _KEPT}
-        return {**kept, "exchange": self._exchange.name, "exchange_options": self._exchange.options}
+        return {**kept, "algorithm": self._label.name}
 
     def close(self) -> None:
         """Let another process use the directory."""
@@ -225,42 +232,29 @@ def position_of(checkpoint: Checkpoint) -> Position:
     return Position(checkpoint.round_id, **{name: getattr(saved, name) for name in _without_step(Position())})
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, not copied."""
-    parameters = {f"parameter/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    return parameters | {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
-
-
 @torch.no_grad()
-def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Rank 0: parameters and buffers as saved. Raises CheckpointError: saved for another model."""
+def restore_model(model: nn.Module, checkpoint: Checkpoint, prefix: str = "") -> None:
+    """Parameters and buffers as saved below ``prefix``. Raises CheckpointError: saved for another model."""
     if SavedRank.of(checkpoint).layout != describe_layout(model):
         raise CheckpointError("it is of a model with other names, shapes or frozen parts")
     live = model_tensors(model)
-    saved = {name: tensor_of(checkpoint, name, tensor.shape, tensor.dtype) for name, tensor in live.items()}
+    saved = {name: tensor_of(checkpoint, prefix + name, tensor.shape, tensor.dtype) for name, tensor in live.items()}
     for name, tensor in live.items():
         tensor.copy_(saved[name])
 
 
-def restore_run(model: nn.Module, exchange: Exchange, checkpoint: Checkpoint) -> None:
-    """Restore all that this rank has saved: rank 0 the model and the state that is equal on all ranks, every rank its
-    own state and that of torch's random numbers.
+@dataclass(frozen=True, slots=True, eq=False)
+class RunTensors:
+    """What a rank keeps of a run, by name, not copied.
 
-    Raises:
-        CheckpointError: something does not fit.
+    Attributes:
+        own: this rank's alone. shared: equal on all ranks, saved by rank 0. model: for those who only want that, saved
+            by rank 0: see :func:`model_tensors`.
     """
-    saved = SavedRank.of(checkpoint)
-    try:
-        if saved.rank == 0:
-            restore_model(model, checkpoint)
-            exchange.load_shared_state(_below("shared/", checkpoint.tensors))
-        exchange.load_own_state(OwnState(_below("own/", checkpoint.tensors), saved.own))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"checkpoint of step {checkpoint.round_id}: {error}. If the model is the same, it is damaged: restore it "
-            f"from a backup, or choose another checkpoint.dir"
-        ) from None
-    restore_random_numbers(checkpoint)
+
+    own: Mapping[str, Tensor]
+    shared: Mapping[str, Tensor]
+    model: Mapping[str, Tensor]
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -275,7 +269,8 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names start so, without that."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -1,9 +1,9 @@
-"""What a data-parallel worker does off the event loop: forward, backward, encode, decode, apply, evaluate."""
+"""What a data-parallel worker does off the event loop: forward, backward, the optimizer, evaluation."""
 
 from __future__ import annotations
 
 import itertools
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.exchanges.base import Exchange, ExchangeLabel
-from gradbus.actors.data_parallel.state import Position
+from gradbus.actors.data_parallel.algorithm import AlgorithmLabel, MakeAlgorithm, start_algorithm
+from gradbus.actors.data_parallel.buckets import GradientBuckets, assign_buckets
+from gradbus.actors.data_parallel.exchange import StepExchange
+from gradbus.actors.data_parallel.optimizer_state import load_optimizer_tensors, optimizer_tensors
+from gradbus.actors.data_parallel.replicas import model_tensors
+from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.choices import EXCHANGES
-from gradbus.runtime.collectives import CollectiveHandle, Group
+from gradbus.runtime.algorithms.base import Algorithm, TensorBucket
+from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
+from gradbus.runtime.choices import ALGORITHMS
+from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.profiling.profile import StepProfile
+from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.profiling.profile import Profile, StepProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,92 +105,103 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-MakeExchange = Callable[[DataParallelConfig, Group, Mapping[str, Tensor]], Exchange]
-"""Takes the parameters that are trained, by name, in the order of the model."""
-
 _NO_MORE: Any = object()  # batches() ended; None may be a batch
+OnBucket = Callable[[TensorBucket], object]
 
 
 class StepCancelled(Exception):
     """The worker was cancelled, so the step gives up."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SentGradients:
-    """What a step has sent, and what is to come of it.
+@dataclass(slots=True, eq=False)
+class TrainingStep:
+    """A step from its forward pass until it is applied.
 
     Attributes:
-        handles: to await. sent_s: ``time.perf_counter`` when the last one was started and nothing was left to compute.
+        number, epoch: count from 0. active: ranks with data. batches: of this rank. memory: which set of it is used.
+        exchange: its programs.
+        loss: sum over this rank's batches, on the device of the model. gradients: the buckets.
+        is_finite: whether loss and gradients of this rank are, as far as is known.
+        skipped_by: None: the step counts. Else it was skipped, for these ranks were not finite; empty: it is not known
+            which.
+        status: of all ranks, float64, shape (2,): how many were not finite, and the sum of their mean losses.
+        weights: a copy of them, which is exchanged; before: as they were.
     """
 
-    handles: Sequence[CollectiveHandle[Any]]
-    sent_s: float
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds from then until the last one ended: what the overlap did not hide. All handles have ended."""
-        ended_s = [handle.finished_s for handle in self.handles]
-        return max(0.0, max(self.sent_s if at_s is None else at_s for at_s in ended_s) - self.sent_s)
-
-    @property
-    def bytes_out(self) -> int:
-        """Payload handed to DDS."""
-        return sum(handle.sent_bytes for handle in self.handles)
-
-    @property
-    def bytes_in(self) -> int:
-        """Payload of the others."""
-        return sum(handle.received_bytes for handle in self.handles)
+    number: int
+    epoch: int
+    active: int
+    batches: int
+    memory: int
+    exchange: StepExchange
+    loss: Tensor
+    gradients: Sequence[TensorBucket] = ()
+    is_finite: bool = True
+    skipped_by: tuple[int, ...] | None = None
+    status: Tensor | None = None
+    weights: TensorBucket | None = None
+    before: Tensor | None = None
 
 
 class ShardTraining:
-    """One rank's model, data and exchange. Every method is for the compute thread.
+    """One rank's model, data, algorithm and optimizer. Every method is for the compute thread.
 
     Attributes:
-        model: the live module. exchange: what makes steps of its gradients. label: its name and options.
-        options: all that the configuration gives the exchange, with their defaults.
+        model: the live module. trained: its parameters that are trained, by name. algorithm: what the ranks do
+            together. label: its name and options. optimizer: what changes the model.
+        options: all that the configuration gives the algorithm, with their defaults.
+        delay_steps: number of steps after which results are applied.
     """
 
     model: nn.Module
-    exchange: Exchange
-    label: ExchangeLabel
+    trained: dict[str, Tensor]
+    algorithm: Algorithm
+    label: AlgorithmLabel
+    optimizer: torch.optim.Optimizer
+    delay_steps: int
 
     def __init__(
         self, config: DataParallelConfig, group: Group, task: DataParallelTask, should_stop: Callable[[], bool], *,
-        make_exchange: MakeExchange | None = None,
+        make_algorithm: MakeAlgorithm | None = None,
     ) -> None:  # fmt: skip
-        """``make_exchange``: in place of the one that ``config.exchange`` names."""
-        self._make_exchange = make_exchange
-        self.options = EXCHANGES.options(config.exchange)  # what is wrong in them is found before anything is loaded
+        """``make_algorithm``: in place of the one that ``config.algorithm`` names."""
+        self._make_algorithm = make_algorithm
+        self.options = ALGORITHMS.options(config.algorithm)  # what is wrong in them is found before anything is loaded
         self._config = config
         self._group = group
         self._task = task
         self._should_stop = should_stop
         self._batches: Iterator[Any] = iter(())
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # stays on the device: reading it would wait for the step
-        self._step_loss = torch.zeros_like(self._loss_sum)
+        self._looks = False  # at the own gradients, before they are exchanged: from the first step on that was skipped
 
     def open(self) -> None:
         """Load the data, build the model.
 
         Raises:
             ValueError: nothing in the model is trained.
-            ConfigError: the exchange has no name or options that can be compared. And as the task does.
+            ConfigError: the algorithm cannot work with the model or the optimizer. And as the task does.
         """
+        config = self._config
         self._task.prepare_shard(self._group.rank, self._group.world)
         self.model = self._task.build_model()
-        trained: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if not trained:
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self.trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
-        if self._make_exchange is not None:
-            self.exchange = self._make_exchange(self._config, self._group, trained)
-        else:
-            self.exchange = EXCHANGES.make(self._config.exchange, self._config, self._group, trained)
-        is_own = ":" in self._config.exchange.name
-        self.label = ExchangeLabel.of(self.exchange, self.options if is_own else None)
-        self._buffers = _Buffers(self.model)
-        device = next(iter(trained.values())).device
-        self._loss_sum, self._step_loss = self._loss_sum.to(device), self._step_loss.to(device)
+        self.algorithm, self.label, self.optimizer = start_algorithm(
+            config, self._group, self.trained, self._make_algorithm
+        )
+        self.delay_steps = self.algorithm.delay_steps if config.delay_steps is None else config.delay_steps
+        sets = 1 if self.algorithm.scope == "weights" else self.delay_steps + 1
+        self._gradients = GradientBuckets(
+            self.trained, self._launch, sets=sets,
+            assignment=[range(len(self.trained))] if self.algorithm.scope == "step" else assign_buckets(
+                list(self.trained.values()), bucket_bytes=config.bucket_bytes,
+                first_bucket_bytes=config.first_bucket_bytes,
+            ),
+        )  # fmt: skip
+        self._buffers = [_Buffers(self.model) for _ in range(sets)]
+        self._loss_sum = self._loss_sum.to(next(iter(self.trained.values())).device)
 
     def num_batches(self, epoch: int) -> int:
         """Of this rank."""
@@ -196,58 +214,92 @@ class ShardTraining:
         batches = self._task.batches(rank=rank, world=world, epoch=epoch, seed=self._config.seed)
         self._batches = itertools.islice(batches, done, None)
         self._loss_sum.fill_(position.loss_sum)
-        self.exchange.start_epoch(epoch)
         self.model.train()
 
-    def compute_and_send(self, plan: EpochPlan, position: Position, profile: StepProfile) -> SentGradients:
-        """Forward and backward over this step's batches; what comes of it is on its way when this returns.
+    def new_exchange(self, number: int) -> StepExchange:
+        """For programs of a step, with nothing started."""
+        return StepExchange(self._group, round_id=number, timeout_s=self._config.timeouts.collective_s)
+
+    def new_step(self, plan: EpochPlan, position: Position) -> TrainingStep:
+        """The next one, with nothing computed."""
+        return TrainingStep(
+            number=position.step, epoch=position.epoch, active=plan.active(position.epoch_step),
+            batches=plan.batches_in(self._group.rank, position.epoch_step), memory=position.step % len(self._buffers),
+            exchange=self.new_exchange(position.step), loss=torch.zeros_like(self._loss_sum),
+        )  # fmt: skip
+
+    def compute(
+        self, step: TrainingStep, profile: Profile | StepProfile, on_bucket: OnBucket, *, overlaps: bool
+    ) -> None:
+        """Forward and backward over the batches of a step.
+
+        Where the loss is not finite, NaN is put into each bucket, so that what all ranks make of it is not finite.
+
+        Args:
+            on_bucket: called with each bucket that is complete, at the latest at the end.
+            overlaps: call it in the midst of the last backward pass already.
 
         Raises:
             StepCancelled: the worker was cancelled.
             ValueError: the task gave fewer batches than it had announced.
         """
-        count = plan.batches_in(self._group.rank, position.epoch_step)
+        self._on_bucket, self._step = on_bucket, step
+        self._loss_is_finite: Tensor | None = None
         with profile.span("compute"):
-            self.exchange.begin(position.step, plan.active(position.epoch_step))
-            self._step_loss.zero_()
-            self._buffers.keep()
-            for number in range(count):
+            step.gradients = self._gradients.begin(step.memory)
+            self._buffers[step.memory].keep()
+            for number in range(step.batches):
                 if self._should_stop():
                     raise StepCancelled
                 batch = next(self._batches, _NO_MORE)
                 if batch is _NO_MORE:
                     raise ValueError(
-                        f"epoch {position.epoch}: num_batches said {plan.batches[self._group.rank]} batches for rank "
+                        f"epoch {step.epoch}: num_batches said {self.num_batches(step.epoch)} batches for rank "
                         f"{self._group.rank}, but batches() ended earlier"
                     )
                 loss = self._task.loss(self.model, batch)
-                self._step_loss += loss.detach()
-                if number == count - 1:
-                    self.exchange.enable_overlap(self._step_loss.isfinite())
-                torch.autograd.backward(loss if count == 1 else loss / count)
+                step.loss += loss.detach()
+                if number == step.batches - 1:
+                    self._loss_is_finite = step.loss.isfinite()
+                    if overlaps:
+                        self._gradients.enable_overlap()
+                torch.autograd.backward(loss if step.batches == 1 else loss / step.batches)
         with profile.span("encode"):
-            handles = self.exchange.send(has_data=count > 0)
-        return SentGradients(handles, time.perf_counter())
+            self._gradients.flush()
 
-    def finish(self, results: Sequence[Any], profile: StepProfile) -> tuple[int, ...] | None:
-        """Make the step, and return None. Or, as all ranks do, take it back: as :meth:`Exchange.decode` tells."""
-        with profile.span("decode"):
-            skipped_by = self.exchange.decode(results)
-        if skipped_by is not None:
-            self._buffers.put_back()
-        else:
-            self._loss_sum += self._step_loss
-            with profile.span("apply"):
-                self.exchange.apply()
-        return skipped_by
+    def _launch(self, bucket: TensorBucket) -> None:
+        if self._looks:
+            self._step.is_finite = are_finite([bucket.flat]) and self._step.is_finite
+        if self._loss_is_finite is not None:  # it is not read, which would wait for the device
+            not_finite = ~self._loss_is_finite.to(bucket.flat.device)  # a model may lie on several
+            bucket.flat[:1].masked_fill_(not_finite, math.nan)
+        self._on_bucket(bucket)
 
-    def own_is_finite(self) -> bool:
-        """Whether this rank's losses and gradients of the last step were finite, as far as is known."""
-        return bool(self._step_loss.isfinite()) and self.exchange.own_is_finite
+    def gradients_are_finite(self, step: TrainingStep) -> bool:
+        """Whether those of its buckets are, as they are now."""
+        return are_finite([bucket.flat for bucket in step.gradients])
+
+    def apply(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
+        """Change the model by the gradients of a step; one that is skipped puts back what it has changed."""
+        if step.skipped_by is not None:
+            self._looks = True
+            self._buffers[step.memory].put_back()
+            return
+        self._loss_sum += step.loss
+        with profile.span("apply"):
+            if len(self._buffers) > 1:
+                self._gradients.use(step.memory)
+            if self._config.optimizer.clip_norm is not None and not self.algorithm.clips:
+                _clip([bucket.flat for bucket in step.gradients], self._config.optimizer.clip_norm)
+            self.optimizer.step()
+
+    def own_is_finite(self, step: TrainingStep) -> bool:
+        """Whether this rank's losses and gradients of the step were finite, as far as is known."""
+        return step.is_finite and bool(step.loss.isfinite())
 
     def model_is_finite(self) -> bool:
-        """Whether all that is trained is finite: equal on all ranks, as it is. What is frozen may be a mask."""
-        return are_finite([p.detach() for p in self.model.parameters() if p.requires_grad])
+        """Whether all that is trained is finite. What is frozen may be a mask."""
+        return are_finite([p.detach() for p in self.trained.values()])
 
     def loss_sum(self) -> float:
         """Of this rank's batches of this epoch, without those of steps that were skipped."""
@@ -257,7 +309,73 @@ class ShardTraining:
         """On this rank's part of the test set."""
         return self._task.evaluate_shard(self.model, rank=self._group.rank, world=self._group.world)
 
+    # What is kept of it
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What is this rank's alone, by name, not copied: with replicas that differ also model and optimizer."""
+        state = _named("algorithm/", self.algorithm.own_state())
+        if not self.algorithm.equal_replicas:
+            state |= model_tensors(self.model) | optimizer_tensors(self.optimizer, list(self.trained))
+        return state
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """What is equal on all ranks beside the model, by name, not copied."""
+        state = _named("algorithm/", self.algorithm.shared_state())
+        if self.algorithm.equal_replicas:
+            state |= optimizer_tensors(self.optimizer, list(self.trained))
+        return state
+
+    def load_shared_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse. Raises CheckpointError: it does not fit."""
+        if self.algorithm.equal_replicas:
+            load_optimizer_tensors(self.optimizer, list(self.trained), tensors)
+        self._load(self.algorithm.own_state(), tensors_below("algorithm/", tensors))
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Restore what this rank has saved: rank 0 the model and what is equal on all ranks, every rank its own, and
+        the state of torch's random numbers.
+
+        Raises:
+            CheckpointError: something does not fit.
+        """
+        own = tensors_below("own/", checkpoint.tensors)
+        try:
+            self._load(tensors_below("algorithm/", own), self.algorithm.shared_state())
+            if not self.algorithm.equal_replicas:
+                restore_model(self.model, checkpoint, "own/")
+                load_optimizer_tensors(self.optimizer, list(self.trained), own)
+            elif self._group.rank == 0:
+                restore_model(self.model, checkpoint)
+            if self._group.rank == 0:
+                self.load_shared_state(tensors_below("shared/", checkpoint.tensors))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"checkpoint of step {checkpoint.round_id}: {error}. If the model is the same, it is damaged: restore "
+                f"it from a backup, or choose another checkpoint.dir"
+            ) from None
+        restore_random_numbers(checkpoint)
+
+    def _load(self, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
+        try:
+            self.algorithm.load_state(own, shared)
+        except ValueError as error:
+            raise CheckpointError(f"state of {self.label.name}: {error}") from None
+
     def close(self) -> None:
         """Let go of the model."""
-        if hasattr(self, "exchange"):
-            self.exchange.close()
+        if hasattr(self, "_gradients"):
+            self._gradients.close()
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _clip(flats: Sequence[Tensor], limit: float) -> None:
+    """By the norm over all parameters, in float64: so processors of different kinds round to one scale, too."""
+    squares = [torch.linalg.vector_norm(flat, dtype=torch.float64).cpu() for flat in flats]
+    norm = float(torch.stack(squares).norm())
+    if norm > limit:
+        for flat in flats:
+            flat.mul_(limit / norm)

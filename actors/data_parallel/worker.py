@@ -1,4 +1,4 @@
-"""A worker of a data-parallel run: equal ranks, and an exchange of gradients in every step.
+"""A worker of a data-parallel run: equal ranks that exchange gradients or weights, as an algorithm says.
 
     async with gradbus.join_group(bus, rank=0, world=2) as group:
         async for report in gradbus.Worker(group, task, DataParallelConfig(epochs=10)).epochs(): ...
@@ -9,26 +9,36 @@ thread of its own, never on the event loop.
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.replicas import Replicas, check_equal, check_equal_layouts, describe_layout
+from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.replicas import (
+    Replicas,
+    check_equal,
+    check_equal_layouts,
+    describe_layout,
+    model_tensors,
+)
 from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
 from gradbus.actors.data_parallel.state import (
     Position,
+    RunTensors,
     SavedRank,
     WorkerState,
     find_checkpoint,
     position_of,
-    restore_run,
 )
+from gradbus.actors.data_parallel.stepping import GradientStepper, Stepper
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan, MakeExchange, SentGradients, ShardTraining
+from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
+from gradbus.actors.data_parallel.weights import WeightStepper
 from gradbus.runtime.checkpoint import Checkpoint, copy_state
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
@@ -36,19 +46,19 @@ from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, TrainingDiverged
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
-from gradbus.runtime.profiling.profile import Profile, StepProfile
+from gradbus.runtime.profiling.profile import Profile
 from gradbus.runtime.testing.instrumentation import Probe
 
 
 @dataclass(slots=True)
 class _Clock:
-    """Sums over the steps of an epoch, of this process."""
+    """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``: of the epochs before."""
 
+    bytes_before: int
+    wait_before_s: float
     started_s: float = field(default_factory=time.perf_counter)
-    bytes_out: int = 0
     steps: int = 0
     step_s: float = 0.0
-    wait_s: float = 0.0
 
 
 class Worker:
@@ -60,7 +70,7 @@ class Worker:
 
     def __init__(
         self, group: Group, task: DataParallelTask, config: DataParallelConfig | None = None, *,
-        on_open: Callable[[], object] = lambda: None, make_exchange: MakeExchange | None = None,
+        on_open: Callable[[], object] = lambda: None, make_algorithm: MakeAlgorithm | None = None,
         fail_at: str | None = None,
     ) -> None:  # fmt: skip
         """A worker that has not started.
@@ -70,8 +80,8 @@ class Worker:
             task: model, data and loss.
             config: the rules, equal on all ranks.
             on_open: called once the ranks fit together and the state is restored: from then on it is this run.
-            make_exchange: of gradients, in place of the one that ``config.exchange`` names; the same on all ranks: the
-                ``name`` and the ``options`` of what it makes are compared, also with the checkpoint of a resume.
+            make_algorithm: makes what the ranks do together, in place of what ``config.algorithm`` names; the same on
+                all ranks: name and options are compared.
             fail_at: a fail point for tests; by default from the environment.
         """
         self._group = group
@@ -80,7 +90,7 @@ class Worker:
         self._log = get_logger("worker", rank=group.rank)
         self._probe = Probe(f"rank-{group.rank}", config.history.dir, fail_at=fail_at)
         self._compute = ComputeThread(f"worker-{group.rank}")
-        self._training = ShardTraining(config, group, task, self._compute.should_stop, make_exchange=make_exchange)
+        self._training = ShardTraining(config, group, task, self._compute.should_stop, make_algorithm=make_algorithm)
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{group.rank}.jsonl"
         self.profile = Profile(group.rank, window_steps=config.profile.window_steps, jsonl=jsonl)
         self.skipped_steps = 0
@@ -95,6 +105,8 @@ class Worker:
         self._seconds = 0.0
         # Made by _open:
         self._replicas: Replicas
+        self._stepper: Stepper
+        self._newest: TrainingStep
 
     @property
     def model(self) -> nn.Module:
@@ -109,10 +121,10 @@ class Worker:
         return await self._compute.run_or_follow(lambda: copy_state(self.model))
 
     @property
-    def exchange(self) -> str:
-        """Name of the exchange of gradients, its own once the run has started."""
+    def algorithm(self) -> str:
+        """Name of what the ranks exchange, its own once the run has started."""
         label = getattr(self._training, "label", None)
-        return self._config.exchange.name if label is None else label.name
+        return self._config.algorithm.name if label is None else label.name
 
     @property
     def step(self) -> int:
@@ -127,7 +139,7 @@ class Worker:
             rank=self._group.rank, world=self._group.world, epochs=self._position.epoch, steps=self._position.step,
             accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
             params_hash=self._params_hash, skipped_steps=self.skipped_steps, bytes_out=stats.bytes_out,
-            bytes_in=stats.bytes_in, seconds=self._seconds, profile=self.profile.summary(), exchange=self.exchange,
+            bytes_in=stats.bytes_in, seconds=self._seconds, profile=self.profile.summary(), algorithm=self.algorithm,
         )  # fmt: skip
 
     @awaited("worker.run()")
@@ -164,13 +176,17 @@ class Worker:
                 report = await self._one_epoch()
                 self._seconds = time.perf_counter() - started_s
                 yield report
-            if not self._checked:
+            if not self._are_equal:
+                await self._end_as_mean()
+            elif not self._checked:
                 self._params_hash = await self._compare()  # resumed at the end: nothing was left to do
         except Exception as error:
             self._probe.note("failed", step=self.step, error=type(error).__name__, text=str(error)[:500])
             raise
         finally:
             self._seconds = time.perf_counter() - started_s
+            if hasattr(self, "_stepper"):
+                await self._stepper.close()
             self._compute.close()
             self._training.close()
             self.profile.close()
@@ -186,14 +202,11 @@ class Worker:
         await self._compute.run(self._training.open)
         if config.checkpoint.dir is not None:
             self._state = await self._compute.run(
-                WorkerState, config, group.rank, group.world, exchange=self._training.label
+                WorkerState, config, group.rank, group.world, label=self._training.label
             )
         label = self._training.label
         hello = {
-            "settings": {
-                **config.shared({"name": label.name, **self._training.options}),
-                "exchange_options": label.options,
-            },
+            "settings": config.shared({"name": label.name, **label.options}),
             "layout": describe_layout(self.model),
             "run_id": int.from_bytes(os.urandom(8), "little"),
             "steps": [] if self._state is None else self._state.steps(),
@@ -214,14 +227,37 @@ class Worker:
             )  # fmt: skip
         if checkpoint is not None:
             await self._compute.run(self._restore, checkpoint)
-        await self._replicas.broadcast_model()
-        shared = await self._replicas.broadcast_named("worker/shared", self._training.exchange.shared_state())
-        await self._compute.run(self._training.exchange.load_shared_state, shared)
+        if checkpoint is None or self._are_equal:
+            await self._replicas.broadcast_model()
+        shared = await self._replicas.broadcast_named("worker/shared", self._training.shared_state())
+        await self._compute.run(self._training.load_shared_state, shared)
+        self._stepper = self._make_stepper()
         self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
-        self._log.info("started", world=group.world, step=self.step, exchange=str(label))
+        self._log.info("started", world=group.world, step=self.step, algorithm=str(label))
+
+    def _make_stepper(self) -> Stepper:
+        training = self._training
+        if training.algorithm.scope == "weights":
+            stepper: Stepper = WeightStepper(training, self._compute, self.profile, on_sent=self._note_sent)
+        else:
+            stepper = GradientStepper(
+                training, self._compute, self.profile, on_sent=self._note_sent, overlap=self._config.overlap
+            )
+        if self._position.mean_loss is not None:
+            stepper.mean_loss = self._position.mean_loss
+        return stepper
+
+    def _note_sent(self, step: TrainingStep) -> None:
+        self._newest = step
+        self._probe.reached("after_send", step.number + 1)
+
+    @property
+    def _are_equal(self) -> bool:
+        """Whether all ranks have one model."""
+        return self._training.algorithm.equal_replicas
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        restore_run(self.model, self._training.exchange, checkpoint)
+        self._training.restore(checkpoint)
         self._position = position_of(checkpoint)
         saved = SavedRank.of(checkpoint)
         self._run_id = int(saved.run_id, 16)
@@ -239,13 +275,14 @@ class Worker:
         return self._position.epoch >= self._config.epochs or self._at_max
 
     async def _one_epoch(self) -> EpochReport:
-        position, clock = self._position, _Clock()
+        position, clock = self._position, _Clock(self._stepper.bytes_out, self._stepper.wait_s)
         plan = await self._make_plan()
         await self._compute.run(self._training.start_epoch, position)
         while position.epoch_step < plan.steps and not self._at_max:
             await self._one_step(plan, clock)
             if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._at_max:
                 await self._save()
+        await self._drain()
         finished = position.epoch_step >= plan.steps
         self._check_progress(finished)
         report = self._report = await self._report_epoch(clock, finished)
@@ -277,50 +314,47 @@ class Worker:
         self._probe.reached("before_step", position.step + 1)
         self._group.at_step(position.step, position.epoch)
         with self.profile.step(position.step) as measured:
-            try:
-                sending = await self._compute.run(self._training.compute_and_send, plan, position, measured)
-                self._probe.reached("after_send", position.step + 1)
-                results = [await handle for handle in sending.handles]
-                skipped_by = await self._compute.run(self._training.finish, results, measured)
-            except BaseException:
-                for handle in self._training.exchange.in_flight:
-                    handle.cancel()  # gives its buffer back; what has ended stays as it is
-                raise
-            self._measure(sending, measured)
+            applied = await self._stepper.step(plan, position, measured)
         position.step += 1
         self._probe.reached("after_step", position.step)
-        own_batches = plan.batches_in(self._group.rank, position.epoch_step)
         position.epoch_step += 1
-        if skipped_by is None:
-            position.batches += own_batches
-            position.skipped_in_row = 0
-        else:
-            await self._note_skipped(skipped_by)
+        await self._count(applied)
         clock.steps += 1
-        clock.wait_s += sending.wait_s
-        clock.bytes_out += sending.bytes_out
         clock.step_s += time.perf_counter() - started_s
-        every = self._config.hash_every
+        every = self._config.hash_every if self._are_equal else 0
         if every and (not self._checked or position.step % every == 0):
             await self._compare()
         if self._config.report_every_steps and position.step % self._config.report_every_steps == 0:
             await self._tell(clock)
 
-    async def _note_skipped(self, ranks: Sequence[int]) -> None:
-        """All ranks have taken the step back. Raises TrainingDiverged: not for the first time."""
+    async def _drain(self) -> None:
+        """Apply what is on its way."""
+        await self._count(await self._stepper.drain())
+
+    async def _count(self, applied: Sequence[TrainingStep]) -> None:
+        """Steps that have changed the model, or were skipped."""
+        for step in applied:
+            if step.skipped_by is None:
+                self._position.batches += step.batches
+                self._position.skipped_in_row = 0
+            else:
+                await self._note_skipped(step, step.skipped_by)
+
+    async def _note_skipped(self, step: TrainingStep, ranks: Sequence[int]) -> None:
+        """A step was taken back. Raises TrainingDiverged: not for the first time."""
         config, position = self._config, self._position
         position.skipped += 1
         position.skipped_in_row += 1
         self.skipped_steps += 1
         if not ranks:  # the sum does not tell; this exchange is made in steps that are skipped only
             finite = await self._group.all_gather_object(
-                "worker/finite", await self._compute.run(self._training.own_is_finite), round_id=position.step,
+                "worker/finite", await self._compute.run(self._training.own_is_finite, step), round_id=position.step,
                 timeout_s=config.timeouts.collective_s,
             )  # fmt: skip
             ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
         tells = self._group.rank in (0, *ranks)  # the others have it in their log for whoever looks for it
         (self._log.warning if tells else self._log.info)(
-            "step skipped: NaN or infinity", step=position.step, by_ranks=list(ranks),
+            "step skipped: NaN or infinity", step=step.number + 1, by_ranks=list(ranks),
             in_a_row=position.skipped_in_row, limit=config.max_nonfinite_steps or None,
         )  # fmt: skip
         if 0 < config.max_nonfinite_steps <= position.skipped_in_row:
@@ -362,24 +396,21 @@ class Worker:
         position, loss_sum = self._position, await self._compute.run(self._training.loss_sum)
         self._log.info(
             "training", step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches),
-            step_s=round(clock.step_s / clock.steps, 4), wait_s=round(clock.wait_s / clock.steps, 4),
+            step_s=round(clock.step_s / clock.steps, 4),
+            wait_s=round((self._stepper.wait_s - clock.wait_before_s) / clock.steps, 4),
         )  # fmt: skip
-
-    def _measure(self, sending: SentGradients, measured: StepProfile) -> None:
-        """What the network took: the wait as part of the step, and each exchange by itself."""
-        measured.add_span("wait", sending.sent_s, sending.sent_s + sending.wait_s)
-        measured.count("bytes_out", sending.bytes_out)
-        measured.count("bytes_in", sending.bytes_in)
-        for handle in sending.handles:
-            if handle.finished_s is not None:
-                self.profile.add_span(handle.name, handle.started_s, handle.finished_s)
 
     async def _report_epoch(self, clock: _Clock, finished: bool) -> EpochReport:
         """What the ranks have learnt together."""
         config, position = self._config, self._position
         await self._check_model()
         position.loss_sum = await self._compute.run(self._training.loss_sum)
-        await self._replicas.broadcast_buffers(position.step)
+        if self._are_equal:
+            await self._replicas.broadcast_buffers(position.step)
+            mean, before = None, {}
+        else:
+            mean = await self._replicas.mean(position.step)
+            before = await self._compute.run(self._replicas.exchange_with, mean.tensors)
         every, is_last = config.eval_every_epochs, self._at_max or position.epoch + 1 >= config.epochs
         counts = None
         if every and (is_last or (position.epoch + 1) % every == 0):
@@ -393,19 +424,32 @@ class Worker:
         )
         loss_sum, batches, correct, total, eval_loss = (sum(column) for column in zip(*tallies, strict=True))
         self._params_hash = await self._compare()
+        if mean is not None:
+            await self._compute.run(self._replicas.exchange_with, before)
         steps = max(1, clock.steps)
         report = EpochReport(
             epoch=position.epoch, step=position.step, finished=finished,
             loss=loss_sum / batches if batches else float("nan"),
             accuracy=correct / total if total else None, eval_loss=eval_loss / total if total else None,
-            test_samples=total, params_hash=self._params_hash, skipped_steps=position.skipped,
-            density=self._training.exchange.density, step_s_mean=clock.step_s / steps, wait_s_mean=clock.wait_s / steps,
-            bytes_out_per_step=clock.bytes_out / steps, seconds=time.perf_counter() - clock.started_s,
+            test_samples=total, model="equal" if mean is None else "mean", params_hash=self._params_hash,
+            consensus_distance=None if mean is None else mean.distance, skipped_steps=position.skipped,
+            density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
+            wait_s_mean=(self._stepper.wait_s - clock.wait_before_s) / steps,
+            bytes_out_per_step=(self._stepper.bytes_out - clock.bytes_before) / steps,
+            seconds=time.perf_counter() - clock.started_s,
         )  # fmt: skip
+        unequal_only = ("model", "consensus_distance") if mean is None else ()
         self._log.info(
-            "epoch done", **{name: value for name, value in report.to_json().items() if name != "params_hash"}
+            "epoch done",
+            **{name: value for name, value in report.to_json().items() if name not in ("params_hash", *unequal_only)},
         )
         return report
+
+    async def _end_as_mean(self) -> None:
+        """From now on the model is the mean of all ranks'."""
+        mean = await self._replicas.mean(self.step)
+        await self._compute.run(self._replicas.exchange_with, mean.tensors)
+        self._params_hash = await self._compare()
 
     # Checkpoints
 
@@ -420,17 +464,25 @@ class Worker:
         if state is None:
             return
         started_s = time.perf_counter()
+        await self._drain()
         if position.epoch_step:
             await self._check_model()
             position.loss_sum = await self._compute.run(self._training.loss_sum)
-        await self._replicas.broadcast_buffers(position.step)
+        if self._are_equal:
+            await self._replicas.broadcast_buffers(position.step)
+            model: Mapping[str, Tensor] = model_tensors(self.model)
+        else:
+            model = (await self._replicas.mean(position.step)).tensors
+        if self._training.algorithm.needs_loss and not math.isnan(self._stepper.mean_loss):
+            position.mean_loss = self._stepper.mean_loss
         await self._barrier("worker/save")
         # Within an epoch its place means these batches; between two it means nothing, and there may be no next one.
         num_batches = await self._compute.run(self._training.num_batches, position.epoch) if position.epoch_step else 0
         self._probe.reached("before_save", position.step)
         size = await self._compute.run(
-            state.save, self._run_id, position, self.model, self._training.exchange, num_batches=num_batches,
-            report=self._report,
+            state.save, self._run_id, position, self.model,
+            RunTensors(self._training.own_state(), self._training.shared_state(), model),
+            num_batches=num_batches, report=self._report,
         )  # fmt: skip
         self._probe.note("saved", step=position.step)
         self._probe.reached("after_save", position.step)

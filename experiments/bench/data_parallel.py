@@ -72,7 +72,7 @@ def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
     plan = PLANS[chosen.effort]
     ways: dict[str, Callable[[], list[list[float]]]] = {
         "dense": lambda: _steps(plan.training(), plan.warm_up)["step_s"],
-        "DGC": lambda: _steps(plan.training(exchange={**_DGC, "warmup": "none"}), plan.warm_up)["step_s"],
+        "DGC": lambda: _steps(plan.training(algorithm={**_DGC, "warmup": "none"}), plan.warm_up)["step_s"],
         "gloo": lambda: run_ranks(gloo_steps, 2, plan),
     }
     launches = by_turns(ways, plan.launches)
@@ -137,7 +137,7 @@ def measure_accuracy(
     waits: dict[str, list[float]] = {"dense": [], "dgc": []}
     notes = {}
     for seed in range(seeds):
-        for kind, more in (("dense", {}), ("dgc", {"exchange": {**_DGC, "warmup": warmup}})):
+        for kind, more in (("dense", {}), ("dgc", {"algorithm": {**_DGC, "warmup": warmup}})):
             config = {"epochs": epochs, "optimizer": _SGD, "seed": seed, **more}
             ranks = train(Training(model=_MODELS[model], batch_size=batch_size, config=config), timeout_s=900.0)
             last = [rank["epochs"][-1] for rank in ranks]
@@ -160,8 +160,8 @@ def measure_bytes(
     """Payload of a step and rank, dense against 0.1 %: means of the second half of a short run."""
     sent = {}
     for name, more in (
-        ("dense", {}), ("DGC fp32", {"exchange": {**_DGC, "warmup": "none"}}),
-        ("DGC fp16", {"exchange": {**_DGC, "warmup": "none", "value_dtype": "fp16"}}),
+        ("dense", {}), ("DGC fp32", {"algorithm": {**_DGC, "warmup": "none"}}),
+        ("DGC fp16", {"algorithm": {**_DGC, "warmup": "none", "value_dtype": "fp16"}}),
     ):  # fmt: skip
         run = Training(model=model, batch_size=64, data=data, config={**_EVERY_STEP, "max_steps": steps, **more})
         sent[name] = statistics.mean(map(statistics.mean, _steps(run, steps // 2)["bytes_out"]))
@@ -182,7 +182,7 @@ def measure_overlap(
     config = {**_EVERY_STEP, "max_steps": _WARM_UP_STEPS + steps}
 
     def run(overlap: bool) -> dict[str, list[list[float]]]:
-        run = Training(model=model, batch_size=64, data=data, config={**config, "exchange": {"overlap": overlap}})
+        run = Training(model=model, batch_size=64, data=data, config={**config, "overlap": overlap})
         return _steps(run, _WARM_UP_STEPS)
 
     taken = by_turns({"with": partial(run, True), "without": partial(run, False)}, repeats)

@@ -46,7 +46,7 @@ class ParallelRun:
     """Two ranks with one torch thread each, which train the perceptron.
 
     Attributes:
-        exchange: dense (float32), dgc, or int8: see :mod:`gradbus.experiments.figures.int8_exchange`.
+        exchange: dense (float32), dgc, or int8: see :mod:`gradbus.experiments.figures.int8`.
         overlap: dense: send while the backward pass goes on, so that a part of the communication is hidden.
         warmup: dgc: epochs in which the density falls to its end.
         samples: of the training set; None: all.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import gradbus
 from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.training import Training
-from gradbus.experiments.figures.int8_exchange import Int8Exchange
 from gradbus.experiments.figures.plan import AnyRun, FederatedRun, ParallelRun
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.models import mnist_mlp
@@ -114,15 +113,15 @@ async def _train(place: BenchRank) -> Any:
         model=mnist_mlp, batch_size=run.batch_size, samples=run.samples, data=run.data, config={"seed": run.seed}
     ).task()
     dgc = {"name": "dgc", "density": run.density, "warmup": run.warmup}
+    algorithms = {"dgc": dgc, "dense": "dense", "int8": "gradbus.experiments.figures.int8:Int8"}
     config = gradbus.DataParallelConfig(
         epochs=run.epochs, optimizer={"lr": run.lr}, seed=run.seed,
-        exchange=dgc if run.exchange == "dgc" else {"name": "dense", "overlap": run.overlap},
+        algorithm=algorithms[run.exchange], overlap=run.overlap,
         profile={"dir": folder}, timeouts={"join_s": 1800, "collective_s": 1800},
     )  # fmt: skip
     # The bus is measured: by default, ranks of one machine pass large data through memory they share.
     async with place.group(NetworkConfig(shared_memory=False, lease_s=10.0)) as group:
-        make_exchange = Int8Exchange if run.exchange == "int8" else None
-        worker = gradbus.Worker(group, task, config, make_exchange=make_exchange)
+        worker = gradbus.Worker(group, task, config)
         with (folder / f"epochs-rank-{place.rank}.jsonl").open("w", encoding="utf-8") as file:
             async for report in worker.epochs():
                 file.write(json_text({"rank": place.rank, **report.to_json()}) + "\n")

@@ -26,7 +26,7 @@ from gradbus.runtime.json_text import parse_json
 
 # Of the experiments, what decides how a run goes. A changed colour or table is no reason to train again.
 RUNNING = (
-    "bench.processes", "bench.training", "figures.int8_exchange", "figures.runs", "buses", "files",
+    "bench.processes", "bench.training", "figures.int8", "figures.runs", "buses", "files",
     "run.configured_task", "run.demo", "run.federated", "run.lifecycle",
 )  # fmt: skip
 

@@ -84,12 +84,12 @@ def labels_of(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def looks_of(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Look]:
-    """The look of its codec or exchange for each run, where these differ; else one look after the other."""
+    """The look of its codec or algorithm for each run, where these differ; else one look after the other."""
     known = [
         style.look_of(
             str(run.setting("federated", "codec.name", "fp32"))
             if run.kind == "federated"
-            else parallel.exchange_of(run) or "dense"
+            else parallel.algorithm_of(run) or "dense"
         )
         for run in runs
     ]

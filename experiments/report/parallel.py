@@ -28,11 +28,11 @@ from gradbus.runtime.profiling.summary import ProfileSummary
 
 def page_of(run: RunFiles) -> Page:
     """The page on one run."""
-    exchange = exchange_of(run)
-    look = style.look_of(exchange or "dense")
+    algorithm = algorithm_of(run)
+    look = style.look_of(algorithm or "dense")
     curve = draw.curve_of_epochs(run.epochs, look)
     world = run.summary.get("world") or run.config.get("world") or len(run.profiles) or None
-    what = "Data-parallel run" + (f", {world} ranks" if world else "") + (f", exchange {exchange}" if exchange else "")
+    what = "Data-parallel run" + (f", {world} ranks" if world else "") + (f", {algorithm}" if algorithm else "")
     return run_page(
         run, what, WorkerFile(),
         tiles=_tiles(run) if run.epochs else [],
@@ -54,9 +54,9 @@ def page_of(run: RunFiles) -> Page:
     )  # fmt: skip
 
 
-def exchange_of(run: RunFiles) -> str:
-    """The name of the exchange that was used, as the summary has it, else of the one that was asked for."""
-    return str(run.summary.get("exchange") or run.setting("parallel", "exchange.name") or "")
+def algorithm_of(run: RunFiles) -> str:
+    """The name of the algorithm that was used, as the summary has it, else of the one that was asked for."""
+    return str(run.summary.get("algorithm") or run.setting("parallel", "algorithm.name") or "")
 
 
 def _tiles(run: RunFiles) -> list[Tile]:

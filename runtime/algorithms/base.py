@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -272,11 +272,10 @@ def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = 
 def bucket_of(tensors: Mapping[str, Tensor], index: int = 0) -> TensorBucket:
     """A bucket with copies of these tensors."""
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors.values()])
-    return TensorBucket(index, flat, dict(_views(flat, tensors)))
+    return TensorBucket(index, flat, views_of(flat, tensors))
 
 
-def _views(flat: Tensor, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    start = 0
-    for name, tensor in like.items():
-        yield name, flat[start : start + tensor.numel()].view(tensor.shape)
-        start += tensor.numel()
+def views_of(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of a vector, one after the other, in the shapes of these tensors, by name."""
+    parts = torch.split(flat, [tensor.numel() for tensor in like.values()])
+    return {name: part.view(tensor.shape) for part, (name, tensor) in zip(parts, like.items(), strict=True)}

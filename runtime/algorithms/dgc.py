@@ -95,6 +95,7 @@ class Dgc(Algorithm):
         self._schedule = warmup_schedule(options)
         self._density = codecs.warmup_density(0, density=options.density, schedule=self._schedule)
         self._set_momentum(options.momentum, options.nesterov, options.clip_norm)
+        self._parameters: Mapping[str, Tensor] = {}
         self._layout: codecs.DgcLayout | None = None  # known with the first gradients
         self._state: codecs.DgcState
         self._dense: codecs.DenseMomentum
@@ -119,6 +120,7 @@ class Dgc(Algorithm):
 
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         super().check(parameters, optimizer)
+        self._parameters = parameters
         groups = optimizer.param_groups
         if not isinstance(optimizer, codecs.DgcSgd) and any("betas" in one or one.get("momentum") for one in groups):
             raise ConfigError(
@@ -203,13 +205,15 @@ class Dgc(Algorithm):
         return super().shared_state() if self._layout is None else dict(self._shared)
 
     def load_state(self, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
-        """The inverse. Whether it fits the tensors shows in the first step. Raises ValueError: it is damaged."""
+        """The inverse. Raises ValueError: it does not fit, or is damaged."""
         super().load_state(own, shared)
         place = self.memory.find("samples", "place")
         if place is not None and (place.dtype != torch.int64 or place.shape != (2,) or int(place.min()) < 0):
             raise ValueError(f"state 'samples/place' must be the numbers of steps and the seed, got {place}")
         self._layout, self._own, self._shared = None, {}, {}
         self.commit()
+        if self._parameters:
+            self._prepared(self._parameters)
 
 
 def _fill(views: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

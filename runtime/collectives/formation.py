@@ -45,6 +45,11 @@ class Member:
     incarnation: int
     host: str
 
+    @property
+    def node(self) -> str:
+        """The host name alone."""
+        return self.host.partition(" ")[0]
+
 
 @dataclass(slots=True)
 class _Peer:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import to_jsonable_python
 
-from gradbus.runtime.choices import EXCHANGES, Choice
+from gradbus.runtime.choices import ALGORITHMS, Choice
 from gradbus.runtime.config.settings import (
     PER_RANK,
     CheckpointSettings,
@@ -19,6 +19,8 @@ from gradbus.runtime.config.settings import (
     Settings,
     flat,
 )
+
+_MIB = 1 << 20
 
 
 class OptimizerSettings(Settings):
@@ -82,7 +84,8 @@ class DataParallelConfig(Settings):
         "checkpoint_every_steps": "checkpoint.every_steps",
         "checkpoint_timeout_s": "checkpoint.timeout_s",
         "collective_timeout_s": "timeouts.collective_s",
-        "exchange_options": "exchange",
+        "exchange": "algorithm",
+        "exchange_options": "algorithm",
         "history_dir": "history.dir",
         "join_timeout_s": "timeouts.join_s",
         "keep_checkpoints": "checkpoint.keep",
@@ -109,25 +112,34 @@ class DataParallelConfig(Settings):
     """Number of epochs between two evaluations; the end of the run is always evaluated. 0: never evaluate."""
     report_every_steps: Annotated[int, Field(ge=0), PER_RANK] = 0
     """Number of steps between two progress lines in the log. 0: none."""
-    exchange: Annotated[Choice, EXCHANGES] = EXCHANGES.default
-    """How gradients are exchanged, such as `dense`, the mean of whole gradients, or `dgc`, Deep Gradient Compression,
-    the largest entries of gradient and residual (docs/dgc.md); docs/tuning.md lists all. Or your own, as
-    package.module:Name."""
+    algorithm: Annotated[Choice, ALGORITHMS] = ALGORITHMS.default
+    """What the ranks exchange, and how, such as `dense`, the mean of whole gradients, or `dgc`, Deep Gradient
+    Compression, the largest entries of gradient and residual (docs/dgc.md); docs/algorithms.md says which to take when.
+    Or your own, as package.module:Name."""
+    delay_steps: Annotated[int, Field(ge=0, le=8)] | None = None
+    """Number of steps after which what was exchanged is applied. With 1 an exchange goes on while the next step is
+    computed, with gradients that are one step old (docs/algorithms.md). null: as the algorithm has it, mostly 0."""
+    overlap: bool = True
+    """Whether a bucket of gradients is sent as soon as they are there, during the backward pass."""
+    bucket_bytes: Annotated[int, Field(ge=1)] = 25 * _MIB
+    """Size, in bytes, at which a bucket is closed."""
+    first_bucket_bytes: Annotated[int, Field(ge=1)] = _MIB
+    """The same size for the first bucket, which holds the last layers. A small one makes sending start early."""
     optimizer: OptimizerSettings = OptimizerSettings()
     checkpoint: RankCheckpointSettings = RankCheckpointSettings()
     timeouts: Annotated[TimeoutSettings, PER_RANK] = TimeoutSettings()
     profile: Annotated[ProfileSettings, PER_RANK] = ProfileSettings()
     history: Annotated[HistorySettings, PER_RANK] = HistorySettings()
 
-    def shared(self, exchange: Mapping[str, Any]) -> dict[str, Any]:
+    def shared(self, algorithm: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks, as plain data by their keys, such as ``optimizer.lr``.
 
         Args:
-            exchange: the name of the exchange and all of its options, in place of those that were given.
+            algorithm: its name and all of its options, in place of those that were given.
         """
-        values = self.model_dump(mode="json", exclude={**_per_rank(type(self)), "exchange": True})
+        values = self.model_dump(mode="json", exclude={**_per_rank(type(self)), "algorithm": True})
         values["checkpoint"]["dir"] = "none" if self.checkpoint.dir is None else "given"
-        return dict(flat({**values, "exchange": to_jsonable_python(exchange)}))
+        return dict(flat({**values, "algorithm": to_jsonable_python(algorithm)}))
 
 
 def _per_rank(group: type[BaseModel]) -> dict[str, Any]:

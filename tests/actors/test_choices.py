@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.federated.rules.base import ClientRule, make_rule
-from gradbus.runtime.choices import CLIENT_RULES, EXCHANGES, STRATEGIES
+from gradbus.runtime.choices import ALGORITHMS, CLIENT_RULES, STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome, decode, encode
@@ -54,18 +54,18 @@ SCALED, PROXIMAL = f"{__name__}:Scaled", f"{__name__}:Proximal"
 def test_the_tables_have_all_built_in_choices_each_with_a_sentence_of_help() -> None:
     known = {
         STRATEGIES: {"fedadam", "fedavg", "fedavgm", "krum", "median", "multi_krum", "trimmed_mean"},
-        EXCHANGES: {"dense", "dgc"},
+        ALGORITHMS: {"dense", "dgc", "powersgd"},
         CLIENT_RULES: {"plain"},
     }
     for choices, names in known.items():  # there may be more: a new one is a file of its own
         assert names <= choices.table.keys()
-    for choices in (STRATEGIES, EXCHANGES, CLIENT_RULES):
+    for choices in (STRATEGIES, ALGORITHMS, CLIENT_RULES):
         assert all(len(text) > 10 for text in choices.help().values())
 
 
 def test_the_documents_table_is_that_of_the_choices() -> None:
     page = (Path(__file__).parents[2] / "docs/tuning.md").read_text(encoding="utf-8")
-    for choices in (STRATEGIES, EXCHANGES, CLIENT_RULES):
+    for choices in (STRATEGIES, ALGORITHMS, CLIENT_RULES):
         rows = [line for line in page.splitlines() if line.startswith(f"| `{choices.key}=")]
         assert rows == [f"| `{choices.key}={name}` | {text} |" for name, text in choices.help().items()]
 
@@ -99,9 +99,9 @@ def test_a_choice_that_is_wrong_is_refused_with_what_to_do(name: str, options: d
         STRATEGIES.make(FederatedConfig(strategy={"name": name, **options}).strategy, 3)
 
 
-def test_an_exchange_that_there_is_not_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.exchange: there is no .* 'sparse'; .*dense, dgc, or your own"):
-        EXCHANGES.find("sparse")
+def test_an_algorithm_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.algorithm: there is no .* 'sparse'; .*, dgc, .*or your own"):
+        ALGORITHMS.find("sparse")
 
 
 def test_a_client_imports_no_rule_but_the_one_that_its_own_configuration_names(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a data-parallel run of three epochs on two ranks; not to be changed."""
     from report_runs import parallel_run
 
-    return parallel_run(tmp_path_factory.mktemp("runs") / "parallel", domain=new_domain(), exchange="dgc")
+    return parallel_run(tmp_path_factory.mktemp("runs") / "parallel", domain=new_domain(), algorithm="dgc")
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_what_two_settings_take_is_what_they_take(page: str, root: Path) -> None
     assert len(given) > 4
     for pair in given:
         kind = WorkerFile if pair.startswith("parallel") else ControllerFile
-        chosen = ["parallel.exchange=dgc"] if re.match(r"parallel\.exchange\.(density|warmup|value)", pair) else []
+        chosen = ["parallel.algorithm=dgc"] if re.match(r"parallel\.algorithm\.(density|warmup|value)", pair) else []
         load(kind, None, overrides=[*chosen, pair])
 
 

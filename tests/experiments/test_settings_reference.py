@@ -56,7 +56,7 @@ def test_the_page_and_the_schemas_do_not_depend_on_the_user() -> None:
 @pytest.mark.parametrize("kind", FILES)
 def test_the_reference_has_every_setting_of_a_file(kind: str) -> None:
     shown = [setting.name for section in sections() if kind in section.commands for setting in section.settings]
-    assert sorted(shown) == sorted(names_of(FILES[kind]))
+    assert sorted(set(shown)) == sorted(names_of(FILES[kind]))  # options of one name may differ from choice to choice
 
 
 def test_every_setting_has_a_type_and_is_explained_by_whole_sentences() -> None:
@@ -71,7 +71,7 @@ def test_the_reference_for_a_terminal_shows_name_default_type_and_text() -> None
     assert text == as_text()
     assert "\nfederated.rounds = 10    (integer >= 1, <= 1000000)\n    Number of rounds in all" in text
     assert '\nfederated.codec = "fp32"    (choice: `fp32`, `q8`, `s4`, `sq8`)\n' in text
-    assert "\nparallel.exchange.density = 0.001    (number > 0, <= 1)\n    With `dgc`. Share of" in text
+    assert "\nparallel.algorithm.density = 0.001    (number > 0, <= 1)\n    With `dgc`. Share of" in text
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:

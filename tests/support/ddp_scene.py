@@ -70,14 +70,14 @@ def train(
     *tasks: Any,
     world: int = 2,
     configs: Sequence[DataParallelConfig] = (),
-    exchanges: Sequence[Any] = (),
+    algorithms: Sequence[Any] = (),
     play: Play | None = None,
     timeout_s: float = 60.0,
     **settings: Any,
 ) -> list[Outcome]:
     """Run all ranks to their ends. One task for all, or one for each; ``settings`` or one of ``configs`` for each.
 
-    ``exchanges``: ``make_exchange`` of each rank, where one has any.
+    ``algorithms``: ``make_algorithm`` of each rank, where one has any.
     ``play``: called for each rank in place of ``Worker.run()``. An error of a rank is in its outcome.
     """
     torch.set_num_threads(1)
@@ -92,8 +92,8 @@ def train(
                 gradbus.connect(job=job, domain=domain) as bus,
                 join_group(bus, rank=rank, world=len(tasks), timeout_s=20.0, collective_timeout_s=20.0) as group,
             ):
-                make_exchange = exchanges[rank] if exchanges else None
-                outcome = Outcome(Worker(group, tasks[rank], configs[rank], make_exchange=make_exchange))
+                make_algorithm = algorithms[rank] if algorithms else None
+                outcome = Outcome(Worker(group, tasks[rank], configs[rank], make_algorithm=make_algorithm))
                 if play is not None:
                     await play(group, outcome.worker)
                 else:
@@ -130,7 +130,7 @@ def single_process(
     task.prepare_shard(0, world)
     model = task.build_model()
     model.train()
-    step = _dense_step(model, config) if config.exchange.name == "dense" else _dgc_step(model, config, world)
+    step = _dense_step(model, config) if config.algorithm.name == "dense" else _dgc_step(model, config, world)
     steps = 0
     for epoch in range(epochs):
         shards = [task.batches(rank=rank, world=world, epoch=epoch, seed=config.seed) for rank in range(world)]
@@ -171,7 +171,7 @@ def _dense_step(model: nn.Module, config: DataParallelConfig) -> Callable[[int, 
 
 
 def _dgc_step(model: nn.Module, config: DataParallelConfig, world: int) -> Any:
-    parameters, sgd, density_at_last = _trained(model), config.optimizer, config.exchange.options.get("density", 0.001)
+    parameters, sgd, density_at_last = _trained(model), config.optimizer, config.algorithm.options.get("density", 0.001)
     layout = codecs.DgcLayout.of([(n, p) for n, p in model.named_parameters() if p.requires_grad])
     dgc = codecs.DgcConfig(density=density_at_last, momentum=sgd.momentum, world=world, clip_norm=sgd.clip_norm)
     states = [codecs.DgcState.zeros(layout, seed=config.seed) for _ in range(world)]

@@ -14,9 +14,10 @@ from ddp_scene import Outcome, make_task, succeeded, train
 from torch import nn
 
 from gradbus.actors import Worker
-from gradbus.actors.data_parallel.exchanges.dense import DenseExchange
 from gradbus.actors.data_parallel.state import WorkerState, newest_common
 from gradbus.models import ClassificationTask
+from gradbus.runtime.algorithms.base import Place
+from gradbus.runtime.algorithms.dense import Dense
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, PeerLost
@@ -43,10 +44,9 @@ def same(ours: list[Outcome], theirs: list[Outcome]) -> None:
     """Parameters, what each rank owes, and the reports of the last epoch."""
     for mine, other in zip(succeeded(ours), succeeded(theirs), strict=True):
         assert torch.equal(mine.parameters, other.parameters)
-        owed = [outcome.worker._training.exchange.own_state() for outcome in (mine, other)]
-        assert owed[0].meta == owed[1].meta
-        assert owed[0].tensors.keys() == owed[1].tensors.keys()
-        assert all(torch.equal(owed[0].tensors[name], owed[1].tensors[name]) for name in owed[0].tensors)
+        owed = [outcome.worker._training.own_state() for outcome in (mine, other)]
+        assert owed[0].keys() == owed[1].keys()
+        assert all(torch.equal(owed[0][name], owed[1][name]) for name in owed[0])
         facts = [
             (o.reports[-1].epoch, o.reports[-1].step, o.reports[-1].loss, o.reports[-1].params_hash)
             for o in (mine, other)
@@ -54,12 +54,12 @@ def same(ours: list[Outcome], theirs: list[Outcome]) -> None:
         assert facts[0] == facts[1]
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
 @pytest.mark.parametrize(("every", "lost_from"), [(0, 14), (4, 12)])  # at the end of epoch 1, and in its midst
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(
-    tmp_path: Path, exchange: str, every: int, lost_from: int
+    tmp_path: Path, algorithm: str, every: int, lost_from: int
 ) -> None:
-    settings: dict[str, Any] = {"exchange": exchange, "epochs": 3, "optimizer__weight_decay": 1e-3, "hash_every": 1}
+    settings: dict[str, Any] = {"algorithm": algorithm, "epochs": 3, "optimizer__weight_decay": 1e-3, "hash_every": 1}
     whole = train(make_task(), **settings)
     settings |= {"checkpoint__dir": tmp_path, "checkpoint__every_steps": every}
     broken = train(make_task(), Breaks(15), **settings)
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(
 
 
 def test_in_the_midst_of_an_epoch_accumulated_batches_are_skipped_right(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"exchange": "dgc", "epochs": 2, "accumulation_steps": 2}
+    settings: dict[str, Any] = {"algorithm": "dgc", "epochs": 2, "accumulation_steps": 2}
     whole = train(make_task(batch_size=8), world=3, **settings)
     settings["checkpoint__dir"] = tmp_path
     succeeded(train(make_task(batch_size=8), world=3, **settings, max_steps=3))
@@ -168,7 +168,7 @@ def test_checkpoints_of_two_runs_do_not_mix(tmp_path: Path) -> None:
     [
         ({"world": 1}, "of rank 0 of 2, this is rank 0 of 1"),
         ({"seed": 3}, "made with seed=0, now it is 3"),
-        ({"exchange": "dgc"}, "made with exchange='dense', now it is 'dgc'"),
+        ({"algorithm": "dgc"}, "made with algorithm='dense', now it is 'dgc'"),
         ({"checkpoint__resume": False}, "resume is off"),
     ],
 )
@@ -178,17 +178,21 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, change: dict[
         assert text in error
 
 
-class Own(DenseExchange):
-    """An exchange that no configuration names."""
+class Own(Dense):
+    """An algorithm that no configuration names."""
 
-    name = "own"
+    choice = "own"
 
 
-def test_a_run_with_an_exchange_of_ones_own_goes_on_with_it_alone(tmp_path: Path) -> None:
-    saved_run(tmp_path, exchanges=(Own, Own))
+def own(place: Place) -> Own:
+    return Own(place, Own.Options())
+
+
+def test_a_run_with_an_algorithm_of_ones_own_goes_on_with_it_alone(tmp_path: Path) -> None:
+    saved_run(tmp_path, algorithms=(own, own))
     for error in errors(train(make_task(), epochs=2, checkpoint__dir=tmp_path)):
-        assert "made with exchange='own', now it is 'dense'" in error
-    succeeded(train(make_task(), epochs=2, checkpoint__dir=tmp_path, exchanges=(Own, Own)))
+        assert "made with algorithm='own', now it is 'dense'" in error
+    succeeded(train(make_task(), epochs=2, checkpoint__dir=tmp_path, algorithms=(own, own)))
 
 
 def test_another_model_or_other_data_are_refused(tmp_path: Path) -> None:

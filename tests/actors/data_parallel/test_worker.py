@@ -25,13 +25,13 @@ def assert_all_equal(outcomes: list[Outcome], reference: nn.Module) -> None:
     "settings",
     [
         {},
-        {"exchange__overlap": False},
-        {"exchange__bucket_bytes": 1},
-        {"exchange__route": "ring"},
+        {"overlap": False},
+        {"bucket_bytes": 1},
+        {"algorithm__route": "shards"},
         {"optimizer__nesterov": True, "optimizer__weight_decay": 1e-3},
         {"optimizer__momentum": 0.0},
-        {"exchange": "dgc"},
-        {"exchange": "dgc", "exchange__density": 0.3, "optimizer__weight_decay": 1e-3, "optimizer__clip_norm": 1.0},
+        {"algorithm": "dgc"},
+        {"algorithm": "dgc", "algorithm__density": 0.3, "optimizer__weight_decay": 1e-3, "optimizer__clip_norm": 1.0},
     ],
     ids=str,
 )
@@ -46,28 +46,28 @@ def test_two_ranks_give_the_bits_of_one_process(settings: dict[str, Any]) -> Non
     assert (first.epochs, first.steps, first.world) == (2, 14, 2)
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
-@pytest.mark.parametrize("algorithm", ["direct", "shards", "ring"])
-def test_three_ranks_are_equal_after_every_step(exchange: str, algorithm: str) -> None:
-    more = {"exchange__route": algorithm, "exchange__bucket_bytes": 8192} if exchange == "dense" else {}
-    settings: dict[str, Any] = {"exchange": exchange, **more}
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+@pytest.mark.parametrize("route", ["direct", "shards"])
+def test_three_ranks_are_equal_after_every_step(algorithm: str, route: str) -> None:
+    more = {"algorithm__route": route, "bucket_bytes": 8192} if algorithm == "dense" else {}
+    settings: dict[str, Any] = {"algorithm": algorithm, **more}
     outcomes = train(make_task(), world=3, epochs=1, hash_every=1, **settings)
-    assert_all_equal(outcomes, single_process(make_task(), 3, exchange=exchange))
+    assert_all_equal(outcomes, single_process(make_task(), 3, algorithm=algorithm))
 
 
 def test_density_one_is_the_dense_way_but_for_rounding() -> None:
     settings: dict[str, Any] = {"epochs": 2, "optimizer__weight_decay": 1e-3, "optimizer__nesterov": True}
     dense, dgc = (
         succeeded(train(make_task(), **settings, **more))[0]
-        for more in ({}, {"exchange": "dgc", "exchange__density": 1.0, "exchange__warmup": "none"})
+        for more in ({}, {"algorithm": "dgc", "algorithm__density": 1.0, "algorithm__warmup": "none"})
     )
     assert torch.allclose(dense.parameters, dgc.parameters, atol=1e-5)
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
-def test_the_ranks_become_copies_of_rank_0_whatever_they_start_from(exchange: str) -> None:
-    outcomes = train(make_task(seed=0), make_task(seed=7), exchange=exchange, hash_every=1)
-    assert_all_equal(outcomes, single_process(make_task(seed=0), 2, exchange=exchange))
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+def test_the_ranks_become_copies_of_rank_0_whatever_they_start_from(algorithm: str) -> None:
+    outcomes = train(make_task(seed=0), make_task(seed=7), algorithm=algorithm, hash_every=1)
+    assert_all_equal(outcomes, single_process(make_task(seed=0), 2, algorithm=algorithm))
 
 
 def test_accumulated_batches_are_one_larger_batch() -> None:
@@ -125,10 +125,10 @@ class Uneven(ClassificationTask):
             yield batch
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
 @pytest.mark.parametrize(("drop", "accumulation"), [(1, 1), (3, 2), (99, 1)])
-def test_ranks_without_data_go_along_until_the_last_one_has_none(exchange: str, drop: int, accumulation: int) -> None:
-    settings: dict[str, Any] = {"exchange": exchange, "epochs": 2}
+def test_ranks_without_data_go_along_until_the_last_one_has_none(algorithm: str, drop: int, accumulation: int) -> None:
+    settings: dict[str, Any] = {"algorithm": algorithm, "epochs": 2}
     outcomes = train(Uneven(drop), world=3, hash_every=1, accumulation_steps=accumulation, **settings)
     assert_all_equal(outcomes, single_process(Uneven(drop), 3, accumulation=accumulation, **settings))
 
@@ -156,18 +156,18 @@ class Partly(nn.Module):
         return self.last(self.sometimes(x).relu() if goes_through else x)
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
-def test_frozen_and_unused_parameters(exchange: str) -> None:
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+def test_frozen_and_unused_parameters(algorithm: str) -> None:
     before = make_task(Partly).build_model()
-    more = {"exchange__bucket_bytes": 600} if exchange == "dense" else {}
-    outcomes = succeeded(train(make_task(Partly), exchange=exchange, epochs=2, hash_every=1, **more))
+    more = {"bucket_bytes": 600} if algorithm == "dense" else {}
+    outcomes = succeeded(train(make_task(Partly), algorithm=algorithm, epochs=2, hash_every=1, **more))
     model = outcomes[0].worker.model
     assert isinstance(model, Partly)
     assert model.seen == {True, False}
     assert torch.equal(model.frozen.weight, before.frozen.weight)
     assert torch.equal(model.unused.weight, before.unused.weight)
     assert not torch.equal(model.first.weight, before.first.weight)
-    assert_all_equal(outcomes, single_process(make_task(Partly), 2, epochs=2, exchange=exchange))
+    assert_all_equal(outcomes, single_process(make_task(Partly), 2, epochs=2, algorithm=algorithm))
 
 
 def test_masks_of_dropout_are_those_of_one_process() -> None:

@@ -17,8 +17,9 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from gradbus.actors import Worker
-from gradbus.actors.data_parallel.exchanges.dense import DenseExchange
 from gradbus.models import ClassificationTask
+from gradbus.runtime.algorithms.base import Place
+from gradbus.runtime.algorithms.dense import Dense
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError, PeerLost, ReplicasDiverged, TrainingDiverged
@@ -50,59 +51,69 @@ def test_other_settings_on_a_rank_are_named_on_all() -> None:
         assert "lr is 0.1, but rank 2 has 0.2" in str(outcome.error)
 
 
-class Halved(DenseExchange):
-    """A dense exchange of one's own, by inheritance, and without a name."""
+class Halved(Dense):
+    """An algorithm of one's own, by inheritance, and without a name."""
 
 
-class Named(DenseExchange):
-    name = "mine"
+class Named(Dense):
+    """The same, with a name and an option."""
 
-    def __init__(self, *arguments: Any, bits: int = 8) -> None:
-        super().__init__(*arguments)
-        self.options = {"bits": bits}  # type: ignore[misc]
+    choice = "mine"
+
+    class Options(Dense.Options):
+        bits: int = 8
+
+
+def halved(place: Place) -> Halved:
+    return Halved(place, Halved.Options())
+
+
+def named(place: Place, bits: int = 8) -> Named:
+    return Named(place, Named.Options(bits=bits))
 
 
 @pytest.mark.parametrize(
-    ("exchanges", "told"),
+    ("algorithms", "told"),
     [
-        ((Named, None), "exchange.name is 'mine', but rank 1 has 'dense'"),
-        ((None, Halved), "exchange.name is 'dense', but rank 1 has 'tests.actors.data_parallel.test_worker_errors:H"),
-        ((Named, partial(Named, bits=4)), """exchange_options is '{"bits": 8}', but rank 1 has '{"bits": 4}'"""),
+        ((named, None), "algorithm.name is 'mine', but rank 1 has 'dense'"),
+        ((None, halved), "algorithm.name is 'dense', but rank 1 has 'tests.actors.data_parallel.test_worker_errors:H"),
+        ((named, partial(named, bits=4)), "algorithm.bits is 8, but rank 1 has 4"),
     ],
 )
-def test_another_exchange_of_gradients_on_a_rank_is_named_on_all_at_once(exchanges: Any, told: str) -> None:
+def test_another_algorithm_on_a_rank_is_named_on_all_at_once(algorithms: Any, told: str) -> None:
     started_s = time.monotonic()
-    for outcome in train(make_task(), exchanges=exchanges):
+    for outcome in train(make_task(), algorithms=algorithms):
         assert isinstance(outcome.error, ConfigError)
         assert told in str(outcome.error)
     assert time.monotonic() - started_s < 20  # a collective waits for 60
 
 
-def test_an_exchange_of_ones_own_is_called_by_its_name_in_log_and_summary() -> None:
+def test_an_algorithm_of_ones_own_is_called_by_its_name_in_log_and_summary() -> None:
     with capture_logs() as lines:
-        outcomes = succeeded(train(make_task(), exchanges=(Named, Named)))
-    assert {line["exchange"] for line in lines if line["event"] == "started"} == {'mine {"bits": 8}'}
+        outcomes = succeeded(train(make_task(), algorithms=[partial(named, bits=4)] * 2))
+    assert {line["algorithm"] for line in lines if line["event"] == "started"} == {'mine {"bits": 4}'}
     for outcome in outcomes:
         assert outcome.summary is not None
-        assert outcome.summary.exchange == outcome.worker.exchange == "mine"
+        assert outcome.summary.algorithm == outcome.worker.algorithm == "mine"
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "told"),
-    [
-        ("", {}, r"name must be text of 1 to 100 printable characters, got ''"),
-        ("a\nb", {}, "name must be text"),
-        ("mine", {"rate": float("nan")}, "options must be a dictionary of plain data"),
-        ("mine", [1], "options must be a dictionary of at most"),
-    ],
-)
-def test_an_exchange_must_say_what_it_is_in_a_way_that_can_be_compared(name: str, options: Any, told: str) -> None:
-    class Odd(DenseExchange):
-        pass
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 101])
+def test_an_algorithm_must_have_a_name_that_can_be_compared(name: str) -> None:
+    class Odd(Named):
+        choice = name
 
-    Odd.name, Odd.options = name, options
-    for outcome in train(make_task(), world=1, exchanges=[Odd]):
-        with pytest.raises(ConfigError, match=told):
+    for outcome in train(make_task(), world=1, algorithms=[lambda place: Odd(place, Odd.Options())]):
+        with pytest.raises(ConfigError, match=r"choice must be text of 1 to 100 printable characters, got '"):
+            succeeded([outcome])
+
+
+def test_options_too_long_to_be_compared_are_refused() -> None:
+    class Long(Named):
+        class Options(Named.Options):
+            notes: str = "x" * 20_000
+
+    for outcome in train(make_task(), world=1, algorithms=[lambda place: Long(place, Long.Options())]):
+        with pytest.raises(ConfigError, match=r"options are 20\d\d\d characters of JSON, at most 10000"):
             succeeded([outcome])
 
 
@@ -114,21 +125,21 @@ def test_another_model_on_a_rank_is_named_on_all() -> None:
         assert "'1.weight torch.float32 (24, 784) trained' where they have 'fc1.weight" in str(outcome.error)
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
-def test_a_replica_that_went_astray_is_found_at_the_next_check_and_named(exchange: str) -> None:
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+def test_a_replica_that_went_astray_is_found_at_the_next_check_and_named(algorithm: str) -> None:
     def nudge(model: nn.Module, batch: Any, number: int) -> None:
         if number == 3:
             with torch.no_grad():
                 next(model.parameters())[0, 0] += 1e-6
 
-    outcomes = train(make_task(), Watched(nudge), make_task(), exchange=exchange, hash_every=2, epochs=2)
+    outcomes = train(make_task(), Watched(nudge), make_task(), algorithm=algorithm, hash_every=2, epochs=2)
     for outcome in outcomes:
         assert isinstance(outcome.error, ReplicasDiverged)
         assert (outcome.error.step, outcome.error.ranks) == (4, (1,))
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
-def test_a_training_function_that_fails_ends_all_ranks_and_is_raised_where_it_failed(exchange: str) -> None:
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+def test_a_training_function_that_fails_ends_all_ranks_and_is_raised_where_it_failed(algorithm: str) -> None:
     failed_s: list[float] = []
 
     def fail(model: nn.Module, batch: Any, number: int) -> None:
@@ -136,7 +147,7 @@ def test_a_training_function_that_fails_ends_all_ranks_and_is_raised_where_it_fa
             failed_s.append(time.monotonic())
             raise ZeroDivisionError("the user's own mistake")
 
-    outcomes = train(make_task(), Watched(fail), make_task(), exchange=exchange, epochs=50)
+    outcomes = train(make_task(), Watched(fail), make_task(), algorithm=algorithm, epochs=50)
     assert isinstance(outcomes[1].error, ZeroDivisionError)
     for rank in (0, 2):
         error = outcomes[rank].error
@@ -184,10 +195,10 @@ def test_a_failure_within_the_backward_pass_calls_off_what_is_on_its_way() -> No
             await worker.run()
         finally:
             if group.rank == 1:
-                assert len(worker._training.exchange.in_flight) == 2  # of four buckets
+                assert len(worker._stepper._newest.exchange.handles) == 2  # of four buckets
                 pending.append(group.stats.pending)
 
-    outcomes = train(Task(False), Task(True), exchange__bucket_bytes=1, play=play)
+    outcomes = train(Task(False), Task(True), bucket_bytes=1, play=play)
     assert isinstance(outcomes[1].error, ZeroDivisionError)
     assert isinstance(outcomes[0].error, PeerLost)
     assert pending == [0]
@@ -219,10 +230,10 @@ def test_a_frozen_parameter_may_be_infinite_as_masks_are() -> None:
     "settings",
     [
         {},
-        {"exchange__overlap": False},
-        {"exchange__bucket_bytes": 1},
+        {"overlap": False},
+        {"bucket_bytes": 1},
         {"optimizer__clip_norm": 1.0},
-        {"exchange": "dgc"},
+        {"algorithm": "dgc"},
     ],
     ids=str,
 )
@@ -237,7 +248,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(value: float, settings:
         assert outcome.parameters.isfinite().all()
     told = [line for line in lines if line["event"].startswith("step skipped")]
     assert [(line["step"], line["by_ranks"], line["in_a_row"]) for line in told] == [(3, [1], 1)] * 2
-    clean = single_process(make_task(), 2, epochs=2, exchange=settings.get("exchange", "dense"))
+    clean = single_process(make_task(), 2, epochs=2, algorithm=settings.get("algorithm", "dense"))
     assert not torch.equal(outcomes[0].parameters, vector(clean))
     assert torch.allclose(outcomes[0].parameters, vector(clean), atol=0.2)
     assert outcomes[0].reports[0].loss == pytest.approx(2.2, abs=0.2)  # of the steps that were made
@@ -280,9 +291,9 @@ class OddLoss(ClassificationTask):
         return torch.where(torch.tensor(True), torch.tensor(float("nan")), loss)
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
-def test_a_loss_that_is_not_finite_is_enough(exchange: str) -> None:
-    outcomes = succeeded(train(make_task(), OddLoss(1, (3,), of_gradient=False), exchange=exchange, hash_every=1))
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+def test_a_loss_that_is_not_finite_is_enough(algorithm: str) -> None:
+    outcomes = succeeded(train(make_task(), OddLoss(1, (3,), of_gradient=False), algorithm=algorithm, hash_every=1))
     assert [outcome.reports[0].skipped_steps for outcome in outcomes] == [1, 1]
     assert outcomes[0].parameters.isfinite().all()
     assert outcomes[0].reports[0].loss == pytest.approx(2.2, abs=0.2)
@@ -295,9 +306,9 @@ def test_a_gradient_that_is_not_finite_is_blamed_on_its_rank_from_the_second_tim
         assert (outcome.error.step, outcome.error.ranks) == (4, (1,))
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
-def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(exchange: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"exchange": exchange, "epochs": 3, "checkpoint__dir": tmp_path}
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(algorithm: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"algorithm": algorithm, "epochs": 3, "checkpoint__dir": tmp_path}
     outcomes = train(make_task(), Watched(spoils(1, 2, *range(4, 99))), max_nonfinite_steps=5, **settings)
     for outcome in outcomes:
         assert isinstance(outcome.error, TrainingDiverged)

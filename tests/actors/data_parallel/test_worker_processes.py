@@ -20,9 +20,9 @@ MORTAL = {"lease_s": 3.0}
 TOLD_WITHIN_S = 3.0 + 10.0
 
 
-@pytest.mark.parametrize("exchange", ["dense", "dgc"])
-def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(exchange: str) -> None:
-    with ddp_ranks(3, exchange=exchange, **LONG, **STEADY) as ranks:
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(algorithm: str) -> None:
+    with ddp_ranks(3, algorithm=algorithm, **LONG, **STEADY) as ranks:
         nodes = ranks.start_all(rank_1=MORTAL)
         for node in nodes:
             node.wait_for("batch", number=20)
@@ -38,7 +38,7 @@ def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(exchange: str
 
 
 def test_after_a_kill_all_ranks_go_on_from_the_last_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"exchange": "dgc", "epochs": 2, "checkpoint__every_steps": 3, **STEADY}
+    settings: dict[str, Any] = {"algorithm": "dgc", "epochs": 2, "checkpoint__every_steps": 3, **STEADY}
     with ddp_ranks(2, **settings) as ranks:
         whole = [node.wait_for("done") for node in ranks.start_all()]
     with ddp_ranks(2, **settings, checkpoint__dir=str(tmp_path)) as ranks:

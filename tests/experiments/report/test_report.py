@@ -87,7 +87,7 @@ def test_a_data_parallel_run_becomes_one_file_with_its_figures_every_epoch_and_r
     assert figures_of(html) == PARALLEL_FIGURES
     assert [row[0] for row in rows_of(html, "epochs")] == ["1", "2", "3"]
     assert [row[:2] for row in rows_of(html, "ranks")] == [["0", "15"], ["1", "15"]]
-    assert ["exchange.name", "dgc"] in rows_of(html, "settings-parallel")
+    assert ["algorithm.name", "dgc"] in rows_of(html, "settings-parallel")
     for theme in ("light", "dark"):
         assert ">exchange<" in drawing_of(html, "step-spans", theme)
     assert notes_of(html) == ""

@@ -58,7 +58,7 @@ def test_a_wrong_place_is_an_error_that_says_how_to_give_it(given, environment, 
 @pytest.mark.parametrize("name", ["ddp", "ddp-dgc", "ddp.two-machines"])
 def test_every_example_loads_and_names_a_task_for_workers(name: str, configs: Path) -> None:
     file = load(WorkerFile, configs / f"{name}.conf.json")
-    assert file.parallel.exchange.name == ("dgc" if "dgc" in name else "dense")
+    assert file.parallel.algorithm.name == ("dgc" if "dgc" in name else "dense")
     model = ConfiguredShardTask(file.task).build_model()
     assert sum(parameter.numel() for parameter in model.parameters()) == 407_050
 

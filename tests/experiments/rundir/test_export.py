@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_scene import Scene
 from own_models import awkward
 from safetensors.torch import load_file
 from torch import nn
 
-from gradbus.actors.data_parallel.exchanges.base import ExchangeLabel
-from gradbus.actors.data_parallel.state import Position, WorkerState
+from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
+from gradbus.actors.data_parallel.replicas import model_tensors
+from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.state import RunState
@@ -22,6 +22,7 @@ from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.export import export
 from gradbus.runtime.choices import STRATEGIES
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
@@ -47,8 +48,8 @@ def federated(run: Path, *, seed: int = 0, rounds: int = 2) -> nn.Module:
 def parallel(run: Path) -> nn.Module:
     """The same of data-parallel ranks."""
     run.mkdir()
-    scene = Scene(checkpoint__dir=run / "state")
-    file = WorkerFile(task=TASK, parallel=scene.config).model_dump(
+    config = DataParallelConfig(checkpoint={"dir": run / "state"})
+    file = WorkerFile(task=TASK, parallel=config).model_dump(
         mode="json", exclude={"task": {"momentum", "weight_decay", "train_fn"}}
     )
     write_json(run / "config.json", file)
@@ -56,8 +57,9 @@ def parallel(run: Path) -> nn.Module:
     torch.manual_seed(3)
     for tensor in module.state_dict().values():
         tensor.add_(torch.randint(1, 9, tensor.shape).to(tensor.dtype))
-    state = WorkerState(scene.config, 0, 1, exchange=ExchangeLabel("dense", "{}"))
-    state.save(9, Position(step=4, epoch=2), module, scene.exchange, num_batches=0, report=None)
+    state = WorkerState(config, 0, 1, label=AlgorithmLabel("dense"))
+    tensors = RunTensors({}, {}, model_tensors(module))
+    state.save(9, Position(step=4, epoch=2), module, tensors, num_batches=0, report=None)
     state.close()
     return module
 

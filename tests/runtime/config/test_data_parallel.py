@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from gradbus.actors.data_parallel.exchanges.dgc import DgcExchangeOptions
+from gradbus.runtime.algorithms.dgc import Dgc
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.settings import Settings, check_settings, load_settings
 from gradbus.runtime.errors import ConfigError
@@ -20,7 +20,7 @@ class Program(Settings):
     [("paper", "paper"), ("none", "none"), (0, 0), (3, 3), ([0.25, 1], (0.25, 1.0)), ((0.1,), (0.1,)), ([], ())],
 )
 def test_a_warmup_is_a_name_a_number_of_epochs_or_a_list(given: Any, kept: Any) -> None:
-    assert DgcExchangeOptions(warmup=given).warmup == kept
+    assert Dgc.Options(warmup=given).warmup == kept
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_a_warmup_is_a_name_a_number_of_epochs_or_a_list(given: Any, kept: Any) 
     [
         *(
             (
-                {"exchange": {"name": "dgc", "warmup": value}},
-                "exchange.warmup: expected 'paper', 'none', a number of epochs, or a list of densities in (0, 1]",
+                {"algorithm": {"name": "dgc", "warmup": value}},
+                "algorithm.warmup: expected 'paper', 'none', a number of epochs, or a list of densities in (0, 1]",
             )
             for value in ("papr", [2.0], [0.0], [True], True, -1, 1.5, {"epochs": 3})
         ),
@@ -37,17 +37,23 @@ def test_a_warmup_is_a_name_a_number_of_epochs_or_a_list(given: Any, kept: Any) 
         ({"optimizer": {"nesterov": True, "momentum": 0}}, "nesterov=true needs momentum > 0"),
         ({"optimizer": 3}, "optimizer: expected an object with some of lr, momentum, nesterov"),
         (
-            {"exchange": {"bucket_byte": 5}},
-            "there is no such option, did you mean 'bucket_bytes'?",
+            {"algorithm": {"wir": "fp16"}},
+            "there is no such option, did you mean 'wire'?",
         ),
-        ({"exchange": {"density": 0.1}}, "exchange.density: this is an option of dgc; 'dense' has overlap, "),
-        ({"exchange": "dgx"}, "exchange: there is no exchange of gradients 'dgx'; did you mean 'dgc'?"),
+        ({"algorithm": {"density": 0.1}}, "algorithm.density: this is an option of decentralized, dgc, ef21, "),
+        (
+            {"algorithm": "dgx"},
+            "algorithm: there is no algorithm of data-parallel training 'dgx'; did you mean 'dgc'?",
+        ),
+        ({"bucket_byte": 5}, "unknown key 'bucket_byte', did you mean 'bucket_bytes'?"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep"),
         ({"max_steps": 0}, "max_steps"),
-        ({"exchange": {"name": "dgc", "density": 0}}, "exchange.density"),
+        ({"algorithm": {"name": "dgc", "density": 0}}, "algorithm.density"),
         # Settings that used to be elsewhere, and are found by their names, or by the new ones
         ({"lr": 0.1}, "unknown key 'lr', did you mean 'optimizer.lr'?"),
-        ({"density": 0.1}, "unknown key 'density', did you mean 'exchange.density'?"),
+        ({"density": 0.1}, "unknown key 'density', did you mean 'algorithm.density'?"),
+        ({"exchange": "dgc"}, "unknown key 'exchange', did you mean 'algorithm'?"),
+        ({"exchange": {"overlap": False}}, "unknown key 'exchange', did you mean 'algorithm'?"),
         ({"keep_checkpoints": 3}, "unknown key 'keep_checkpoints', did you mean 'checkpoint.keep'?"),
     ],
 )
@@ -64,54 +70,54 @@ def test_ranks_do_not_compare_settings_that_may_differ(tmp_path: Any) -> None:
         checkpoint={"dir": tmp_path / "b"}, timeouts={"collective_s": 5}, profile={"window_steps": 3},
         history={"dir": tmp_path},
     )  # fmt: skip
-    shared = mine.shared({"name": "dense", "overlap": True})
-    assert shared == theirs.shared({"name": "dense", "overlap": True})
-    assert {"optimizer.lr", "checkpoint.keep", "exchange.name", "exchange.overlap", "seed"} < shared.keys()
+    shared = mine.shared({"name": "dense", "wire": "fp32"})
+    assert shared == theirs.shared({"name": "dense", "wire": "fp32"})
+    assert {"optimizer.lr", "checkpoint.keep", "algorithm.name", "algorithm.wire", "seed"} < shared.keys()
     assert not any(key.startswith(("timeouts", "profile", "history", "report")) for key in shared)
     assert "checkpoint.timeout_s" not in shared
-    assert shared != DataParallelConfig().shared({"name": "dense", "overlap": True})  # without a checkpoint directory
-    assert shared != mine.shared({"name": "dense", "overlap": False})
+    assert shared != DataParallelConfig().shared({"name": "dense", "wire": "fp32"})  # without a checkpoint directory
+    assert shared != mine.shared({"name": "dense", "wire": "fp16"})
 
 
-DGC = {"parallel": {"exchange": {"name": "dgc", "density": 0.5}}}
+DGC = {"parallel": {"algorithm": {"name": "dgc", "density": 0.5}}}
 
 
 @pytest.mark.parametrize(
-    ("values", "environment", "overrides", "exchange"),
+    ("values", "environment", "overrides", "algorithm"),
     [
-        ({}, {}, ["parallel.exchange=dgc"], {"name": "dgc"}),
-        ({}, {}, ["parallel.exchange.name=dgc", "parallel.exchange.density=0.1"], {"name": "dgc", "density": 0.1}),
-        ({}, {}, ["parallel.exchange=dgc", "parallel.exchange.density=0.1"], {"name": "dgc", "density": 0.1}),
-        ({}, {"": "dgc", "__DENSITY": "0.1"}, ["parallel.exchange.density=0.2"], {"name": "dgc", "density": 0.2}),
+        ({}, {}, ["parallel.algorithm=dgc"], {"name": "dgc"}),
+        ({}, {}, ["parallel.algorithm.name=dgc", "parallel.algorithm.density=0.1"], {"name": "dgc", "density": 0.1}),
+        ({}, {}, ["parallel.algorithm=dgc", "parallel.algorithm.density=0.1"], {"name": "dgc", "density": 0.1}),
+        ({}, {"": "dgc", "__DENSITY": "0.1"}, ["parallel.algorithm.density=0.2"], {"name": "dgc", "density": 0.2}),
         (DGC, {"__MASKING": "false"}, [], {"name": "dgc", "density": 0.5, "masking": False}),
-        (DGC, {}, ["parallel.exchange=dgc"], {"name": "dgc", "density": 0.5}),
-        (DGC, {}, ["parallel.exchange=dense"], {"name": "dense"}),
-        (DGC, {"__NAME": "dense", "__OVERLAP": "false"}, [], {"name": "dense", "overlap": False}),
-        ({}, {}, ["parallel.exchange.overlap=false"], {"name": "dense", "overlap": False}),
+        (DGC, {}, ["parallel.algorithm=dgc"], {"name": "dgc", "density": 0.5}),
+        (DGC, {}, ["parallel.algorithm=dense"], {"name": "dense"}),
+        (DGC, {"__NAME": "dense", "__WIRE": "bf16"}, [], {"name": "dense", "wire": "bf16"}),
+        ({}, {}, ["parallel.algorithm.wire=bf16"], {"name": "dense", "wire": "bf16"}),
         (
             {},
             {},
-            ["parallel.exchange=my.own:Exchange", "parallel.exchange.x=[1]"],
-            {"name": "my.own:Exchange", "x": [1]},
+            ["parallel.algorithm=my.own:Name", "parallel.algorithm.x=[1]"],
+            {"name": "my.own:Name", "x": [1]},
         ),
     ],
 )
 def test_a_choice_is_given_by_its_name_or_with_options_and_another_one_drops_those_of_the_first(
-    values: dict[str, Any], environment: dict[str, str], overrides: list[str], exchange: dict[str, Any]
+    values: dict[str, Any], environment: dict[str, str], overrides: list[str], algorithm: dict[str, Any]
 ) -> None:
-    named = {f"GRADBUS_PARALLEL__EXCHANGE{key}": text for key, text in environment.items()}
+    named = {f"GRADBUS_PARALLEL__ALGORITHM{key}": text for key, text in environment.items()}
     config = load_settings(Program, values=values, environment=named, overrides=overrides).parallel
-    assert config.exchange.model_dump() == exchange
-    assert config == DataParallelConfig(exchange=exchange)
+    assert config.algorithm.model_dump() == algorithm
+    assert config == DataParallelConfig(algorithm=algorithm)
 
 
 def test_a_name_alone_means_the_same_in_a_program() -> None:
-    again = DataParallelConfig(exchange=DataParallelConfig(exchange={"name": "dgc", "warmup": [0.5]}).exchange)
-    assert again.exchange.options == {"warmup": (0.5,)}
-    assert DataParallelConfig(exchange="dense") == DataParallelConfig()
-    assert DataParallelConfig(exchange="dgc") == DataParallelConfig(exchange={"name": "dgc"})
+    again = DataParallelConfig(algorithm=DataParallelConfig(algorithm={"name": "dgc", "warmup": [0.5]}).algorithm)
+    assert again.algorithm.options == {"warmup": (0.5,)}
+    assert DataParallelConfig(algorithm="dense") == DataParallelConfig()
+    assert DataParallelConfig(algorithm="dgc") == DataParallelConfig(algorithm={"name": "dgc"})
 
 
 def test_settings_are_read_without_running_code_that_they_name() -> None:
-    assert DataParallelConfig(exchange="antigravity:Exchange").exchange.name == "antigravity:Exchange"
+    assert DataParallelConfig(algorithm="antigravity:Name").algorithm.name == "antigravity:Name"
     assert "antigravity" not in sys.modules

@@ -65,7 +65,7 @@ def _configuration_seeds() -> list[bytes]:
         "federated": {"rounds": 3, "codec": {"name": "sq8", "density": 0.1}},
         "run_dir": "run",
     }
-    parallel = {"bus": {"job": "mine"}, "parallel": {"epochs": 2, "exchange": "dgc"}, "world": 2, "rank": 1}
+    parallel = {"bus": {"job": "mine"}, "parallel": {"epochs": 2, "algorithm": "dgc"}, "world": 2, "rank": 1}
     toml = b'run_dir = "run"\n[bus]\njob = "mine"\ndomain = 7\n[federated]\nrounds = 3\ntraining.lr = 1e-2\n'
     deep = b'{"task": {"task_options": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}}"
     return [

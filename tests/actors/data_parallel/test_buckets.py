@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.exchanges.dense import GradientBuckets, assign_buckets
+from gradbus.actors.data_parallel.buckets import GradientBuckets, assign_buckets
+from gradbus.runtime.algorithms.base import TensorBucket
 
 KIB = 1024
 
@@ -54,15 +55,16 @@ class Scene:
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
         for name, parameter in self.net.named_parameters():
             parameter.requires_grad_(not frozen or not name.startswith(frozen))
-        self.parameters = [p for p in self.net.parameters() if p.requires_grad]
+        named = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
         self.launched: list[int] = []
         self.seen: dict[int, Tensor] = {}
-        self.buckets = GradientBuckets(self.parameters, self.launch, bucket_bytes=bucket_bytes)
+        self.assignment = assign_buckets(self.parameters, bucket_bytes=bucket_bytes)
+        self.buckets = GradientBuckets(named, self.launch, assignment=self.assignment, sets=2)
 
-    def launch(self, index: int, flat: Tensor) -> str:
-        self.launched.append(index)
-        self.seen[index] = flat.clone()
-        return f"handle {index}"
+    def launch(self, bucket: TensorBucket) -> None:
+        self.launched.append(bucket.index)
+        self.seen[bucket.index] = bucket.flat.clone()
 
     def backward(self, seed: int = 0, *, layers: int = 3) -> None:
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
@@ -78,30 +80,50 @@ class Scene:
 
 def test_gradients_are_views_into_the_bucket_and_launched_in_the_order_they_come() -> None:
     scene = Scene()
-    assert len(scene.buckets.buckets) == 6
     for _ in range(2):
-        scene.buckets.begin()
+        buckets = scene.buckets.begin()
+        assert [bucket.index for bucket in buckets] == list(range(6))
         scene.launched.clear()
         scene.buckets.enable_overlap()
         scene.backward()
         assert sorted(scene.launched) == list(range(6))
         assert {0, 1} == set(scene.launched[:2])  # the last layer first
-        assert scene.buckets.flush() == [f"handle {index}" for index in range(6)]
+        scene.buckets.flush()
+        assert len(scene.launched) == 6
         for parameter, expected in zip(scene.parameters, scene.gradients(0), strict=True):
             assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
-        for bucket in scene.buckets.buckets:
-            assert bucket.parameters[0].grad is not None
-            assert bucket.parameters[0].grad.data_ptr() == bucket.flat.data_ptr()
+        for bucket, (at,) in zip(buckets, scene.assignment, strict=True):
+            parameter = scene.parameters[at]
+            assert parameter.grad is not None
+            assert parameter.grad.data_ptr() == bucket.flat.data_ptr()
+            assert list(bucket.tensors) == [list(dict(scene.net.named_parameters()))[at]]
             assert torch.equal(scene.seen[bucket.index], bucket.flat)
 
 
 def test_what_is_written_into_a_bucket_is_the_gradient() -> None:
     scene = Scene(bucket_bytes=1 << 20)
-    scene.buckets.begin()
+    (bucket,) = scene.buckets.begin()
     scene.backward()
     scene.buckets.flush()
-    scene.buckets.buckets[0].flat.fill_(3.0)
+    bucket.flat.fill_(3.0)
     assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in scene.parameters)  # type: ignore[arg-type]
+
+
+def test_one_set_of_memory_is_filled_while_the_other_one_keeps_the_gradients_of_the_step_before() -> None:
+    scene = Scene(bucket_bytes=1 << 20)
+    (before,) = scene.buckets.begin(0)
+    scene.backward(1)
+    scene.buckets.flush()
+    kept = before.flat.clone()
+    (now,) = scene.buckets.begin(1)
+    scene.backward(2)
+    scene.buckets.flush()
+    assert torch.equal(before.flat, kept)
+    assert not torch.equal(now.flat, kept)
+    for number, seed in ((0, 1), (1, 2)):
+        scene.buckets.use(number)
+        for parameter, expected in zip(scene.parameters, scene.gradients(seed), strict=True):
+            assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
 
 
 def test_only_the_last_batch_of_a_step_launches() -> None:
@@ -162,8 +184,8 @@ def test_a_gradient_that_was_put_elsewhere_comes_home() -> None:
     expected[0].zero_()
     assert torch.equal(scene.seen[0], torch.cat([g.reshape(-1) for g in reversed(expected)]))
     assert scene.parameters[1].grad is not None
-    scene.buckets.begin()
-    assert not scene.buckets.buckets[0].flat.any()
+    (bucket,) = scene.buckets.begin()
+    assert not bucket.flat.any()
 
 
 def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
@@ -182,13 +204,13 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
     middle = Fails.apply(scene.net[:2](torch.ones(1, 4)))
     with pytest.raises(RuntimeError, match="own mistake"):
         torch.autograd.backward(scene.net[2](middle).sum())
-    assert len(scene.buckets.launched) == 2
+    assert len(scene.launched) == 2
     scene.launched.clear()
     scene.buckets.begin()
-    assert scene.buckets.launched == []
     scene.buckets.enable_overlap()
     scene.backward()
-    assert len(scene.buckets.flush()) == len(scene.launched) == 6
+    scene.buckets.flush()
+    assert len(scene.launched) == 6
     assert torch.equal(scene.parameters[0].grad, scene.gradients(0)[0])  # type: ignore[arg-type]
 
 

@@ -1,0 +1,87 @@
+"""From the configuration to an algorithm at work: made, checked, named, and with the optimizer that follows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, make_algorithm
+from gradbus.runtime.collectives import Group
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.errors import ConfigError
+
+MAX_NAME_CHARS = 100
+MAX_OPTIONS_CHARS = 10_000  # ranks send them to each other when they meet
+
+MakeAlgorithm = Callable[[Place], Algorithm]
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmLabel:
+    """Which algorithm a rank uses: ranks compare it when they meet, and with their checkpoint.
+
+    Attributes:
+        name: of the algorithm. options: all of them, as plain data. changed: those that are not as by default.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    changed: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> Self:
+        """Of an algorithm. A class of the user's that inherits one of our names is called by its class: what it does
+        may differ.
+
+        Raises:
+            ConfigError: its name or options are none that can be compared.
+        """
+        kind = type(algorithm)
+        called = f"{kind.__module__}:{kind.__qualname__}"
+        name = getattr(kind, "choice", called)
+        if ALGORITHMS.table.get(name, kind) is not kind:
+            name = called
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise ConfigError(
+                f"{called}.choice must be text of 1 to {MAX_NAME_CHARS} printable characters, got {name!r}"
+            )
+        options = algorithm.options.model_dump(mode="json")
+        if (size := len(json.dumps(options))) > MAX_OPTIONS_CHARS:
+            raise ConfigError(
+                f"{called}: the options are {size} characters of JSON, at most {MAX_OPTIONS_CHARS} can be"
+            )
+        return cls(name, options, algorithm.options.model_dump(mode="json", exclude_defaults=True))
+
+    def __str__(self) -> str:
+        return f"{self.name} {json.dumps(self.changed, sort_keys=True)}" if self.changed else self.name
+
+
+def start_algorithm(
+    config: DataParallelConfig, group: Group, trained: Mapping[str, Tensor], make: MakeAlgorithm | None = None
+) -> tuple[Algorithm, AlgorithmLabel, torch.optim.Optimizer]:
+    """An algorithm that can work with these parameters, by name, and the optimizer that follows it.
+
+    Args:
+        make: makes it, in place of what the configuration names.
+
+    Raises:
+        ConfigError: it cannot, with the reason.
+    """
+    place = Place(group.rank, group.world, tuple(member.node for member in group.members))
+    chosen, sgd = config.algorithm, config.optimizer
+    algorithm = make_algorithm(chosen.name, place, chosen.options) if make is None else make(place)
+    label = AlgorithmLabel.of(algorithm)
+    if algorithm.scope == "step" and len({(p.dtype, p.device) for p in trained.values()}) > 1:
+        raise ConfigError(f"{label.name} exchanges all gradients in one piece: the model has several dtypes or devices")
+    if algorithm.makes_steps and sgd.clip_norm is not None:
+        raise ConfigError(f"{label.name} makes steps, not gradients: optimizer.clip_norm has nothing to limit")
+    optimizer = algorithm.make_optimizer(trained, sgd) or torch.optim.SGD(
+        trained.values(), lr=sgd.lr, momentum=sgd.momentum, nesterov=sgd.nesterov, weight_decay=sgd.weight_decay
+    )
+    algorithm.check(trained, optimizer)
+    return algorithm, label, optimizer

@@ -1,0 +1,78 @@
+"""The programs of one step on this rank, all at once, from their start to their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from gradbus.runtime.algorithms.requests import Program
+from gradbus.runtime.collectives import CollectiveHandle, Group
+from gradbus.runtime.collectives.programs import ProgramRun
+
+
+class StepExchange:
+    """Several programs that go from phase to phase together. One thread at a time starts and resumes them:
+
+        exchange.start(...)                 # one or more; may be called by a hook, in the midst of a backward pass
+        while exchange.goes_on:
+            exchange.resume([await handle for handle in exchange.handles])
+
+    Attributes:
+        ended: handles of the phases that are over. waits: of each of these phases the time, by ``time.perf_counter``,
+            when nothing was left to compute, and when the last handle ended.
+    """
+
+    __slots__ = ("_group", "_round_id", "_runs", "_sent_s", "_timeout_s", "_waiting", "ended", "waits")
+
+    def __init__(self, group: Group, *, round_id: int, timeout_s: float) -> None:
+        """``timeout_s``: of each request."""
+        self._group = group
+        self._round_id = round_id
+        self._timeout_s = timeout_s
+        self._runs: list[ProgramRun[Any]] = []
+        self._waiting: list[ProgramRun[Any]] = []
+        self.ended: list[CollectiveHandle[Any]] = []
+        self.waits: list[tuple[float, float]] = []
+        self._sent_s = 0.0
+
+    def start(self, name: str, program: Program[Any]) -> None:
+        """Run a program to its first request. ``name``: equal on all ranks, and of no other program of the step."""
+        run = ProgramRun(self._group, program, name, round_id=self._round_id, timeout_s=self._timeout_s)
+        self._runs.append(run)
+        if run.start():
+            self._waiting.append(run)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a program waits for something."""
+        return bool(self._waiting)
+
+    @property
+    def handles(self) -> list[CollectiveHandle[Any]]:
+        """What they wait for; may be empty although they do."""
+        return [handle for run in self._waiting for handle in run.handles]
+
+    def all_sent(self) -> None:
+        """Nothing is left to compute in this phase: from here on a rank waits."""
+        self._sent_s = time.perf_counter()
+
+    def resume(self, results: Sequence[Any]) -> None:
+        """Go on to the next phase. ``results``: of ``handles``, in their order."""
+        handles = self.handles
+        ended_s = [self._sent_s if handle.finished_s is None else handle.finished_s for handle in handles]
+        self.waits.append((self._sent_s, max([self._sent_s, *ended_s])))
+        self.ended += handles
+        waiting, self._waiting = self._waiting, []
+        start = 0
+        for run in waiting:
+            count = len(run.handles)
+            if run.resume(results[start : start + count]):
+                self._waiting.append(run)
+            start += count
+        self.all_sent()
+
+    def cancel(self) -> None:
+        """Give up: buffers are given back, what has ended stays as it is."""
+        for run in self._runs:
+            run.cancel()

@@ -1,0 +1,158 @@
+"""Steps of an algorithm that exchanges weights: each rank's optimizer takes its own gradients.
+
+Three orders, by what the algorithm declares and by the delay:
+
+- it ``overlaps``: the weights that the gradients are computed with are exchanged meanwhile, replaced by the result, and
+  then the optimizer steps;
+- it does not: the optimizer steps, then the weights are exchanged, and replaced;
+- with a delay the weights are copied after the optimizer's step, exchanged while the next steps are computed, and what
+  the exchange has changed is added to the weights of then: live += result - copy.
+
+Without a delay all ranks agree, in a step with an exchange, that the gradients and weights of all are finite, and else
+skip it together. In a step without one, and with a delay, a rank skips its own step alone, and its weights stay finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradbus.actors.data_parallel.exchange import StepExchange
+from gradbus.actors.data_parallel.state import Position
+from gradbus.actors.data_parallel.stepping import Stepper, summed
+from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
+from gradbus.codecs.base import are_finite
+from gradbus.runtime.algorithms.base import bucket_of
+from gradbus.runtime.algorithms.requests import Program
+from gradbus.runtime.profiling.profile import Profile, StepProfile
+
+
+class WeightStepper(Stepper):
+    """Steps whose weights are exchanged, in some of them or in all."""
+
+    async def step(self, plan: EpochPlan, position: Position, profile: StepProfile) -> list[TrainingStep]:
+        training, run = self._training, self._compute.run
+        step = training.new_step(plan, position)
+        is_due = self._algorithm.is_due(self._step_of(step))
+        is_early = is_due and self._algorithm.overlaps and not self._delay
+        if is_due:
+            self._opened(step.exchange)
+        if is_early:
+            await run(self._copy_weights, step)
+            self._launch(step)
+        if self._delay or not is_due:
+            await run(self._step_alone, step, profile)
+            self._on_sent(step)
+            await self._apply_before(step.number + 1 - self._delay, profile)
+            if is_due:
+                await run(self._copy_weights, step)
+                self._launch(step)
+            return [step]
+        agreement = training.new_exchange(step.number) if is_early else step.exchange
+        if is_early:
+            self._opened(agreement)
+        await run(self._step_together, step, agreement, profile)
+        self._on_sent(step)
+        goes_on = True
+        while goes_on:
+            results = [await handle for handle in agreement.handles]
+            goes_on = await run(self._resume, agreement, results, profile)
+        for start_s, end_s in agreement.waits:
+            self._waited(start_s, end_s, profile)
+        self._ended(agreement, profile)
+        await self._apply_before(None, profile)
+        return [step]
+
+    # On the compute thread
+
+    @torch.no_grad()
+    def _copy_weights(self, step: TrainingStep) -> None:
+        step.weights = bucket_of(self._training.trained)
+        step.before = step.weights.flat.clone() if self._delay else None
+
+    @torch.no_grad()
+    def _replace_weights(self, step: TrainingStep) -> None:
+        assert step.weights is not None
+        for name, parameter in self._training.trained.items():
+            parameter.copy_(step.weights.tensors[name])
+
+    def _compute_gradients(self, step: TrainingStep, profile: StepProfile) -> None:
+        self._training.compute(step, profile, lambda bucket: None, overlaps=False)
+        step.is_finite = self._training.gradients_are_finite(step)
+
+    def _step_alone(self, step: TrainingStep, profile: StepProfile) -> None:
+        self._compute_gradients(step, profile)
+        if not step.is_finite:
+            step.skipped_by = (self._algorithm.place.rank,)
+        self._training.apply(step, profile)
+
+    def _step_together(self, step: TrainingStep, agreement: StepExchange, profile: StepProfile) -> None:
+        self._compute_gradients(step, profile)
+        step.is_finite = step.is_finite and self._training.model_is_finite()
+        self._take_status(step)
+        agreement.start("status", self._agree(step) if self._algorithm.overlaps else self._all_of(step, profile))
+        agreement.all_sent()
+
+    def _agree(self, step: TrainingStep) -> Program[None]:
+        assert step.status is not None
+        yield from summed(step.status)
+        if step.status[0]:
+            step.skipped_by = ()
+        self._note_loss(step)
+
+    def _all_of(self, step: TrainingStep, profile: StepProfile) -> Program[None]:
+        """Agree, step, exchange."""
+        yield from self._agree(step)
+        self._training.apply(step, profile)
+        if step.skipped_by is not None:
+            return
+        self._copy_weights(step)
+        assert step.weights is not None
+        yield from self._program(step, step.weights)
+        self._replace_weights(step)
+        self._algorithm.commit()
+
+    def _resume(self, exchange: StepExchange, results: Sequence[Any], profile: StepProfile) -> bool:
+        with profile.span("decode"):
+            exchange.resume(results)
+        return exchange.goes_on
+
+    @torch.no_grad()
+    def _apply_late(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
+        if not self._delay:
+            if step.skipped_by is None:
+                self._replace_weights(step)
+                self._algorithm.commit()
+            else:
+                self._algorithm.roll_back()
+            self._training.apply(step, profile)
+        elif step.weights is not None:
+            assert step.before is not None
+            step.weights.flat.sub_(step.before)
+            for name, parameter in self._training.trained.items():
+                parameter.add_(step.weights.tensors[name])
+        step.weights = step.before = None
+
+    # In the background
+
+    def _start_late(self, step: TrainingStep) -> bool:
+        assert step.weights is not None
+        step.exchange.start("weights", self._program(step, step.weights))
+        if self._delay:
+            self._share_loss(step)
+        step.exchange.all_sent()
+        return step.exchange.goes_on or self._conclude(step)
+
+    def _conclude(self, step: TrainingStep) -> bool:
+        if not self._delay:
+            return False  # the ranks have not agreed yet
+        assert step.weights is not None
+        if are_finite([step.weights.flat]):
+            self._algorithm.commit()
+            self._note_loss(step)
+        else:
+            self._algorithm.roll_back()
+            step.weights = None
+        return False
