@@ -53,6 +53,7 @@ class WorkerConfig:
         window_groups: groups that are in flight at once.
         reserves: whether workers ask the aggregator for slots. False: packets of the ring pass through the aggregator,
             which takes what it has room for.
+        uses_ring: False: all blocks go to the aggregator, or the leaf of a tree of them, from the start.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class WorkerConfig:
     block_elems: int = 64
     window_groups: int = 4
     reserves: bool = False
+    uses_ring: bool = True
     times: RetransmissionTimes = field(default_factory=RetransmissionTimes)
 
 
@@ -176,7 +178,7 @@ class RingWorker:
             (packet.job, packet.epoch) == (config.job, config.epoch)
             and 0 <= packet.block < config.world
             and 0 <= packet.bitmap <= self._all
-            and -1 <= packet.source < config.world
+            and packet.source >= AGGREGATOR  # nodes of a tree are numbered after the ranks
             # The others are at most one window ahead of this rank, and so start groups of up to two.
             and 0 <= packet.group < self.first_unfinished + 2 * config.window_groups
             and values == ((config.block_elems,) if needs_values else None)
@@ -195,7 +197,9 @@ class RingWorker:
     # Groups
 
     def _group(self, number: int) -> _Group:
-        return self._groups.setdefault(number, _Group())
+        if number not in self._groups:
+            self._groups[number] = _Group(is_at_aggregator=not self._config.uses_ring)
+        return self._groups[number]
 
     def _start_groups(self, now_s: float) -> Iterator[Packet]:
         """Begin what the window allows, and end what is known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from gradbus.runtime.in_network.aggregator import Aggregator
 from gradbus.runtime.in_network.packets import AGGREGATOR, CARRIERS, WORKERS, Packet, RetransmissionTimes
 from gradbus.runtime.in_network.slots import Allocation, Slots
+from gradbus.runtime.in_network.tree import TreeNode, chain, leaf_of, tree
 from gradbus.runtime.in_network.worker import PeerSilent, RingWorker, WorkerConfig
 
 TIMES = RetransmissionTimes(first_s=1.0, max_s=8.0, max_tries=500)
@@ -194,38 +195,40 @@ class PacketNetwork:
                 del self.channels[source, to]
         if self.random.random() < self.conditions.loss:
             return
-        if to[1] == AGGREGATOR:
-            self._post(to, self.aggregator.receive(packet, self.now_s))
-            self._check_aggregator(packet.job, packet.group)
-        else:
-            self._post(to, self.workers[to].receive(packet, self.now_s))
+        self._post(to, self._node(to).receive(packet, self.now_s))
+        if to not in self.workers:
+            self._check_node(to, packet)
 
     def _fire(self) -> bool:
         """The next timer. Returns whether there is one."""
-        nodes = {**self.workers, (0, AGGREGATOR): self.aggregator}
-        due = {node: one.deadline_s for node, one in nodes.items() if one.deadline_s is not None}
+        due = {node: one.deadline_s for node, one in self._nodes().items() if one.deadline_s is not None}
         if not due:
             return False
         # A timer is not long before others: they tick at one pace.
         node = min(due, key=lambda one: (due[one], self.random.random()))
         self.now_s = max(self.now_s, due[node])
-        self._post(node, nodes[node].advance(self.now_s))
+        self._post(node, self._node(node).advance(self.now_s))
         return True
 
     def _post(self, source: Node, packets: Sequence[Packet]) -> None:
         for packet in packets:
             self._count(source, packet)
-            is_aggregator = source[1] == AGGREGATOR
-            if packet.destination == WORKERS:
-                goes_to = [node for node in self.workers if node[0] == packet.job]
-            elif packet.destination == AGGREGATOR or (self.conditions.is_inline and not is_aggregator):
-                goes_to = [(packet.job, AGGREGATOR)]
-            else:
-                goes_to = [(packet.job, packet.destination)]
-            for node in goes_to:
-                self.channels.setdefault((source if not is_aggregator else (0, AGGREGATOR), node), deque()).append(
-                    packet
-                )
+            for node in self._route(source, packet):
+                self.channels.setdefault((source, node), deque()).append(packet)
+
+    # Where packets go
+
+    def _nodes(self) -> dict[Node, Any]:
+        return {**self.workers, (0, AGGREGATOR): self.aggregator}
+
+    def _node(self, node: Node) -> Any:
+        return self.workers.get(node, self.aggregator)
+
+    def _route(self, source: Node, packet: Packet) -> list[Node]:
+        if packet.destination == WORKERS:
+            return [node for node in self.workers if node[0] == packet.job]
+        passes_through = self.conditions.is_inline and source[1] != AGGREGATOR
+        return [(packet.job, AGGREGATOR) if passes_through else (packet.job, packet.destination)]
 
     # What must hold
 
@@ -238,7 +241,9 @@ class PacketNetwork:
         if (blocks[who].sum(axis=0, dtype=np.int64) != packet.values).any():
             raise Violation(f"seed {self.seed}: a carrier of {source} is not the sum of {who}")
 
-    def _check_aggregator(self, job: int, group: int) -> None:
+    def _check_node(self, node: Node, packet: Packet) -> None:
+        """Slots are either held or free; their sums are those of the contributors that are noted beside them."""
+        job, group = packet.job, packet.group
         held = sum(len(one.contributors) for one in self.aggregator._held.values())
         if held + self.slots.free != self.conditions.slots:
             raise Violation(f"seed {self.seed}: {held} slots held, {self.slots.free} free of {self.conditions.slots}")
@@ -258,5 +263,48 @@ class PacketNetwork:
             expected = self.inputs[job].sum(axis=0, dtype=np.int64)
             if (self.sums[job, rank] != expected).any():
                 raise Violation(f"seed {self.seed}: rank {rank} of job {job} has another sum")
+        self._check_free()
+
+    def _check_free(self) -> None:
         if self.slots.free != self.conditions.slots:
             raise Violation(f"seed {self.seed}: {self.conditions.slots - self.slots.free} slots are not given back")
+
+
+class TreeNetwork(PacketNetwork):
+    """The same with a tree or a chain of aggregators, in which the seed puts ranks below leaves."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        conditions, (world,) = self.conditions, self.conditions.worlds
+        ranks = list(range(world))
+        self.random.shuffle(ranks)
+        cuts = sorted(self.random.sample(range(1, world), self.random.randrange(0, world)))
+        self.leaves = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, world], strict=True)]
+        self.is_chain = self.random.random() < 0.5
+        configs = (chain if self.is_chain else tree)(
+            self.leaves, lanes=2 * conditions.window, window_groups=conditions.window,
+            block_elems=conditions.block_elems,
+        )  # fmt: skip
+        self.tree = {(0, node): TreeNode(replace(config, times=TIMES)) for node, config in configs.items()}
+        self.leaf_of = {rank: leaf_of(configs, rank) for rank in ranks}
+
+    def _config(self, job: int, rank: int, epoch: int = 0) -> WorkerConfig:
+        return replace(super()._config(job, rank, epoch), uses_ring=False)
+
+    def _nodes(self) -> dict[Node, Any]:
+        return {**self.workers, **self.tree}
+
+    def _node(self, node: Node) -> Any:
+        return self._nodes()[node]
+
+    def _route(self, source: Node, packet: Packet) -> list[Node]:
+        to = packet.destination
+        return [(0, self.leaf_of[source[1]] if to == AGGREGATOR else to)]
+
+    def _check_node(self, node: Node, packet: Packet) -> None:
+        if self.tree[node].violations:
+            raise Violation(f"seed {self.seed}: contributors overlap")
+
+    def _check_free(self) -> None:
+        if not all(node.is_idle for node in self.tree.values()):
+            raise Violation(f"seed {self.seed}: lanes are not given back")

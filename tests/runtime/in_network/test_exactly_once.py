@@ -14,7 +14,7 @@ import packet_network
 import pytest
 from packet_network import Conditions, PacketNetwork, Violation
 
-from gradbus.runtime.in_network import aggregator, packets, slots, worker
+from gradbus.runtime.in_network import aggregator, packets, slots, tree, worker
 
 RUNS = 160
 
@@ -112,7 +112,7 @@ FIRST_SEEDS = {"a worker forgets a group as soon as it has finished": 680}
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_of_the_protocol_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutated, before, after = MUTATIONS[name]
-    for module in (packets, slots, worker, aggregator, packet_network):  # each imports those before it
+    for module in (packets, slots, worker, aggregator, tree, packet_network):  # each imports those before it
         source = inspect.getsource(module)
         if module is mutated:
             assert source.count(before) == 1, f"the mutation no longer fits {module.__name__}"
@@ -157,7 +157,7 @@ def test_sums_that_leave_int32_are_marked_on_all_workers() -> None:
         for rank in range(3):
             network.inputs[0][rank, 1, 2, 0] = np.iinfo(np.int32).max
         network._count = lambda *_: None  # type: ignore[method-assign]
-        network._check_aggregator = lambda *_: None  # type: ignore[method-assign]
+        network._check_node = lambda *_: None  # type: ignore[method-assign]
         network._check_end = lambda: None  # type: ignore[method-assign]
         network.run()
         assert [network.workers[0, rank].overflowed for rank in range(3)] == [{1}] * 3
