@@ -11,6 +11,7 @@ N / 2 units of the last place, 27 bits below 2^e at N = 8, 20 bits at N = 1,024.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +22,10 @@ NO_EXPONENT = -(1 << 15)
 """The exponent of a chunk of zeros: below that of any other."""
 NON_FINITE = (1 << 15) - 1
 """The exponent of a chunk with NaN or infinity: above that of any other, so that all ranks learn of it."""
-CHECKSUM_PRIME = (1 << 31) - 1
+CHECKSUM_MODULUS = 1 << 64
 
 _LARGEST_WORLD = 1 << 20
+_CHECKSUM_ELEMS = 1 << 16
 
 
 def exponents(x: Tensor, chunk_elems: int) -> Tensor:
@@ -75,21 +77,25 @@ def from_fixed(total: Tensor, common: Tensor, numel: int, *, world: int, divisor
 
 
 def linear_checksum(blocks: Tensor, seed: int) -> int:
-    """A checksum whose sum over ranks is that of the sum, modulo 2^31 - 1.
+    """A checksum modulo 2^64 whose sum over ranks is that of the sum: each entry has a random weight.
 
-    Ranks add theirs without the aggregator, and compare: an aggregator that does not know the seed changes a sum
-    unnoticed with a probability of 2^-31.
+    Ranks add theirs without the aggregator, and compare: an aggregator that does not know the weights changes a sum
+    unnoticed with a probability of at most 2^-32, as an error of an entry is below 2^32 and so keeps 32 bits of its
+    weight.
 
     Args:
-        blocks: int32, any shape. seed: of the weights of the entries, equal on all ranks, not known to the aggregator.
+        blocks: int32, any shape. seed: of the weights, equal on all ranks, not known to the aggregator.
     """
-    generator = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(seed)
+    flat = blocks.detach().reshape(-1).numpy()
+    # The weight of entry j of chunk c is a product of two, so that few are kept.
+    within = random.integers(1 << 64, size=_CHECKSUM_ELEMS, dtype=np.uint64, endpoint=False)
     total = 0
-    for part in torch.split(blocks.reshape(-1), 1 << 20):
-        weights = torch.randint(1, CHECKSUM_PRIME, part.shape, generator=generator, dtype=torch.int64)
-        products = part.to(torch.int64).remainder(CHECKSUM_PRIME) * weights  # below 2^62
-        total = (total + int(products.remainder_(CHECKSUM_PRIME).sum())) % CHECKSUM_PRIME
-    return total
+    for start in range(0, len(flat), _CHECKSUM_ELEMS):
+        part = flat[start : start + _CHECKSUM_ELEMS].astype(np.int64).view(np.uint64)
+        of_chunk = int(random.integers(1 << 63, dtype=np.int64)) * 2 + 1  # odd: it loses no bit
+        total += of_chunk * int((part * within[: len(part)]).sum(dtype=np.uint64))
+    return total % CHECKSUM_MODULUS
 
 
 def _rows(x: Tensor, chunk_elems: int) -> Tensor:

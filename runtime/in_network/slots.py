@@ -15,7 +15,7 @@ class Slots:
     """A fixed number of slots, and which of them are free.
 
     Attributes:
-        free: how many are.
+        free: how many are. memory: int32, shape (count, E), of all.
     """
 
     def __init__(self, count: int, block_elems: int, allocation: Allocation = "scan") -> None:
@@ -25,7 +25,7 @@ class Slots:
             allocation: ``scan`` takes the first free slots in a row. ``hash`` looks at one place, which the key gives,
                 as a switch does that cannot search; a group whose place is taken gets none.
         """
-        self._memory = np.zeros((count, block_elems), dtype=np.int32)
+        self.memory = np.zeros((count, block_elems), dtype=np.int32)
         self._is_taken = np.zeros(count, dtype=bool)
         self._allocation = allocation
         self.free = count
@@ -35,7 +35,7 @@ class Slots:
         base = self._scan(count) if self._allocation == "scan" else self._place(key, count)
         if base is not None:
             self._is_taken[base : base + count] = True
-            self._memory[base : base + count] = 0
+            self.memory[base : base + count] = 0
             self.free -= count
         return base
 
@@ -47,7 +47,7 @@ class Slots:
 
     def __getitem__(self, slot: int) -> Block:
         """The memory of a slot: int32, shape (E,)."""
-        values: Block = self._memory[slot]
+        values: Block = self.memory[slot]
         return values
 
     def _scan(self, count: int) -> int | None:

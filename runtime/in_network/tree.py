@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,10 +80,12 @@ class TreeNode:
         violations: packets that contradict what is there. dropped: those that could not be of this job.
     """
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, memory: npt.NDArray[np.int32] | None = None) -> None:
+        """``memory``: int32, shape (lanes, N, E); None: its own."""
         self._config = config
         self._all_blocks = (1 << config.world) - 1
-        memory = np.zeros((config.lanes, config.world, config.block_elems), dtype=np.int32)
+        if memory is None:
+            memory = np.zeros((config.lanes, config.world, config.block_elems), dtype=np.int32)
         self._lanes = [_Lane(sums) for sums in memory]
         self._outstanding: dict[CarrierId, Outstanding] = {}  # to the parent
         self.violations = 0
@@ -254,7 +257,7 @@ def _bits(number: int) -> list[int]:
 # Topologies
 
 
-def tree(leaves: Sequence[Sequence[int]], *, lanes: int, window_groups: int, **options: int) -> dict[int, NodeConfig]:
+def tree(leaves: Sequence[Sequence[int]], *, lanes: int, window_groups: int, **options: Any) -> dict[int, NodeConfig]:
     """Nodes of a tree of two levels, by number: a leaf for each list of ranks, and a root; one leaf is the root itself.
 
     Raises:
@@ -272,7 +275,7 @@ def tree(leaves: Sequence[Sequence[int]], *, lanes: int, window_groups: int, **o
     return nodes | {root: NodeConfig(root, world, (1 << world) - 1, None, tuple(nodes), lanes, **options)}
 
 
-def chain(leaves: Sequence[Sequence[int]], *, lanes: int, window_groups: int, **options: int) -> dict[int, NodeConfig]:
+def chain(leaves: Sequence[Sequence[int]], *, lanes: int, window_groups: int, **options: Any) -> dict[int, NodeConfig]:
     """Nodes of a chain: each adds its ranks' blocks to the sum of the one before, the last one sends results to its
     own ranks and to all other nodes. Raises ValueError: as :func:`tree` does."""
     world = _check_plan(leaves, lanes, window_groups)

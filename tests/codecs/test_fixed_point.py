@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus.codecs.fixed_point import (
-    CHECKSUM_PRIME,
+    CHECKSUM_MODULUS,
     NO_EXPONENT,
     NON_FINITE,
     exponents,
@@ -88,7 +88,7 @@ def test_exponents_that_are_not_the_largest_are_refused() -> None:
 def test_the_checksum_of_a_sum_is_the_sum_of_the_checksums() -> None:
     blocks = [torch.randint(-(1 << 28), 1 << 28, (7, 64), dtype=torch.int32) for _ in range(5)]
     total = torch.stack(blocks).sum(dim=0, dtype=torch.int32)
-    checksum = sum(linear_checksum(block, seed=3) for block in blocks) % CHECKSUM_PRIME
+    checksum = sum(linear_checksum(block, seed=3) for block in blocks) % CHECKSUM_MODULUS
     assert linear_checksum(total, seed=3) == checksum
     total[2, 3] += 1
     assert linear_checksum(total, seed=3) != checksum

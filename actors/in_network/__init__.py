@@ -1,0 +1,1 @@
+"""The aggregator: adds what the workers of data-parallel runs send, so that each sends its gradient once."""
