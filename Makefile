@@ -106,19 +106,21 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 
 # `pytest`, not `python -m pytest`: the latter puts the root, and with it a second copy of every package, on sys.path.
 # Most tests wait for processes rather than compute: so two workers, each with whole files. Those marked `alone` have the machine.
+# They get files in the order of tests/conftest.py, not those with the most tests first, which are quick ones.
 test test-portable check faults: WORKERS ?= 2
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)  ## run every test, with WORKERS=2
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/pytest $(SPREAD) $(ARGS)
 
 # Not those that need a process's end noticed sooner than its lease ends.
 test-portable: $(STAMP)  ## both paradigms and torch.distributed without what only Linux or x86-64 has
-	GRADBUS_PORTABLE=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -k "not killed and not dies and not dead" $(ARGS) \
+	GRADBUS_PORTABLE=1 $(BIN)/pytest $(SPREAD) -k "not killed and not dies and not dead" $(ARGS) \
 		tests/actors/test_flows.py tests/actors/test_flows_in_process.py tests/actors/data_parallel \
 		tests/torch_backend/test_ddp.py tests/torch_backend/test_collectives.py tests/torch_backend/test_wrappers.py \
 		tests/runtime/collectives/test_group_processes.py tests/experiments/test_portable.py
 
 faults: $(STAMP)  ## the tests in which something fails on purpose
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m faults $(ARGS)
+	$(BIN)/pytest $(SPREAD) -m faults $(ARGS)
 
 # Processes die, stand still, are cut off from each other, and lose what they send; then what they have left is checked.
 soak: MINUTES ?= 30
@@ -126,7 +128,7 @@ soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something break
 	@$(TOOL) soak --minutes $(MINUTES) $(ARGS)
 
 check: lint typecheck  ## formatting, lint, strict types and the fast tests
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/pytest $(SPREAD) -m "not slow" $(ARGS)
 
 lint: $(STAMP)  ## formatting and lint alone
 	$(BIN)/ruff format --check

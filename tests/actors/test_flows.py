@@ -283,7 +283,7 @@ def test_what_counted_in_an_attempt_counts_in_the_next_and_nobody_trains_twice(
         rounds=1,
         clients__num=2,
         clients__min=2,
-        round__timeout_s=5.0,
+        round__timeout_s=1.5,
         round__max_attempts=20,
         clients__start_timeout_s=30.0,
     )

@@ -108,7 +108,7 @@ def test_a_client_much_slower_than_the_others_is_waited_for_as_long_as_the_rules
 def test_a_client_that_lives_and_sends_nothing_costs_a_round_its_deadline_and_not_the_run(
     federation: Federation,
 ) -> None:
-    controller = federation.controller(rounds=2, clients__num=2, round__timeout_s=4.0, clients__dead_after_s=PATIENT_S)
+    controller = federation.controller(rounds=2, clients__num=2, round__timeout_s=2.0, clients__dead_after_s=PATIENT_S)
     # It trains, and its heart beats; what it has learnt never gets through.
     clients = [federation.client(0), federation.client(1, faults="drop upload_request")]
     done = controller.wait_for("done")
