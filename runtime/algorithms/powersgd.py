@@ -9,10 +9,10 @@ as well as P, and the error is taken against the mean.
 A tensor is the matrix (shape[0], rest). It is compressed if (rows + columns) * rank * min_rate < rows * columns; the
 others go dense, together with P.
 
-Differs from the paper and the hook: orthonormal is Gram-Schmidt in float64 with a fixed order, and P Q^T is a sum of
-outer products in a fixed order, not fused: ranks with processors of one kind get the same bits, and others nearly
-always, where QR and matrix products differ between libraries. A column of Q that has become zero, as after a step
-without a gradient, is drawn anew: it would stay zero.
+Differs from the paper and the hook: ``max_aspect``, if it is set, makes other matrices of long ones; orthonormal is
+Gram-Schmidt in float64 with a fixed order, and P Q^T is a sum of outer products in a fixed order, not fused: ranks with
+processors of one kind get the same bits, and others nearly always, where QR and matrix products differ between
+libraries. A column of Q that has become zero, as after a step without a gradient, is drawn anew: it would stay zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -32,7 +32,7 @@ from gradbus.runtime.algorithms.parts import copy_into, flattened, mean_of
 from gradbus.runtime.algorithms.requests import AllReduce, Program, side_by_side
 
 _TINY = 1e-10  # a column of which so little is left, of its length, depends on those before it: the rest is rounding
-_BLOCK_ELEMS = 1 << 17  # of a product at a time: what is computed twice with stays in the cache
+_BLOCK_ELEMS = 1 << 18  # of a product at a time: what is computed twice with stays in the cache
 
 
 class PowerSGD(Algorithm):
@@ -51,9 +51,9 @@ class PowerSGD(Algorithm):
         """How many times smaller than the matrix its two factors have to be; others are sent dense."""
         start_step: int = Field(default=0, ge=0)
         """Number of first steps that send whole gradients (full-rank warm-up)."""
-        reshape: Literal["rows", "square"] = "rows"
-        """Which matrix a tensor is: `rows`, shape[0] by the rest, as in the paper; `square`, the one nearest to a
-        square, whose factors are the smallest."""
+        max_aspect: float | None = Field(default=None, ge=1)
+        """How many times longer than wide a matrix should be at most: longer rows are cut into equal parts, or rows are
+        joined. Its factors are smaller then, and fit it less. null: the matrix of the paper."""
         seed: int = Field(default=0, ge=0)
         """Seed of the first Q of each matrix."""
 
@@ -68,7 +68,7 @@ class PowerSGD(Algorithm):
 
     def __init__(self, place: Place, options: Any) -> None:
         super().__init__(place, options)
-        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # by parameter: the kept error, and that of the next step
+        self._errors: dict[str, tuple[Tensor, Tensor]] = {}  # by parameter, allocated once
 
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         if step.number < self.options.start_step:
@@ -97,11 +97,16 @@ class PowerSGD(Algorithm):
 
     def matrix_of(self, shape: torch.Size) -> tuple[int, int]:
         """Rows and columns of the matrix that a tensor of this shape is taken as."""
-        numel = math.prod(shape)
-        if self.options.reshape == "rows" or not numel:
-            return shape[0], math.prod(shape[1:])
-        rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
-        return rows, numel // rows
+        rows, columns = shape[0], math.prod(shape[1:])
+        most = self.options.max_aspect
+        if most is None or not rows * columns or max(rows, columns) <= most * min(rows, columns):
+            return rows, columns
+        short, long = min(rows, columns), max(rows, columns)
+        cuts = [cut for cut in range(1, math.isqrt(long // short) + 2) if long % cut == 0]
+        aspects = {cut: max(long / short / cut**2, short / long * cut**2) for cut in cuts}
+        fitting = [cut for cut in cuts if aspects[cut] <= most]
+        cut = fitting[0] if fitting else min(cuts, key=aspects.__getitem__)
+        return (rows * cut, columns // cut) if rows == short else (rows // cut, columns * cut)
 
     @torch.no_grad()
     def factors(self, tensors: dict[str, Tensor], step: Step) -> Program[None]:
@@ -112,33 +117,32 @@ class PowerSGD(Algorithm):
         ms: dict[str, Tensor] = {}
         qs: dict[str, Tensor] = {}  # these and P lie transposed: each column in one piece
         for name, tensor in tensors.items():
-            gradient = tensor.reshape(self.matrix_of(tensor.shape))
-            ms[name] = self._with_error(name, gradient, self.place.world / step.active)
-            qs[name] = orthonormal(self._q(name, min(most, *gradient.shape), gradient.shape[1]))
+            ms[name] = m = tensor.reshape(self.matrix_of(tensor.shape))  # the gradient itself, if it lies in one piece
+            if step.active < self.place.world:
+                m *= self.place.world / step.active
+            kept = self.memory.find("error", name)
+            if kept is not None and kept.shape == m.shape:
+                m += kept
+            qs[name] = orthonormal(self._q(name, min(most, *m.shape), m.shape[1]))
         ps = {name: qs[name] @ m.T for name, m in ms.items()}
         copy_into(ps, (yield AllReduce("p", flattened(ps), "sum")))  # no mean: it is made orthonormal
         ps = {name: orthonormal(p) for name, p in ps.items()}
         qs = {name: ps[name] @ m for name, m in ms.items()}
         copy_into(qs, (yield AllReduce("q", flattened(qs), "mean")))
         for name, tensor in tensors.items():
-            m = ms[name]
-            approximation = tensor.view(m.shape) if tensor.is_contiguous() else torch.empty_like(m)
-            multiply(ps[name], qs[name], approximation, minuend=m)
+            m, error = ms[name], self._memory_of_error(name, ms[name])
+            approximate(m, ps[name], qs[name], error)
             if not tensor.is_contiguous():
-                tensor.copy_(approximation.view(tensor.shape))
+                tensor.copy_(m.view(tensor.shape))
             self.memory.stage("q", name, qs[name].T.contiguous())
-            self.memory.stage("error", name, m)
+            self.memory.stage("error", name, error)
 
-    def _with_error(self, name: str, gradient: Tensor, scale: float) -> Tensor:
-        """M, in memory that the error of this step will stay in: that of the step before is kept, and may come back."""
-        kept = self.memory.find("error", name)
-        if name not in self._buffers or self._buffers[name][0].shape != gradient.shape:
-            self._buffers[name] = (torch.empty_like(gradient), torch.empty_like(gradient))
-        first, second = self._buffers[name]
-        m = second if first is kept else first
-        if kept is None or kept.shape != gradient.shape:
-            return torch.mul(gradient, scale, out=m)
-        return torch.add(kept, gradient, alpha=scale, out=m)
+    def _memory_of_error(self, name: str, like: Tensor) -> Tensor:
+        """One of two tensors by turns: the other one is kept until this step is committed."""
+        if name not in self._errors or self._errors[name][0].shape != like.shape:
+            self._errors[name] = (torch.empty_like(like), torch.empty_like(like))
+        first, second = self._errors[name]
+        return second if first is self.memory.find("error", name) else first
 
     def _q(self, name: str, rank: int, columns: int) -> Tensor:
         """The Q of the step before, equal on all ranks: shape (rank, columns).
@@ -169,32 +173,36 @@ def orthonormal(matrix: Tensor) -> Tensor:
     Args:
         matrix: float32, shape (rank, n).
     """
-    rows = list(matrix.double().unbind(0))
-    before = [math.sqrt(float((row * row).sum())) for row in rows]
-    for i, row in enumerate(rows):
-        length = math.sqrt(float((row * row).sum()))
-        is_new = length > _TINY * before[i] or math.isnan(length)
-        rows[i] = row = row / length if is_new else torch.zeros_like(row)
-        for j in range(i + 1, len(rows)):
-            rows[j] = rows[j] - row * float((row * rows[j]).sum())
-    return torch.stack(rows).float()
+    x = matrix.double()
+    before = x.square().sum(1).sqrt_().tolist()
+    for i, row in enumerate(x.unbind(0)):
+        length = math.sqrt(float(row.square().sum()))
+        if not length > _TINY * before[i] and not math.isnan(length):
+            row.zero_()
+            continue
+        row /= length
+        if i + 1 < len(x):
+            rest = x[i + 1 :]
+            rest -= (rest * row).sum(1, keepdim=True) * row
+    return x.float()
 
 
 @torch.no_grad()
-def multiply(p: Tensor, q: Tensor, out: Tensor, minuend: Tensor) -> None:
-    """``out = p.T @ q`` as a sum of outer products in their order, a multiplication and an addition each; and
-    ``minuend -= out``.
+def approximate(m: Tensor, p: Tensor, q: Tensor, error: Tensor) -> None:
+    """``error = m - p.T @ q``, then ``m = p.T @ q``: a sum of outer products in their order, a multiplication and an
+    addition each.
 
     Args:
-        p: float32, shape (rank, rows). q: float32, shape (rank, columns). out, minuend: of shape (rows, columns).
+        m, error: float32, shape (rows, columns). p: shape (rank, rows). q: shape (rank, columns).
     """
-    rows, columns = out.shape
+    rows, columns = m.shape
     block = max(1, _BLOCK_ELEMS // max(1, columns))
-    product = torch.empty(min(block, rows), columns)
+    total, term = torch.empty(2, min(block, rows), columns).unbind()
     for start in range(0, rows, block):
         here = slice(start, min(rows, start + block))
-        total, term = out[here], product[: here.stop - start]
+        total, term = total[: here.stop - start], term[: here.stop - start]
         torch.mul(p[0, here].unsqueeze(1), q[0], out=total)
         for i in range(1, p.shape[0]):
             total += torch.mul(p[i, here].unsqueeze(1), q[i], out=term)
-        minuend[here] -= total
+        torch.sub(m[here], total, out=error[here])
+        m[here] = total

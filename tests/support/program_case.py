@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense fp16": ("dense", {"wire": "fp16"}),
     **{f"dense {route}": ("dense", {"route": route}) for route in ("direct", "shards", *ROUTES)},
     "bytegrad hierarchical": ("bytegrad", {"hierarchical": True, "chunk_elems": 64}),
-    "powersgd square": ("powersgd", {"reshape": "square"}),
+    "powersgd cut": ("powersgd", {"max_aspect": 1.5, "rank": 2}),
     "async-averaging": ("async-averaging", {"every_steps": 2}),
     "qadam": ("qadam", {"warmup_steps": 1}),
     "onebit-adam": ("onebit-adam", {"warmup_steps": 1}),

@@ -10,6 +10,7 @@ import oracles
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from gradbus.experiments.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, bucket_of, make_algorithm
@@ -131,20 +132,22 @@ def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("shape", "square"),
-    [((128, 9216), (1024, 1152)), ((64, 32, 3, 3), (128, 144)), ((10, 128), (32, 40)), ((7, 5), (5, 7))],
-)
-def test_a_square_is_the_matrix_with_the_fewest_rows_and_columns(shape: Any, square: Any) -> None:
-    algorithm = make_algorithm("powersgd", Place(0, 1), {"reshape": "square"})
+    ("shape", "most", "expected"),
+    [
+        ((128, 9216), None, (128, 9216)), ((128, 9216), 20, (256, 4608)), ((128, 9216), 1.2, (1024, 1152)),
+        ((9216, 128), 20, (4608, 256)), ((64, 32, 3, 3), 2, (128, 144)), ((7, 5), 1, (7, 5)), ((1, 13), 2, (1, 13)),
+        ((10, 128), 1, (40, 32)),
+    ],
+)  # fmt: skip
+def test_long_matrices_are_cut_to_the_aspect_that_is_asked_for(shape: Any, most: float | None, expected: Any) -> None:
+    algorithm = make_algorithm("powersgd", Place(0, 1), {"max_aspect": most})
     assert isinstance(algorithm, PowerSGD)
-    assert algorithm.matrix_of(torch.Size(shape)) == square
-    numel = math.prod(shape)
-    assert sum(square) == min(rows + numel // rows for rows in range(1, numel + 1) if numel % rows == 0)
+    assert algorithm.matrix_of(torch.Size(shape)) == expected
 
 
-def test_powersgd_of_squares_is_that_of_the_reshaped_matrices() -> None:
+def test_powersgd_of_cut_matrices_is_that_of_the_reshaped_ones() -> None:
     run = gradients(3)
-    ranks = Ranks("powersgd", 3, rank=2, reshape="square", min_rate=1)
+    ranks = Ranks("powersgd", 3, rank=2, max_aspect=1, min_rate=1)
     algorithm = ranks.algorithms[0]
     assert isinstance(algorithm, PowerSGD)
 
@@ -156,7 +159,20 @@ def test_powersgd_of_squares_is_that_of_the_reshaped_matrices() -> None:
         return None if is_dense else algorithm._first_q(name, 2, matrix(SHAPES[name])[1]).T.numpy()
 
     assert [name for name in SHAPES if first_q(name) is not None] == ["conv", "matrix", "row"]
+    assert matrix(SHAPES["row"]) == (5, 10)
     check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q, matrix), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 64])
+@pytest.mark.parametrize("min_rate", [0.5, 1, 2, 8])
+def test_powersgd_compresses_what_the_hook_of_torch_compresses(rank: int, min_rate: float) -> None:
+    algorithm = make_algorithm("powersgd", Place(0, 1), {"rank": rank, "min_rate": min_rate})
+    assert isinstance(algorithm, PowerSGD)
+    for shape in [(10, 128), (128, 9216), (64, 32, 3, 3), (32, 1, 3, 3), (10, 512), (1, 50), (8, 8), (16, 16), (5, 7)]:
+        rows, columns = shape[0], math.prod(shape[1:])
+        expected = powerSGD_hook._should_compress(rows, columns, min(rows, columns, rank), min_rate)[0]
+        assert (algorithm.rank_of(torch.Size(shape)) is not None) == expected
+    assert algorithm.rank_of(torch.Size((1000,))) is None
 
 
 def test_powersgd_recovers_from_steps_without_a_gradient() -> None:
@@ -366,9 +382,10 @@ def test_bytes_are_those_of_the_papers() -> None:
         assert bytes_of("powersgd", world, MLP, rank=4, min_rate=1) * 50 <= of_the_mlp
         assert bytes_of("powersgd", world, MLP, rank=1) * 170 <= of_the_mlp
         of_the_cnn = bytes_of("dense", world, CNN)
-        assert bytes_of("powersgd", world, CNN, rank=4, reshape="square") * 100 <= of_the_cnn
-        assert bytes_of("powersgd", world, CNN, rank=1, reshape="square") * 400 <= of_the_cnn
+        assert bytes_of("powersgd", world, CNN, rank=4, max_aspect=20) * 50 <= of_the_cnn
+        assert bytes_of("powersgd", world, CNN, rank=1, max_aspect=20) * 170 <= of_the_cnn
         assert bytes_of("powersgd", world, CNN, rank=4) * 28 <= of_the_cnn
+        assert bytes_of("powersgd", world, CNN, rank=1) * 110 <= of_the_cnn
     assert bytes_of("hybrid", 2, CNN) <= 0.13 * bytes_of("dense", 2, CNN)
     assert bytes_of("signsgd", 2, CNN) <= bytes_of("dense", 2, CNN) / 31
     assert bytes_of("dense", 2, CNN, wire="fp16") * 2 == bytes_of("dense", 2, CNN)
