@@ -13,6 +13,7 @@ import gradbus
 from gradbus.experiments.cli import inspection, keys, settings
 from gradbus.experiments.cli.choices import DATA_HELP, PARTITION_HELP, CodecName, LogLevel
 from gradbus.experiments.cli.options import (
+    Bind,
     Config,
     DataRoot,
     Domain,
@@ -181,6 +182,7 @@ def worker(
             help="Least important level that is logged. [default: info; warning for rank 0, which reports each epoch]"
         ),
     ] = None,
+    bind: Bind = "auto",
     log_style: Style = "auto",
     loop: Loop = "uvloop",
     full_traceback: FullTraceback = False,
@@ -200,7 +202,8 @@ def worker(
         tensorboard=tensorboard,
         insecure=insecure,
     )
-    worker_run(config, (rank, world), own, data_root, Screen(live=live, level=log_level, style=log_style), loop)
+    screen = Screen(live=live, level=log_level, style=log_style)
+    worker_run(config, (rank, world), own, data_root, screen, loop, bind)
 
 
 # What follows CONFIG is for the ranks, also without "--".
@@ -226,7 +229,8 @@ def run(
     the others are ended, and its last lines are shown again.
 
     A job without a name in CONFIG (bus.job) gets one of its own, so that two launches do not disturb each other. The
-    ranks share the cores of the machine, unless task.threads sets the number of threads of each.
+    ranks share the cores of the machine, unless task.threads sets the number of threads of each; --bind, behind CONFIG,
+    says whether each gets cores of its own.
     """
     worker_command = context.parent.command.get_command(context, "worker")  # type: ignore[union-attr]
     parsed = worker_command.make_context("worker", list(arguments), parent=context.parent)  # complains here, once

@@ -12,7 +12,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli.choices import BindMode, LogLevel, LogStyle, LoopName
 from gradbus.experiments.run.lifecycle import guard
 
 P = ParamSpec("P")
@@ -28,6 +28,13 @@ DataRoot = Annotated[
 Level = Annotated[LogLevel, typer.Option(help="Least important level that is logged.")]
 Style = Annotated[LogStyle, typer.Option(help="auto: readable on a terminal, JSON elsewhere.")]
 Loop = Annotated[LoopName, typer.Option(help="Event loop; asyncio where there is no uvloop.")]
+Bind = Annotated[
+    BindMode,
+    typer.Option(
+        help="Cores of its own for each rank of a machine, within a NUMA node: auto, where there are two for each and "
+        "nothing else has bound it; cores, or an error; none."
+    ),
+]
 RunDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Reports, figures, checkpoints. [default: runs/JOB-TIME]")
 ]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from gradbus.experiments.rundir.versions import versions
+from gradbus.experiments.run.cores import read_topology
+from gradbus.experiments.rundir.versions import usable_cpus, versions
 from gradbus.runtime import fast_paths
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.missing_peers import port_range
@@ -47,7 +48,7 @@ def machine(settings: BusSettings) -> list[Finding]:
     """Findings about versions, interface, buffers and ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
     ports = Finding("UDP ports", f"{port_range(settings.domain)} (domain {settings.domain})")
-    found += [_network(settings), _buffer(), ports, _fast_paths()]
+    found += [_network(settings), _buffer(), ports, _fast_paths(), _cores()]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
     if document:
         shown = document if len(document) <= 60 else f"{document[:57]}..."
@@ -98,6 +99,17 @@ def _fast_paths() -> Finding:
         return Finding("fast paths", used)
     why = f"{fast_paths.SWITCH} is set; " if fast_paths.PORTABLE else ""
     return Finding("fast paths", used, Severity.ADVICE, f"{why}{missing}")
+
+
+def _cores() -> Finding:
+    found = read_topology(usable_cpus())
+    nodes, most = len(found.nodes), found.most_ranks
+    quota = "" if found.quota == float("inf") else f", time for {found.quota:g}"
+    bound = f"up to {most} rank{'s' * (most > 1)}" if most else "no rank"
+    value = (
+        f"{len(found.cores)} in {nodes} NUMA node{'s' * (nodes > 1)}{quota}; --bind auto gives {bound} some of its own"
+    )
+    return Finding("cores", value)
 
 
 def mtu_of(interface: str) -> int | None:

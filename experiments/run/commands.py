@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from gradbus.experiments.amounts import percent, size
 from gradbus.experiments.buses import check
-from gradbus.experiments.cli.choices import LoopName
+from gradbus.experiments.cli.choices import BindMode, LoopName
 from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
 from gradbus.experiments.files import ControllerFile, WorkerFile, load
 from gradbus.experiments.report.scalars import open_scalars
 from gradbus.experiments.run.console import Screen
+from gradbus.experiments.run.cores import as_ranges, bind
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.run.lifecycle import if_stopped, run_loop
 from gradbus.experiments.run.live import Display, EpochTable, Lines, epoch_line, round_display
@@ -106,7 +107,7 @@ def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence
 
 def worker_run(
     config: Path, place: tuple[int | None, int | None], overrides: Sequence[str], data_root: Path | None,
-    screen: Screen, loop: LoopName,
+    screen: Screen, loop: LoopName, binding: BindMode,
 ) -> None:  # fmt: skip
     """``gradbus worker``. ``place``: rank and world as the options give them."""
     file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
@@ -122,6 +123,8 @@ def worker_run(
     screen = replace(screen, live=screen.live and leads)
     screen = replace(screen, level=screen.level or ("warning" if prints and not screen.table else "info"))
     screen.configure_logs()
+    bound = bind(binding)
+    log.info("cores", bound=as_ranges(bound.cpus) or "none", why=bound.why)
     from gradbus.experiments.run.data_parallel import Output, run_worker
 
     def run(output: Output) -> WorkerOutcome | None:

@@ -23,7 +23,7 @@ from gradbus.experiments.run.live import Display
 from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.experiments.rundir.traces import merge_traces
-from gradbus.experiments.rundir.versions import cores
+from gradbus.experiments.rundir.versions import cores, usable_cpus
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
@@ -197,15 +197,19 @@ class _Met:
 async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, directory: WorkerDirectory | None) -> _Met:
     """Find out whether the ranks fit together, which cores this one may use, and where it writes."""
     hello = {
-        "machine": _machine(), "facts": task.facts(),
+        "machine": _machine(), "cpus": usable_cpus(), "facts": task.facts(),
         "directory": None if directory is None else directory.invitation(),
         "is_finished": directory is not None and directory.is_finished(file.parallel),
     }  # fmt: skip
     hellos = await group.all_gather_object("run/hello", hello, timeout_s=file.parallel.timeouts.join_s)
     check_equal_facts([hello["facts"] for hello in hellos])
     machines = [hello["machine"] for hello in hellos]
+    own = hellos[group.rank]
+    sharing = sum(
+        hello["machine"] == own["machine"] and not set(hello["cpus"]).isdisjoint(own["cpus"]) for hello in hellos
+    )
     if "threads" not in file.task.model_fields_set:
-        torch.set_num_threads(max(1, cores() // machines.count(machines[group.rank])))
+        torch.set_num_threads(max(1, cores() // sharing))
     if directory is None:
         directory = WorkerDirectory.meet(hellos[0]["directory"], file.run_dir, group.rank)
     if hellos[0]["is_finished"]:
@@ -222,7 +226,9 @@ async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, direc
     return _Met(
         directory,
         f"{group.world} {'ranks' if group.world > 1 else 'rank'} {where}, here with {threads} "
-        f"{'threads' if threads > 1 else 'thread'} each; run directory {directory.path}",
+        f"{'threads' if threads > 1 else 'thread'} each"
+        f"{', on cores of its own' if sharing == 1 < machines.count(own['machine']) else ''}; "
+        f"run directory {directory.path}",
         is_finished=False,
     )
 

@@ -20,7 +20,12 @@ def machine() -> dict[str, str | int]:
 
 def cores() -> int:
     """The number of cores that this process may use: fewer than the machine has where it was bound to some."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cpus())
+
+
+def usable_cpus() -> list[int]:
+    """Their numbers."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _cpu() -> str:

@@ -15,6 +15,8 @@ from commands import Forked
 from identities import Identities
 
 from gradbus.experiments.files import WorkerFile, load
+from gradbus.experiments.run.cores import read_topology
+from gradbus.experiments.rundir.versions import usable_cpus
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.profiling.summary import read_summary
 
@@ -133,9 +135,12 @@ def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued_al
     assert load(WorkerFile, run / "config.json").world == 2
 
     request.getfixturevalue("known")
-    process = start("run", "-n", 2, "--", config, "--run-dir", "run", "--set", "parallel.epochs=3")
+    has_cores = len(read_topology(usable_cpus()).cores) > 1
+    binding = ("--bind", "cores") if has_cores else ()
+    process = start("run", "-n", 2, "--", config, "--run-dir", "run", "--set", "parallel.epochs=3", *binding)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, out + err
+    assert ("each, on cores of its own; run directory" in out) == has_cores
     assert "done: 3 epochs, 18 steps" in out
     assert [report["epoch"] for report in reports_of(run)] == [0, 1, 2]
 
