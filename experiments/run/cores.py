@@ -35,7 +35,7 @@ class Core:
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class CpuTopology:
     """``cores``: sorted by node and number. ``quota``: how many processors' time a control group grants; may be inf."""
 
     cores: tuple[Core, ...]
@@ -69,7 +69,7 @@ class Topology:
         return ()
 
 
-def read_topology(allowed: Collection[int], root: Path = Path("/")) -> Topology:
+def read_topology(allowed: Collection[int], root: Path = Path("/")) -> CpuTopology:
     """The machine as Linux describes it under ``/sys`` and ``/proc``.
 
     Args:
@@ -91,7 +91,7 @@ def read_topology(allowed: Collection[int], root: Path = Path("/")) -> Topology:
         topology = system / f"cpu/cpu{cpu}/topology"
         siblings = _numbers(topology / "core_cpus_list") or _numbers(topology / "thread_siblings_list")
         cores.add(Core(tuple(sorted(usable & (siblings | {cpu}))), node_of.get(cpu, 0)))
-    return Topology(tuple(sorted(cores, key=lambda core: (core.node, core.cpus))), _quota(root))
+    return CpuTopology(tuple(sorted(cores, key=lambda core: (core.node, core.cpus))), _quota(root))
 
 
 def _numbers(file: Path) -> set[int]:
@@ -129,7 +129,7 @@ class Binding:
     why: str = ""
 
 
-def decide(mode: BindMode, environment: Mapping[str, str], topology: Topology, *, is_bound: bool) -> Binding:
+def decide(mode: BindMode, environment: Mapping[str, str], topology: CpuTopology, *, is_bound: bool) -> Binding:
     """Which cores this rank gets.
 
     Args:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradbus.experiments.doctor.machine import machine
-from gradbus.experiments.run.cores import Binding, Topology, as_ranges, decide, read_topology
+from gradbus.experiments.run.cores import Binding, CpuTopology, as_ranges, decide, read_topology
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import ConfigError
 
@@ -43,7 +43,7 @@ def two_sockets(tmp_path: Path) -> Path:
     return make_machine(tmp_path, nodes, "0-15")
 
 
-def shares(topology: Topology, ranks: int) -> list[str]:
+def shares(topology: CpuTopology, ranks: int) -> list[str]:
     return [as_ranges([cpu for core in topology.share(rank, ranks) for cpu in core.cpus]) for rank in range(ranks)]
 
 
