@@ -1,0 +1,58 @@
+"""Every algorithm as an option of the Worker, over DDS: it trains, and goes on from a checkpoint with the same bits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_scene import Outcome, make_task, succeeded, train
+
+from gradbus.runtime.algorithms.base import ALGORITHMS
+from gradbus.runtime.errors import ConfigError
+
+SGD = {"optimizer__momentum": 0.0}
+# Of each what lets it do within these steps all that it does; and settings without which it cannot work.
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"algorithm": name} for name in ALGORITHMS.table},
+    "dense bf16": {"algorithm": "dense", "algorithm__wire": "bf16"},
+    "dense ring": {"algorithm": "dense", "algorithm__route": "ring"},
+    "topk": {"algorithm": "topk", "algorithm__density": 0.1},
+    "powersgd": {"algorithm": "powersgd", "bucket_bytes": 8192, "first_bucket_bytes": 1024},
+    "signsgd": {"algorithm": "signsgd", "optimizer__lr": 0.002, **SGD},
+    "qadam": {"algorithm": "qadam", "algorithm__warmup_steps": 4, "optimizer__lr": 0.003, **SGD},
+    "onebit-adam": {"algorithm": "onebit-adam", "algorithm__warmup_steps": 4, "optimizer__lr": 0.003, **SGD},
+    "adaptive-powersgd": {"algorithm": "adaptive-powersgd", "algorithm__window_steps": 3},
+    "async-averaging": {"algorithm": "async-averaging", "algorithm__every_steps": 2},
+    **{
+        f"decentralized {peers}": {"algorithm": "decentralized", "algorithm__peers": peers}
+        for peers in ("all", "shift-one", "ring", "choco")
+    },
+}  # fmt: skip
+
+
+def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
+    """All that a rank would save."""
+    training = outcome.worker._training
+    return {**training.own_state(), **training.shared_state()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_learns_and_goes_on_in_the_midst_of_an_epoch_with_the_bits_of_one_that_never_stopped(
+    case: str, tmp_path: Path
+) -> None:
+    settings = {"epochs": 2, "hash_every": 1, "checkpoint__every_steps": 5, **CASES[case]}
+    whole = succeeded(train(make_task(), checkpoint__dir=tmp_path / "whole", **settings))
+    losses = [report.loss for report in whole[0].reports]
+    assert losses[-1] < losses[0] < math.log(10) + 0.1  # ten classes
+    succeeded(train(make_task(), checkpoint__dir=tmp_path / "parts", max_steps=5, **settings))
+    again = succeeded(train(make_task(), checkpoint__dir=tmp_path / "parts", **settings))
+    for mine, other in zip(whole, again, strict=True):
+        assert torch.equal(mine.parameters, other.parameters)
+        assert mine.reports[-1].params_hash == other.reports[-1].params_hash == whole[0].reports[-1].params_hash
+        ours, theirs = state_of(mine), state_of(other)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert mine.reports[-1].loss == other.reports[-1].loss
