@@ -106,7 +106,6 @@ class Worker:
         # Made by _open:
         self._replicas: Replicas
         self._stepper: Stepper
-        self._newest: TrainingStep
 
     @property
     def model(self) -> nn.Module:
@@ -248,7 +247,6 @@ class Worker:
         return stepper
 
     def _note_sent(self, step: TrainingStep) -> None:
-        self._newest = step
         self._probe.reached("after_send", step.number + 1)
 
     @property

@@ -124,21 +124,27 @@ def succeeded(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def single_process(
     task: Any, world: int, *, epochs: int = 1, accumulation: int = 1, max_steps: int | None = None, **settings: Any
 ) -> nn.Module:
-    """The same training in one process: the gradients of ``world`` shards, averaged in rank order."""
+    """The same training in one process: the gradients of ``world`` shards, averaged in rank order; with ``delay_steps``
+    applied so many steps late, and the last ones at the end of the epoch."""
     torch.set_num_threads(1)
     config = DataParallelConfig(**nested(settings))
     task.prepare_shard(0, world)
     model = task.build_model()
     model.train()
     step = _dense_step(model, config) if config.algorithm.name == "dense" else _dgc_step(model, config, world)
-    steps = 0
+    steps, late = 0, config.delay_steps or 0
     for epoch in range(epochs):
+        waiting: list[list[list[Tensor] | None]] = []
         shards = [task.batches(rank=rank, world=world, epoch=epoch, seed=config.seed) for rank in range(world)]
         while any(batches := [list(itertools.islice(shard, accumulation)) for shard in shards]):
             if max_steps is not None and steps >= max_steps:
-                return model
-            step(epoch, [_gradients(task, model, own) for own in batches])
+                break
+            waiting.append([_gradients(task, model, own) for own in batches])
+            if len(waiting) > late:
+                step(epoch, waiting.pop(0))
             steps += 1
+        for gradients in waiting:
+            step(epoch, gradients)
     return model
 
 

@@ -11,7 +11,6 @@ import torch
 from ddp_scene import Outcome, make_task, succeeded, train
 
 from gradbus.runtime.algorithms.base import ALGORITHMS
-from gradbus.runtime.errors import ConfigError
 
 SGD = {"optimizer__momentum": 0.0}
 # Of each what lets it do within these steps all that it does; and settings without which it cannot work.

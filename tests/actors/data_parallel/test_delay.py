@@ -1,0 +1,157 @@
+"""Results that are applied some steps late: the same on all ranks, as one process would compute it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_scene import Outcome, data, make_task, single_process, small_mlp, succeeded, train, vector
+from torch import Tensor, nn
+
+from gradbus.actors import Worker
+from gradbus.models import ClassificationTask
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.dense import Dense
+from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.collectives import Group
+from gradbus.runtime.errors import CollectiveError, PeerLost
+
+
+def assert_all_equal(outcomes: list[Outcome], reference: nn.Module) -> None:
+    for outcome in succeeded(outcomes):
+        assert torch.equal(outcome.parameters, vector(reference))
+
+
+@pytest.mark.parametrize("delay", [1, 2, 8])  # an epoch has seven steps
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_of_former_steps_change_the_model_as_in_one_process(delay: int, world: int) -> None:
+    settings: dict[str, Any] = {"epochs": 2, "delay_steps": delay, "optimizer__weight_decay": 1e-3}
+    outcomes = train(make_task(), world=world, hash_every=1, bucket_bytes=8192, **settings)
+    assert_all_equal(outcomes, single_process(make_task(), world, **settings))
+    assert outcomes[0].worker.step == outcomes[0].reports[-1].step
+
+
+def test_a_delay_changes_the_run_and_none_does_not() -> None:
+    now, late = (single_process(make_task(), 2, delay_steps=delay) for delay in (0, 1))
+    assert not torch.equal(vector(now), vector(late))
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "dgc", "powersgd", "async-averaging"])
+def test_a_run_goes_on_from_a_checkpoint_in_the_midst_of_an_epoch_with_the_same_bits(
+    algorithm: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"algorithm": algorithm, "delay_steps": 2, "epochs": 2, "checkpoint__every_steps": 4}
+    whole = succeeded(train(make_task(), checkpoint__dir=tmp_path / "whole", **settings))
+    succeeded(train(make_task(), checkpoint__dir=tmp_path / "parts", max_steps=4, **settings))
+    again = succeeded(train(make_task(), checkpoint__dir=tmp_path / "parts", **settings))
+    for mine, other in zip(whole, again, strict=True):
+        assert torch.equal(mine.parameters, other.parameters)
+        assert (mine.reports[-1].loss, mine.reports[-1].accuracy) == (
+            other.reports[-1].loss,
+            other.reports[-1].accuracy,
+        )
+
+
+class Spoils(ClassificationTask):
+    """The loss of some batches is NaN."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__(small_mlp, data(), batch_size=16)
+        self._at, self._number = at, -1
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self._number += 1
+        return super().loss(model, batch) * (float("nan") if self._number in self._at else 1.0)
+
+
+class Without(ClassificationTask):
+    """The same without some batches of an epoch."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__(small_mlp, data(), batch_size=16)
+        self._at = at
+
+    def batches(self, **where: Any) -> Iterator[Any]:
+        for number, batch in enumerate(super().batches(**where)):
+            if number not in self._at:
+                yield batch
+
+
+@pytest.mark.parametrize("at", [2, 6])  # the last one is found when the epoch ends
+def test_a_step_that_is_not_finite_is_skipped_by_all_when_its_turn_comes(at: int) -> None:
+    outcomes = train(make_task(), Spoils(at), delay_steps=1, epochs=1, hash_every=1)
+    for outcome in succeeded(outcomes):
+        assert [report.skipped_steps for report in outcome.reports] == [1]
+        assert outcome.parameters.isfinite().all()
+    if at == 6:
+        assert_all_equal(outcomes, single_process(Without(6), 2, delay_steps=1))
+
+
+class Waits(Dense):
+    """The mean, in an exchange that lets a test look on: it starts its second phase when the next step is computed."""
+
+    choice = "waits"
+    computing = threading.Event()
+    seen: list[bool]
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        yield AllReduce("first", torch.zeros(1))
+        type(self).seen.append(type(self).computing.wait(5.0))
+        yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat, divisor=step.active)
+
+
+def test_the_programs_of_a_step_go_from_phase_to_phase_while_the_next_one_is_computed() -> None:
+    class Watches(ClassificationTask):
+        def __init__(self) -> None:
+            super().__init__(small_mlp, data(), batch_size=16)
+            self._number = -1
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            self._number += 1
+            if self._number:
+                Waits.computing.set()
+            return super().loss(model, batch)
+
+    Waits.seen = []
+    Waits.computing.clear()
+    algorithms = [lambda place: Waits(place, Waits.Options())] * 2
+    outcomes = train(Watches(), Watches(), algorithms=algorithms, delay_steps=1, max_steps=4, eval_every_epochs=0)
+    assert_all_equal(outcomes, single_process(make_task(), 2, delay_steps=1, max_steps=4))
+    assert len(Waits.seen) == 2 * 4 * 1
+    assert all(Waits.seen)
+
+
+class Fails(Algorithm):
+    """Its second phase fails in the third step of a rank."""
+
+    choice = "fails"
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat, divisor=step.active)
+        if step.number == 2 and self.place.rank == 1:
+            raise CollectiveError("the second phase of step 2")
+        yield AllReduce("again", bucket.flat, "mean", out=bucket.flat)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_rank_that_fails_between_two_phases_ends_the_others_at_once_and_leaves_nothing(delay: int) -> None:
+    pending: list[int] = []
+
+    async def play(group: Group, worker: Worker) -> None:
+        try:
+            await worker.run()
+        finally:
+            pending.append(group.stats.pending)
+
+    algorithms = [lambda place: Fails(place, Fails.Options())] * 3
+    outcomes = train(make_task(), world=3, algorithms=algorithms, delay_steps=delay, epochs=50, play=play)
+    assert isinstance(outcomes[1].error, CollectiveError)
+    assert "the second phase of step 2" in str(outcomes[1].error)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, PeerLost)
+        assert "rank 1" in str(outcomes[rank].error)
+    assert pending == [0, 0, 0]
