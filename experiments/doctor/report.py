@@ -80,18 +80,18 @@ def _on_the_bus(
 
 def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
     """The findings of a measurement."""
-    fast_path = Finding("fast path", "works: samples go to libddsc without the GIL")
+    calls = Finding("calls into DDS", "direct: samples go to libddsc without the GIL")
     if not found.fast_path:
         cure = f"install the version of cyclonedds that gradbus asks for: {install_line('cyclonedds')}"
-        fast_path = Finding("fast path", "does not work: samples go through the Python binding", Severity.ADVICE, cure)
+        calls = Finding("calls into DDS", "slow: samples go through the Python binding", Severity.ADVICE, cure)
     peer = found.peer
     if peer is None:
         cure = f"the second process ended with: {found.fault}" if found.fault else (
             f"two processes of this machine did not find each other on {settings.interface} in time: "
             f"let UDP ports {port_range(settings.domain)} through the firewall, and check the interface and the peers"
         )  # fmt: skip
-        return [fast_path, Finding("discovery", "failed", Severity.BAD, cure)]
-    findings = [fast_path, Finding("discovery", f"{1000 * peer.discovery_s:.0f} ms")]
+        return [calls, Finding("discovery", "failed", Severity.BAD, cure)]
+    findings = [calls, Finding("discovery", f"{1000 * peer.discovery_s:.0f} ms")]
     if peer.round_trip_s is None or peer.there is None:
         fault = peer.fault or "no answer in time"
         cure = f"{fault}: the machine is overloaded, or large datagrams are lost (try --network network)"

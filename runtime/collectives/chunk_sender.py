@@ -66,7 +66,7 @@ class ChunkSender:
         Args:
             numbers: of the chunks that are sent.
             slots: where the data goes; None: it travels in the frames.
-            written, finished: as :meth:`.operation.Transport.send` has them.
+            written: as :class:`.operation.OutgoingPart` has it. finished: as :meth:`.operation.Transport.send` has it.
         """
         self.bytes = sum(min(CHUNK_BYTES, len(payload) - number * CHUNK_BYTES) for number in numbers)
         self._template = template

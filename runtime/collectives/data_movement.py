@@ -8,7 +8,7 @@ that no rank took is an error where it was sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -104,24 +104,27 @@ class NewPayload(Stream):
 
 class DataMovement(Operation):
     """Base: payloads of the caller, and new memory for those of others. Both are let go of at the end: a collective
-    that has failed may have half of its payloads, and its handle may live on."""
+    that has failed may have half of its payloads, and its handle may live on.
+
+    Attributes:
+        is_acknowledged: receivers confirm their payload, and senders wait for that.
+    """
+
+    is_acknowledged: ClassVar[bool] = False
 
     def __init__(
         self, signature: str, rank: int, world: int, outgoing: Mapping[int | None, OutgoingPayload], *,
-        sources: Sequence[int] | None = (), max_bytes: int = 0, acknowledged: bool = False,
-        peers: Sequence[int] | None = None,
+        sources: Sequence[int] | None = (), max_bytes: int = 0, peers: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             outgoing: payloads by receiver; None: for all others.
             sources: ranks that send one to this rank; None: all others. max_bytes: of each of them.
-            acknowledged: receivers confirm their payload, and senders wait for that.
         """
         super().__init__(signature, rank, world, peers=peers)
         self._outgoing = outgoing
         self._sources = self.others if sources is None else sources
         self._max_bytes = max_bytes
-        self._acknowledged = acknowledged
         self._arrivals: dict[int, NewPayload] = {}  # by sender
 
     def set_up(self) -> None:
@@ -129,7 +132,7 @@ class DataMovement(Operation):
             self._arrivals[source] = NewPayload(self._max_bytes)
             self.expect(source, 0, self._arrivals[source])
         receivers = [rank for rank in self.others if rank in self._outgoing]
-        if self._acknowledged:
+        if self.is_acknowledged:
             self.await_acks(receivers)
         if None in self._outgoing and self.others:
             self.send(None, 0, self._outgoing[None].memory, meta=self._outgoing[None].meta)
@@ -137,7 +140,7 @@ class DataMovement(Operation):
             self.send(rank, 0, self._outgoing[rank].memory, meta=self._outgoing[rank].meta)
 
     def stream_done(self, sender: int, part: int) -> None:
-        if part == 0 and self._acknowledged:
+        if part == 0 and self.is_acknowledged:
             self.acknowledge(sender)
 
     def in_rank_order(self, own: OutgoingPayload) -> list[Any]:
@@ -168,12 +171,14 @@ class AllGatherOperation(DataMovement):
 class Gather(DataMovement):
     """All payloads at one rank, in rank order; the others get None."""
 
+    is_acknowledged = True
+
     def __init__(self, payload: Any, root: int, rank: int, world: int, max_bytes: int) -> None:
         self._own = OutgoingPayload(payload)
         self._root = root
         super().__init__(
             f"gather {root} {self._own.kind}", rank, world, {root: self._own}, sources=None if rank == root else (),
-            max_bytes=max_bytes, acknowledged=True,
+            max_bytes=max_bytes,
         )  # fmt: skip
 
     def result(self) -> list[Any] | None:
@@ -183,6 +188,8 @@ class Gather(DataMovement):
 class Scatter(DataMovement):
     """One rank gives each rank its own payload."""
 
+    is_acknowledged = True
+
     def __init__(self, payloads: Sequence[Any] | None, root: int, rank: int, world: int, max_bytes: int) -> None:
         if (payloads is not None) != (rank == root):
             raise ValueError(f"scatter: rank {root} is the root and gives the payloads, all others give None")
@@ -190,7 +197,7 @@ class Scatter(DataMovement):
             raise ValueError(f"scatter: expected {world} payloads, one for each rank, got {len(payloads)}")
         super().__init__(
             f"scatter {root}", rank, world, {} if payloads is None else _by_receiver(payloads),
-            sources=() if rank == root else [root], max_bytes=max_bytes, acknowledged=True,
+            sources=() if rank == root else [root], max_bytes=max_bytes,
         )  # fmt: skip
         self._root = root
 
@@ -216,19 +223,20 @@ class AllToAll(DataMovement):
 class Send(DataMovement):
     """A payload for one rank."""
 
+    is_acknowledged = True
+
     def __init__(self, payload: Any, to: int, rank: int, world: int) -> None:
-        super().__init__(
-            f"send {rank} {to}", rank, world, {to: OutgoingPayload(payload)}, acknowledged=True, peers=[to]
-        )
+        super().__init__(f"send {rank} {to}", rank, world, {to: OutgoingPayload(payload)}, peers=[to])
 
 
 class Receive(DataMovement):
     """A payload of one rank. Its sender decides whether it is a tensor or bytes."""
 
+    is_acknowledged = True
+
     def __init__(self, source: int, rank: int, world: int, max_bytes: int) -> None:
         super().__init__(
-            f"send {source} {rank}", rank, world, {}, sources=[source], max_bytes=max_bytes, acknowledged=True,
-            peers=[source],
+            f"send {source} {rank}", rank, world, {}, sources=[source], max_bytes=max_bytes, peers=[source],
         )  # fmt: skip
         self._source = source
 

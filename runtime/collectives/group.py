@@ -123,7 +123,7 @@ class Group:
 
     # Reductions
 
-    def all_reduce(
+    def all_reduce(  # noqa: PLR0913 - of a user's call, each an option by name
         self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", out: Tensor | None = None,
         divisor: int | None = None, algorithm: Algorithm = "auto", round_id: int = 0, timeout_s: float | None = None,
     ) -> CollectiveHandle[Tensor]:  # fmt: skip
@@ -389,7 +389,7 @@ def _reason(error: BaseException) -> str:
 
 
 @opening("gradbus.join_group", "group")
-async def join_group(
+async def join_group(  # noqa: PLR0913 - of a user's call, each an option by name
     bus: Bus, *, rank: int, world: int, name: str = "world", timeout_s: float = 60.0,
     collective_timeout_s: float = 60.0, early_bytes: int = 256 << 20, max_payload_bytes: int = 4 << 30,
     stall_warning_s: float = 10.0,

@@ -17,8 +17,7 @@ from gradbus.runtime.bus.receiver import Channel
 from gradbus.runtime.bus.wait_loop import SPIN_S
 from gradbus.runtime.collectives.chunk_sender import ChunkSender, FrameTemplate
 from gradbus.runtime.collectives.engine import ProgressEngine, wire_name
-from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
-from gradbus.runtime.collectives.tensors import Bytes
+from gradbus.runtime.collectives.operation import Finished, OperationKey, OutgoingPart, Sending
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.shm.layout import SLOTS
@@ -103,11 +102,9 @@ class GroupLink(ProgressEngine):
             (frame,) = frames.split(self._frame_key(key, part, ""), b"", flags=self._flags, world=self._world)
             self._port.write(self._routes[to].writer, frame)
 
-    def send(
-        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
-        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
-    ) -> Sending | None:  # fmt: skip
+    def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> Sending | None:
         """See :class:`.operation.Transport`."""
+        to, part, payload, signature, meta, only, written = outgoing
         route = self._routes[to]
         size = len(payload)
         slots = self._slots if size >= SHARED_BYTES else None

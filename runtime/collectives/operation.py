@@ -51,24 +51,31 @@ class Sending(Protocol):
 Finished = Callable[[int | Exception], None]
 
 
+class OutgoingPart(NamedTuple):
+    """A payload that a collective sends.
+
+    Attributes:
+        to: the receiver; None: all others. part: number of the payload within the collective.
+        payload: its bytes. signature: of the collective. meta: dtype and shape of a tensor.
+        only: numbers of the chunks to send; None: all.
+        written: called with the number of each chunk when its memory is no longer needed.
+    """
+
+    to: int | None
+    part: int
+    payload: Bytes
+    signature: str
+    meta: str = ""
+    only: Sequence[int] | None = None
+    written: Callable[[int], None] | None = None
+
+
 class Transport(Protocol):
     """The way out to the other ranks."""
 
-    def send(
-        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
-        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
-    ) -> Sending | None:  # fmt: skip
-        """Send a payload to one rank, or (``to`` None) to all others.
-
-        Args:
-            part: number of the payload within the collective.
-            only: numbers of the chunks to send; None: all.
-            written: called with the number of each chunk when its memory is no longer needed.
-            finished: called once, on any thread and perhaps before this returns, with the bytes or the error.
-
-        Returns:
-            What is still to be sent, or None if that is nothing.
-        """
+    def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> Sending | None:
+        """Send a payload. ``finished`` is called once, on any thread and perhaps before this returns, with the bytes or
+        the error. Returns what is still to be sent, or None if that is nothing."""
 
 
 class Stream:
@@ -219,6 +226,7 @@ class Operation:
         Args:
             is_ready: the receivers are known to have made the call.
         """
+        outgoing = OutgoingPart(to, part, payload, self.signature, meta, only, written)
         send_rts = must_wait = False
         with self._lock:
             if self._ended:
@@ -228,20 +236,16 @@ class Operation:
             self._sendings[number] = None
             if not is_ready and self.rendezvous.must_wait(to, len(payload), only):
                 must_wait = True
-                send_rts = self.rendezvous.wait(
-                    to, partial(self._send_now, number, to, part, payload, meta, only, written)
-                )
+                send_rts = self.rendezvous.wait(to, partial(self._send_now, number, outgoing))
         if not must_wait:
-            self._send_now(number, to, part, payload, meta, only, written)
+            self._send_now(number, outgoing)
         elif send_rts:
             self.send(to, RTS, NOTHING)
 
-    def _send_now(
-        self, number: int, to: int | None, part: int, payload: Bytes, meta: str, only: Sequence[int] | None,
-        written: Callable[[int], None] | None,
-    ) -> None:  # fmt: skip
+    def _send_now(self, number: int, outgoing: OutgoingPart) -> None:
         if self._link is None or self._ended:
             return
+        written = outgoing.written
 
         def on_written(seq: int) -> None:
             try:
@@ -261,10 +265,9 @@ class Operation:
                 self._complete_one()
             self._call_back_if_done()
 
-        sending = self._link.send(
-            self.key, to, part, payload, signature=self.signature, meta=meta, only=only,
-            written=None if written is None else on_written, finished=finished,
-        )  # fmt: skip
+        if written is not None:
+            outgoing = outgoing._replace(written=on_written)
+        sending = self._link.send(self.key, outgoing, finished)
         if sending is None:
             return
         with self._lock:

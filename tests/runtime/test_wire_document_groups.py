@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,9 +38,8 @@ from gradbus.runtime.collectives.data_movement import (
 )
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.formation import Formation, Member
-from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
+from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey, OutgoingPart
 from gradbus.runtime.collectives.reductions import ReduceScatterOperation, ReduceToRoot, all_reduce, shard_bounds
-from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire import frames
 
@@ -123,14 +122,10 @@ class Recorder(MemoryLink):
 
     sent: list[tuple[str, str, int, int, int | None, int]]
 
-    def send(  # noqa: PLR0913 - the arguments of Transport.send
-        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
-        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
-    ) -> Job | None:  # fmt: skip
+    def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> Job | None:
+        to, part, payload, signature, meta, *_ = outgoing
         self.sent.append((signature, meta, part, self.rank, to, len(payload)))
-        return super().send(
-            key, to, part, payload, signature=signature, meta=meta, only=only, written=written, finished=finished
-        )
+        return super().send(key, outgoing, finished)
 
 
 def traffic(make: Callable[[int], Operation | None], *, large_bytes: int = 1 << 30) -> list[Any]:

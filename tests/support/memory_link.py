@@ -7,14 +7,13 @@ again, or never.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradbus.runtime.collectives.data_movement import AllGatherOperation
 from gradbus.runtime.collectives.engine import Engine, wire_name
-from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
-from gradbus.runtime.collectives.tensors import Bytes
+from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey, OutgoingPart
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 
@@ -47,10 +46,8 @@ class MemoryLink:
     group_id: int = GROUP_ID
     refuses: Exception | None = None  # writing fails with it
 
-    def send(  # noqa: PLR0913 - the arguments of Transport.send
-        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
-        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
-    ) -> Job | None:  # fmt: skip
+    def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> Job | None:
+        to, part, payload, signature, meta, only, written = outgoing
         frame_key = self.key(key, part, wire_name(key.name, signature, meta))
         chunk_bytes = frames.CHUNK_BYTES
         count = frames.chunk_count(len(payload), chunk_bytes)

@@ -18,7 +18,7 @@ from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Job, Pause
 from gradbus.runtime.collectives.chunk_sender import ChunkSender
 from gradbus.runtime.collectives.link import GroupLink
-from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.operation import Operation, OperationKey, OutgoingPart
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.shm.layout import SLOTS
 from gradbus.runtime.wire import frames
@@ -315,7 +315,7 @@ class SlowLink:
     def __init__(self) -> None:
         self.sending, self.go_on, self.sent = threading.Event(), threading.Event(), threading.Event()
 
-    def send(self, *_: Any, finished: Callable[[int | Exception], None], **__: Any) -> None:
+    def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Callable[[int | Exception], None]) -> None:
         self.sending.set()
         self.go_on.wait(WAIT_S)
         self.sent.set()

@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from memory_link import GROUP_ID, INCARNATION, MAX_BYTES
 from gradbus.runtime.collectives import data_movement
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import Engine, wire_name
-from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
+from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey, OutgoingPart
 from gradbus.runtime.collectives.reductions import all_reduce
 from gradbus.runtime.errors import PeerLost
 from gradbus.runtime.wire import frames
@@ -33,10 +33,8 @@ class QueueLink:
         self.rank = rank
         self.queues = queues
 
-    def send(
-        self, key: OperationKey, to: int | None, part: int, payload: Any, *, signature: str, meta: str = "",
-        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
-    ) -> None:  # fmt: skip
+    def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> None:
+        to, part, payload, signature, meta, only, written = outgoing
         frame_key = FrameKey(
             Kind.COLLECTIVE, GROUP_ID, key.round_id, self.rank, INCARNATION + self.rank, key.call,
             wire_name(key.name, signature, meta), part,

@@ -26,9 +26,9 @@ from torch import Tensor
 from gradbus.runtime.collectives import data_movement, operation, reductions
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import Engine
-from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
+from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey, OutgoingPart
 from gradbus.runtime.collectives.reductions import ReduceScatterOperation, ReduceToRoot, all_reduce, shard_bounds
-from gradbus.runtime.collectives.tensors import Bytes, as_bytes
+from gradbus.runtime.collectives.tensors import as_bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, chunk_count
@@ -178,10 +178,8 @@ class Notes:
     def __init__(self) -> None:
         self.sent: dict[tuple[int | None, int, int], bytes] = {}  # by receiver, part and number of the chunk
 
-    def send(
-        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
-        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
-    ) -> None:  # fmt: skip
+    def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> None:
+        to, part, payload, _, _, only, written = outgoing
         numbers = range(chunk_count(len(payload), CHUNK_BYTES)) if only is None else only
         for number in numbers:
             self.sent[to, part, number] = payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES].tobytes()
