@@ -160,7 +160,7 @@ def one_bit(x: Tensor) -> Tensor:
     The scale is |x|_2 / sqrt(n), so that the decoded vector is as long as x.
     """
     length = torch.linalg.vector_norm(x, dtype=torch.float64) / math.sqrt(max(1, x.numel()))
-    return torch.cat([length.float().reshape(1).view(torch.uint8), ballot(x)])
+    return torch.cat([length.float().reshape(1).view(torch.uint8), ballot(x >= 0, are_finite([x]))])
 
 
 def decoded_bit(message: Tensor, numel: int) -> Tensor:

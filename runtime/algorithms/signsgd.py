@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllGather, Program
 
-_NOT_FINITE, _FINITE, _ABSTAINS = range(3)
+_NOT_FINITE, _FINITE, _ABSTAINS = range(3)  # kinds of a ballot
 
 
 class SignSGD(Algorithm):
@@ -33,8 +34,11 @@ class SignSGD(Algorithm):
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         flat = bucket.flat
-        turns = (torch.arange(flat.numel()) + step.number) % 2 * 2.0 - 1
-        ballots = yield AllGather("signs", ballot(flat.where(flat != 0, turns), votes=bool(flat.any())))
+        ups = flat > 0
+        zeros = (flat == 0).nonzero().view(-1)
+        ups[zeros] = (zeros + step.number) % 2 == 1
+        kind = _NOT_FINITE if not are_finite([flat]) else _ABSTAINS if zeros.numel() == flat.numel() else _FINITE
+        ballots = yield AllGather("signs", ballot(ups, kind))
         votes = torch.zeros(flat.numel(), dtype=torch.int32)
         for one in ballots:
             cast = signs(one, flat.numel())
@@ -46,21 +50,22 @@ class SignSGD(Algorithm):
         flat.copy_(votes.sign())
 
 
-def ballot(flat: Tensor, *, votes: bool = True) -> Tensor:
+def ballot(ups: Tensor, kind: int) -> Tensor:
     """A byte (0: not all entries are finite, 1: they are, 2: this rank does not vote), then a bit for each entry.
 
+    Args:
+        ups: bool, shape (n,).
+
     Returns:
-        uint8, shape (1 + ceil(n / 8),). The bit of 0 is 1.
+        uint8, shape (1 + ceil(n / 8),).
     """
-    bits = torch.nn.functional.pad((flat >= 0).to(torch.uint8), (0, -flat.numel() % 8)).view(-1, 8)
-    packed = (bits << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-    kind = (_FINITE if votes else _ABSTAINS) if are_finite([flat]) else _NOT_FINITE
-    return torch.cat([torch.tensor([kind], dtype=torch.uint8), packed])
+    packed = np.packbits(ups.numpy(), bitorder="little")
+    return torch.from_numpy(np.concatenate([np.array([kind], np.uint8), packed]))
 
 
 def signs(ballot: Tensor, numel: int) -> Tensor:
-    """The inverse: int32, shape (numel,), of 1 and -1. Raises CodecError: a ballot of another length."""
+    """The inverse: int8, shape (numel,), of 1 and -1. Raises CodecError: a ballot of another length."""
     if ballot.numel() != 1 + -(-numel // 8):
         raise CodecError(f"a ballot of {ballot.numel()} bytes for {numel} entries, expected {1 + -(-numel // 8)}")
-    bits = (ballot[1:].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.reshape(-1)[:numel].to(torch.int32) * 2 - 1
+    bits = np.unpackbits(ballot[1:].numpy(), count=numel, bitorder="little")
+    return torch.from_numpy(bits.view(np.int8)).mul_(2).sub_(1)
