@@ -18,6 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name} for name in ALGORITHMS.table},
     "dense bf16": {"algorithm": "dense", "algorithm__wire": "bf16"},
     "dense ring": {"algorithm": "dense", "algorithm__route": "ring"},
+    "dense hierarchical": {"algorithm": "dense", "algorithm__route": "hierarchical"},
     "topk": {"algorithm": "topk", "algorithm__density": 0.1},
     "powersgd": {"algorithm": "powersgd", "bucket_bytes": 8192, "first_bucket_bytes": 1024},
     "signsgd": {"algorithm": "signsgd", "optimizer__lr": 0.002, **SGD},
