@@ -1,12 +1,21 @@
-"""Any algorithm of data-parallel training in a script of one's own, in one line, on any backend."""
+"""Any algorithm of data-parallel training in a script of one's own, in one line, on any backend.
+
+An :class:`AlgorithmHook` is the state of a communication hook of DistributedDataParallel. Its programs run on a
+:class:`~.programs.ProgramQueue`, and all that the algorithm keeps is changed there alone.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,20 +25,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm
-from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program
+from gradbus.runtime.algorithms.replicas import check_replicas
+from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, bytes_out
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
-from gradbus.torch.programs import run_program
+from gradbus.torch.programs import queue_of
 
-_KINDS = ("own", "shared")
+R = TypeVar("R")
+Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
 
 log = get_logger("torch")
 
 
 def with_algorithm(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], name: str, *,
-    process_group: dist.ProcessGroup | None = None, **options: Any,
+    process_group: dist.ProcessGroup | None = None, delay_steps: int | None = None, hash_every: int = 0, **options: Any,
 ) -> AlgorithmHook:  # fmt: skip
     """Have a model trained with an algorithm of data-parallel training.
 
@@ -49,8 +60,7 @@ def with_algorithm(
             an algorithm that averages weights (``decentralized``) also a plain module, equal on all ranks at the start.
         optimizers: all that change its parameters.
         name: of the algorithm, or ``package.module:Name``. options: of the algorithm.
-        process_group: the ranks; None: that of the model, or the default one. The exchange has a group of its own of
-            these ranks, as DDP has calls in the midst of a backward pass.
+        process_group, delay_steps, hash_every: see :class:`AlgorithmHook`.
 
     Returns:
         The hook, with ``state_dict()`` and ``load_state_dict()``, to be saved by each rank.
@@ -59,78 +69,182 @@ def with_algorithm(
         ConfigError: there is no such algorithm or option; it cannot work with the model or an optimizer; or ranks call
             this with different ones.
     """
-    return AlgorithmHook(model, list(optimizers), name, options, process_group)
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    module = model if ddp is None else ddp.module
+    hook = AlgorithmHook(
+        module.named_parameters(), name, options, optimizers=list(optimizers), delay_steps=delay_steps,
+        process_group=process_group or (None if ddp is None else ddp.process_group), hash_every=hash_every,
+    )  # fmt: skip
+    if ddp is not None:
+        hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
+        ddp.register_comm_hook(hook, exchange)
+    elif hook.algorithm.scope == "weights":
+        module.register_forward_pre_hook(hook.start_pass)
+    else:
+        hook.close()
+        raise ConfigError(f"{name} exchanges gradients: wrap the model in DistributedDataParallel first")
+    return hook
+
+
+def exchange(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the types themselves
+    """The communication hook of an :class:`AlgorithmHook`: ``ddp.register_comm_hook(hook, exchange)``."""
+    return hook.exchange(bucket)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One exchange, of gradients or of weights.
+
+    Attributes:
+        number, epoch: of its step. loss: that this rank has reported for the step before.
+        is_whole: whether all of it has been exchanged. is_finite: on all ranks. error: in which it has ended.
+        counts: whether the algorithm has committed it; it is concluded when this is decided.
+        is_applied: whether the optimizers have stepped since.
+        tensors: where it is applied later, what has come of it, by name: means of gradients, or changes of weights.
+        ended: when all this is known.
+    """
+
+    number: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    step: Step | None = None
+    is_whole: bool = False
+    is_finite: bool = True
+    error: BaseException | None = None
+    counts: bool = False
+    is_concluded: bool = False
+    is_applied: bool = False
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ended: Future[None] = field(default_factory=Future)
 
 
 class AlgorithmHook:
-    """An algorithm that is attached to a model and its optimizers. Made by :func:`with_algorithm`.
+    """An algorithm that is attached to the gradients of a model, and to its optimizers.
+
+    Without optimizers an exchange counts when the next one starts; then it is for the script, or for a loss scaler, to
+    skip a step whose gradients are not finite on all ranks.
 
     Attributes:
         algorithm: its state of this rank. skipped_steps: that all ranks skipped.
+        bytes_out: that this rank has sent, as the shortest way of each request needs. dense_bytes: what the same
+            gradients take in float32.
+        leaves_out_unused: whether parameters whose gradients are zero on all ranks, as those of layers that the step
+            did not use, are left out, and what is kept for them stays as it is. DDP does not write their gradients.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], name: str, options: Mapping[str, Any],
-        process_group: dist.ProcessGroup | None,
+        self, named_parameters: Iterable[tuple[str, Tensor]], name: str, options: Mapping[str, Any], *,
+        optimizers: Sequence[torch.optim.Optimizer] = (), process_group: dist.ProcessGroup | None = None,
+        delay_steps: int | None = None, hash_every: int = 0,
     ) -> None:  # fmt: skip
-        """See :func:`with_algorithm`."""
-        is_ddp = isinstance(model, DistributedDataParallel)
-        given = process_group or (model.process_group if isinstance(model, DistributedDataParallel) else None)
-        ranks = dist.get_process_group_ranks(given or dist.group.WORLD)
-        self._group: Any = dist.new_group(ranks, backend=dist.get_backend(given), use_local_synchronization=True)
-        place = Place(ranks.index(dist.get_rank()), len(ranks))
-        module = model.module if isinstance(model, DistributedDataParallel) else model
-        self._parameters = {key: p for key, p in module.named_parameters() if p.requires_grad}
-        self._names = {id(parameter): key for key, parameter in self._parameters.items()}
+        """All ranks of the group make one, at the same time.
+
+        Args:
+            named_parameters: ``model.named_parameters()`` of what DDP wraps. Those that are not trained are left out.
+            name: of the algorithm, or ``package.module:Name``. options: of the algorithm.
+            optimizers: that change the parameters. They skip steps that are not finite on some rank.
+            process_group: the ranks, as DDP has them; None: the default group.
+            delay_steps: after how many steps the result of an exchange is applied, so that the exchange of a step goes
+                on while the next ones are computed; None: as the algorithm has it.
+            hash_every: the number of steps between two comparisons of the parameters of all ranks; 0: never. For
+                algorithms with equal replicas.
+
+        Raises:
+            ConfigError: see :func:`with_algorithm`.
+        """
+        named = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
+        self._name = name
+        self._parameters = dict(named)
+        self._names = {id(parameter): key for key, parameter in named}
+        self._strides = {key: torch.empty_like(parameter, device="meta").stride() for key, parameter in named}
+        self._queue = queue_of(process_group)
+        self.bytes_out, self.dense_bytes, self.skipped_steps = 0, 0, 0
+        hosts = tuple(str(host) for host in self._gathered(socket.gethostname()))
+        self._place = Place(self._queue.rank, self._queue.world, hosts)
+        self._optimizers = list(optimizers)
         try:
-            self.algorithm: Algorithm = make_algorithm(name, place, options)
-            self._check(name, is_ddp, optimizers)
-            own = {"algorithm": name, "options": json.dumps(self.algorithm.options.model_dump(mode="json"))}
+            self.algorithm: Algorithm = make_algorithm(name, self._place, options)
+            self._delay = self.algorithm.delay_steps if delay_steps is None else delay_steps
+            self._hash_every = hash_every if self.algorithm.equal_replicas else 0
+            self._check(name, len(named))
         except ConfigError as error:
             self._compare({"refused": str(error)})
             raise
-        self._compare(own)
-        self.skipped_steps = 0
-        self._number, self._epoch = 0, 0
-        self._ready: list[tuple[TensorBucket, torch.futures.Future[Tensor]]] = []  # buckets that wait for the others
-        self._finite: list[bool] = []  # of the buckets of the step, so far
-        self._has_failed = False  # an exchange of this step
-        self._is_exchanged = True  # the weights, since the last forward pass
-        threads = torch.get_num_threads()
-        self._queue = ThreadPoolExecutor(1, "gradbus-algorithm", partial(torch.set_num_threads, threads))
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(self, _pass if self.algorithm.scope == "weights" else _exchange)
-        self._registered: list[Any] = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        self._compare({
+            "algorithm": name, "options": json.dumps(self.algorithm.options.model_dump(mode="json")),
+            "delay_steps": str(self._delay), "hash_every": str(hash_every),
+            "parameters": json.dumps({key: list(parameter.shape) for key, parameter in named}),
+        })  # fmt: skip
+        self.leaves_out_unused = True
+        self._number, self._epoch, self._passes = 0, -1, 0
+        self._loss, self._has_newer_loss = math.nan, False  # whether a step has counted since it was agreed on
+        self._reported: float | None = None
+        self._run = _Run(is_concluded=True, is_applied=True)  # the newest one
+        self._due: _Run | None = None  # whose results the gradients hold
+        self._waiting: deque[_Run] = deque()  # those whose results have not been applied yet, oldest first
+        self._ready: list[tuple[TensorBucket, Tensor, Gradient]] = []  # buckets that wait for the others
+        self._is_new_pass = True  # since the optimizers' last step
+        self._step = Step(0)  # of an exchange of weights
+        self._is_due = False  # whether there is one after the optimizers' step
+        self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
         if self.algorithm.scope == "weights":
-            self._registered.append(module.register_forward_pre_hook(self._before_forward))
-            if not self.algorithm.overlaps:
-                self._registered.append(optimizers[-1].register_step_post_hook(self._after_step))
+            self._registered.append(self._optimizers[-1].register_step_post_hook(self._after_step))
 
-    def _check(self, name: str, is_ddp: bool, optimizers: list[torch.optim.Optimizer]) -> None:
-        if not optimizers:
-            raise ConfigError(f"{name}: expected the optimizers of the model, got none")
+    def _check(self, name: str, num_parameters: int) -> None:
+        scope = self.algorithm.scope
         if not self._parameters:
             raise ConfigError(f"{name}: the model has no parameter that requires a gradient")
+        if len(self._parameters) < num_parameters or len(self._names) < num_parameters:
+            raise ConfigError(f"{name}: a parameter is given twice; a shared one is to be named once")
         for key, parameter in self._parameters.items():
             if not parameter.is_cpu:
                 raise ConfigError(f"{name}: parameter {key} is on {parameter.device}, expected on the CPU")
-        if self.algorithm.scope != "weights" and not is_ddp:
-            raise ConfigError(f"{name} exchanges gradients: wrap the model in DistributedDataParallel first")
-        for optimizer in optimizers:
+        if scope == "weights" and not self._optimizers:
+            raise ConfigError(f"{name} averages weights: it needs the optimizers of the model")
+        if not isinstance(self._delay, int) or self._delay < 0:
+            raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {self._delay!r}")
+        if (self._delay or self._hash_every) and not self._optimizers:
+            raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
+        for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
             self.algorithm.check(self._parameters, optimizer)
 
-    def _compare(self, own: Mapping[str, Any]) -> None:
-        shapes = {name: list(parameter.shape) for name, parameter in self._parameters.items()}
-        text = json.dumps({**own, "parameters": json.dumps(shapes)}).encode()
+    # What the ranks agree on
 
-        def gather() -> Any:
-            return (yield AllGather("settings", torch.frombuffer(bytearray(text), dtype=torch.uint8)))
+    def _on_queue(self, function: Callable[..., R], *arguments: Any) -> R:
+        """The result of a function, on the thread of the programs, after all that was queued before."""
+        return self._queue.submit(function, *arguments).result()
 
-        found: Any = [parse_json(bytes(message.numpy()).decode()) for message in run_program(gather(), self._group)]
+    def _run_program(self, program: Program[R]) -> R:
+        return self._queue.run(self._counted(program))
+
+    def _counted(self, program: Program[R]) -> Program[R]:
+        answer = None
+        while True:
+            try:
+                request = program.send(answer)
+            except StopIteration as end:
+                value: R = end.value
+                return value
+            self.bytes_out += bytes_out(request, self._place.rank, self._place.world)
+            answer = yield request
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """Plain data of all ranks, in rank order."""
+        text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+
+        def gather() -> Program[list[Tensor]]:
+            found: list[Tensor] = yield AllGather("settings", text)
+            return found
+
+        return [parse_json(bytes(one.numpy()).decode()) for one in self._on_queue(self._queue.run, gather())]
+
+    def _compare(self, own: Mapping[str, str]) -> None:
+        found = self._gathered(own)
+        if "refused" in own:
+            return
         for rank, other in enumerate(found):
-            if "refused" in other and "refused" not in own:
+            if "refused" in other:
                 raise ConfigError(f"with_algorithm: rank {rank} refuses: {other['refused']}")
-        for rank, other in enumerate(found if "refused" not in own else []):
             for key in found[0]:
                 if other.get(key) != found[0][key]:
                     raise ConfigError(
@@ -138,59 +252,198 @@ class AlgorithmHook:
                         f"rank {rank} {other.get(key)!s:.300}"
                     )
 
-    # The step
-
-    def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Of one bucket, on the thread of the programs: backends such as gloo need one order on all ranks."""
-        if bucket.index() == 0:
-            self._settle()
-            self._has_failed = False
-        flat = bucket.buffer()
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        tensors = TensorBucket(bucket.index(), flat, dict(zip(names, bucket.gradients(), strict=True)))
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._ready.append((tensors, done))
-        if self.algorithm.scope == "bucket" or bucket.is_last():
-            self._queue.submit(self._run, self._ready)
-            self._ready = []
-        return done.then(lambda future: future.value())  # an error keeps its type and traceback so
-
-    def _run(self, ready: Sequence[tuple[TensorBucket, torch.futures.Future[Tensor]]]) -> None:
-        """Exchange a bucket; of scope ``step`` all of them as one, in the order of the parameters, which does not
-        depend on how DDP forms buckets."""
-        try:
-            if self._has_failed:
-                raise CollectiveError("an exchange of this step has failed before")
-            whole, step = ready[0][0], Step(self._number, self._epoch, active=self.algorithm.place.world)
-            if self.algorithm.scope == "step":
-                gradients = {name: gradient for bucket, _ in ready for name, gradient in bucket.tensors.items()}
-                whole = bucket_of({name: gradients[name] for name in self._parameters})
-            run_program(self.algorithm.exchange(whole, step), self._group)
-            self._finite.append(are_finite([whole.flat]))
-            if self.algorithm.scope == "step":
-                for name, mean in whole.tensors.items():
-                    gradients[name].copy_(mean)
-            for bucket, done in ready:
-                done.set_result(bucket.flat)
-        except Exception as error:
-            self._has_failed = True
-            self._finite.append(False)
-            for _, done in ready:
-                done.set_exception(error)  # type: ignore[arg-type]  # raised by backward()
+    # What the script says
 
     def start_epoch(self, epoch: int) -> None:
         """An epoch begins, counted from 0. Call it on all ranks, between two steps, for algorithms whose options change
         from epoch to epoch, such as the warm-up of ``dgc``."""
         self._epoch = epoch
 
-    def _settle(self) -> bool:
-        """The buckets of a step have been exchanged: it counts, or all ranks take it back. Returns which."""
-        is_finite, self._finite = all(self._finite), []
-        (self.algorithm.commit if is_finite else self.algorithm.roll_back)()
-        return is_finite
+    def report_loss(self, loss: Tensor | float) -> None:
+        """The loss of this rank's batch: call it after ``backward()``, in each step, for algorithms that need it."""
+        self._reported = float(loss.detach()) if isinstance(loss, Tensor) else loss
 
-    def _before_forward(self, *_: Any) -> None:
-        self._is_exchanged = False
+    def take_back(self) -> None:
+        """The gradients of the last exchange were not used, as when a loss scaler has left the step out. Call it on all
+        ranks, before the next one. Without effect with a delay, or after the optimizers' step."""
+        self._on_queue(self._conclude, self._run, True)
+
+    def start_pass(self, *_: Any) -> None:
+        """A forward or backward pass begins: what the optimizers do next is another step."""
+        self._is_new_pass = True
+
+    def drain(self) -> bool:
+        """Apply what still waits, where there is a delay: before an evaluation, and at the end.
+
+        Weights are changed at once. Of gradients the oldest that wait become those of the parameters: step the
+        optimizers as long as this returns True.
+        """
+        if self.algorithm.scope == "weights":
+            self._apply_changes(self._number)
+            return False
+        if not self._waiting:
+            return False
+        run = self._waiting.popleft()
+        run.ended.result()
+        for key, parameter in self._parameters.items():
+            parameter.grad = run.tensors[key] if run.counts else None
+        return True
+
+    def close(self) -> None:
+        """Leave the optimizers alone. DDP goes on to call the hook of a model."""
+        for handle in self._registered:
+            handle.remove()
+
+    # The exchange of gradients
+
+    def exchange(self, bucket: GradBucket) -> Gradient:
+        """Of one bucket. What DDP gets is the mean; with a delay that of an earlier step, and zeros before the first.
+
+        Raises:
+            ValueError: not a dense bucket in float32, or one with a parameter that was not given at the start.
+        """
+        flat, given = bucket.buffer(), Gradient()
+        if flat.layout != torch.strided or flat.dtype != torch.float32:
+            raise ValueError(
+                f"with_algorithm: bucket {bucket.index()} is {flat.dtype}, {flat.layout}; expected float32, strided "
+                f"(no sparse=True of embeddings, no mixed_precision of DDP)"
+            )
+        self.start_pass()
+        if self.algorithm.scope == "weights":
+            given.set_result(flat)
+            return given
+        if bucket.index() == 0:
+            self._start_run()
+        self.dense_bytes += flat.nbytes
+        own = flat.clone() if self._delay else flat
+        self._ready.append((TensorBucket(bucket.index(), own, self._views(bucket, own)), flat, given))
+        if self.algorithm.scope == "bucket" or bucket.is_last():
+            job = self._queue.submit(self._exchange, self._run, [one for one, _, _ in self._ready], bucket.is_last())
+            for _, buffer, future in self._ready if not self._delay else ():
+                job.add_done_callback(partial(_deliver, future, buffer, {}, {}))
+            self._ready = []
+        if self._delay and self._due is None:
+            given.set_result(flat.zero_())
+        elif self._delay and self._due is not None:
+            self._due.ended.add_done_callback(
+                partial(_deliver, given, flat, self._views(bucket, flat), self._due.tensors)
+            )
+        return given.then(lambda future: future.value())  # an error keeps its type and traceback so
+
+    def _views(self, bucket: GradBucket, flat: Tensor) -> dict[str, Tensor]:
+        """The gradients in ``flat``, as large as the bucket's buffer, by name: in the shapes of the parameters, whose
+        order in memory they have."""
+        parts = torch.split(flat, [gradient.numel() for gradient in bucket.gradients()])
+        views = {}
+        for part, parameter in zip(parts, bucket.parameters(), strict=True):
+            if id(parameter) not in self._names:
+                raise ValueError(
+                    f"with_algorithm: bucket {bucket.index()} has a parameter of shape {tuple(parameter.shape)} that "
+                    f"was not given; give named_parameters() of the model that DDP wraps"
+                )
+            name = self._names[id(parameter)]
+            views[name] = part.as_strided(parameter.shape, self._strides[name])
+        return views
+
+    def _start_run(self) -> None:
+        if self.algorithm.needs_epoch and self._epoch < 0:
+            raise RuntimeError(
+                "with_algorithm: the options of the algorithm change from epoch to epoch: call hook.start_epoch(epoch) "
+                "at the start of each"
+            )
+        self._queue.submit(self._conclude, self._run)
+        self._ready = []
+        self._passes += 1
+        self._run = _Run(epoch=max(0, self._epoch), loss=self._reported)
+        self._waiting.append(self._run)
+        self._due = self._waiting.popleft() if len(self._waiting) > self._delay else None
+
+    @torch.no_grad()
+    def _exchange(self, run: _Run, buckets: Sequence[TensorBucket], is_last: bool) -> None:
+        """On the thread of the programs: one bucket, or all of a step."""
+        try:
+            if run.error is not None:
+                raise CollectiveError("an exchange of this step has failed before")
+            run.step = run.step or self._next_step(run)
+            tensors = {name: tensor for bucket in buckets for name, tensor in bucket.tensors.items()}
+            self._exchange_tensors(run, buckets[0], tensors)
+            if self._delay:
+                run.tensors.update(tensors)
+        except BaseException as error:
+            run.error = run.error or error
+            raise
+        finally:
+            run.is_whole = is_last
+            if is_last and self._delay:
+                self._conclude(run)
+
+    def _exchange_tensors(self, run: _Run, bucket: TensorBucket, tensors: Mapping[str, Tensor]) -> None:
+        """``bucket``: that of the tensors, if they are of one."""
+        used = self._used(tensors) if self.leaves_out_unused else list(tensors)
+        if not used:
+            return
+        assert run.step is not None
+        if self.algorithm.scope == "step":  # in the order of the parameters, however DDP forms buckets
+            bucket = bucket_of({name: tensors[name] for name in self._parameters if name in used})
+        elif len(used) < len(tensors):
+            bucket = bucket_of({name: tensors[name] for name in used}, bucket.index)
+        self._run_program(self.algorithm.exchange(bucket, run.step))
+        run.is_finite = are_finite([bucket.flat]) and run.is_finite
+        for name, mean in bucket.tensors.items():
+            if mean is not tensors[name]:
+                tensors[name].copy_(mean)
+
+    def _used(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The names of those that are not zero on all ranks."""
+        own = torch.tensor([float(tensor.any()) for tensor in tensors.values()])
+
+        def agree() -> Program[Tensor]:
+            agreed: Tensor = yield AllReduce("used", own, "max")
+            return agreed
+
+        return [name for name, is_used in zip(tensors, self._run_program(agree()).tolist(), strict=True) if is_used]
+
+    def _next_step(self, run: _Run) -> Step:
+        if self.algorithm.needs_loss and self._has_newer_loss:
+            self._loss, self._has_newer_loss = self._mean_loss(run.loss), False
+        return Step(self._number, run.epoch, self._place.world, self._loss)
+
+    def _mean_loss(self, own: float | None) -> float:
+        def total() -> Program[Tensor]:
+            summed: Tensor = yield AllReduce("loss", torch.tensor([own or 0.0, own is None], dtype=torch.float64))
+            return summed
+
+        loss, missing = self._run_program(total()).tolist()
+        if missing:
+            raise RuntimeError(
+                f"with_algorithm: the algorithm needs the loss, and {missing:.0f} ranks have not told theirs: call "
+                f"hook.report_loss(loss) after backward()"
+            )
+        return float(loss / self._place.world)
+
+    def _conclude(self, run: _Run, is_unused: bool = False) -> None:
+        """The exchange of a step counts, or all ranks take it back."""
+        if run.is_concluded:
+            return
+        run.is_concluded = True
+        run.counts = run.is_whole and run.is_finite and run.error is None and not is_unused
+        if run.counts:
+            self.algorithm.commit()
+            self._number += 1
+            self._has_newer_loss = True
+        else:
+            self.algorithm.roll_back()
+            self._skip("its gradients were not used" if run.is_finite else "a gradient is not finite")
+        if run.error is None:
+            run.ended.set_result(None)
+        else:
+            run.ended.set_exception(run.error)
+
+    def _skip(self, reason: str) -> None:
+        self.skipped_steps += 1
+        log.warning("step skipped", step=self._number, reason=reason)
+
+    # The optimizers' step
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -201,85 +454,162 @@ class AlgorithmHook:
                 "skip it. Call backward() before step()"
             )
         if self.algorithm.scope == "weights":
-            if self.algorithm.overlaps:
-                self._exchange_weights()
+            if self._is_new_pass:  # else of several optimizers another one was first
+                self._is_new_pass = False
+                self._before_weights()
             return
-        if not self._finite:
-            return  # of several optimizers another one was first
-        if not self._settle():
-            self.skipped_steps += 1
-            log.warning("step skipped: a gradient is not finite", step=self._number)
+        run = self._run
+        if run.is_applied:
+            return
+        run.is_applied = True
+        if not self._delay:
+            self._on_queue(self._conclude, run)
+        if self._due is None or not self._due.counts:
             self._drop_gradients()
-            return
-        self._number += 1
+        if self._hash_every and (self._passes - 1) % self._hash_every == 0:
+            self._on_queue(self._run_program, check_replicas(self._passes - 1, self._parameters.values()))
 
     def _drop_gradients(self) -> None:
         """So that all optimizers pass over the parameters."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    # The exchange of weights
+
+    def _before_weights(self) -> None:
+        """Where an exchange is due that is not delayed all ranks agree first that all weights and gradients are finite:
+        an average cannot be taken back where only some have got it. Else a rank skips its own step alone."""
+        self._step = Step(self._number, max(0, self._epoch), self._place.world, self._loss)
+        self._is_due = self.algorithm.is_due(self._step)
+        is_together = self._is_due and not self._delay
+        own = [one.grad for one in self._parameters.values() if one.grad is not None]
+        if is_together:
+            own += [one.detach() for one in self._parameters.values()]
+        is_finite = are_finite(own)
+        if is_together:
+            is_finite = self._on_queue(self._all_are, is_finite)
+            if is_finite and self.algorithm.overlaps:
+                self._on_queue(self._average, self._step)
+            self._is_due = is_finite and not self.algorithm.overlaps
+        if not is_finite:
+            self._skip("a gradient or a weight is not finite")
+            self._drop_gradients()
+        if is_finite or not is_together:
+            self._number += 1
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._exchange_weights()
-
-    @torch.no_grad()
-    def _exchange_weights(self) -> None:
-        """Once a step, whatever the number of optimizers. All ranks agree first that all weights and gradients are
-        finite: an average cannot be taken back where only some have got it."""
-        if self._is_exchanged:
+        if self._delay:
+            self._apply_changes(self._step.number - self._delay)
+        if not self._is_due:
             return
-        self._is_exchanged = True
-        bucket = bucket_of(self._parameters)
-        own = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        self._is_due = False
+        if self._delay:
+            run = _Run(self._step.number)
+            self._waiting.append(run)
+            self._queue.submit(self._average_late, run, self._step, bucket_of(self._parameters))
+        else:
+            self._on_queue(self._average, self._step)
 
+    def _all_are(self, is_finite: bool) -> bool:
         def agree() -> Program[Tensor]:
-            agreed: Tensor = yield AllReduce("finite", torch.tensor([float(are_finite([bucket.flat, *own]))]), "min")
+            agreed: Tensor = yield AllReduce("finite", torch.tensor([float(is_finite)]), "min")
             return agreed
 
-        if not run_program(agree(), self._group):
-            self.skipped_steps += 1
-            log.warning("step skipped: a gradient or a weight is not finite", step=self._number)
-            self._drop_gradients()
-            return
-        step = Step(self._number, active=self.algorithm.place.world)
-        run_program(self.algorithm.exchange(bucket, step), self._group)
-        self._number += 1
+        return bool(self._run_program(agree()))
+
+    @torch.no_grad()
+    def _exchange_weights(self, step: Step, bucket: TensorBucket) -> None:
+        if self.algorithm.needs_loss:
+            self._loss = self._mean_loss(self._reported)
+            step = dataclasses.replace(step, loss=self._loss)
+        self._run_program(self.algorithm.exchange(bucket, step))
+
+    @torch.no_grad()
+    def _average(self, step: Step) -> None:
+        bucket = bucket_of(self._parameters)
+        self._exchange_weights(step, bucket)
         self.algorithm.commit()
         for name, parameter in self._parameters.items():
             parameter.copy_(bucket.tensors[name])
 
+    @torch.no_grad()
+    def _average_late(self, run: _Run, step: Step, bucket: TensorBucket) -> None:
+        """Of a copy of the weights, while the next steps are computed."""
+        before = bucket.flat.clone()
+        try:
+            self._exchange_weights(step, bucket)
+            run.counts = are_finite([bucket.flat])
+            (self.algorithm.commit if run.counts else self.algorithm.roll_back)()
+            bucket.flat.sub_(before)
+            run.tensors = dict(bucket.tensors)
+            run.ended.set_result(None)
+        except BaseException as error:
+            run.ended.set_exception(error)
+
+    @torch.no_grad()
+    def _apply_changes(self, until: int) -> None:
+        """Of the exchanges that steps up to this one have started."""
+        while self._waiting and self._waiting[0].number <= until:
+            run = self._waiting.popleft()
+            run.ended.result()
+            for name, change in run.tensors.items() if run.counts else ():
+                self._parameters[name].add_(change)
+
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank, between two steps: tensors by name, not copied, and the number of steps.
-
-        Raises:
-            RuntimeError: between backward() and step().
-        """
-        if self._finite:
-            raise RuntimeError("AlgorithmHook.state_dict: a step is under way; call it after optimizer.step()")
+        """What this rank needs to go on: tensors, as they are and not copied; numbers and text. Call it between two
+        steps. ``torch.load(..., weights_only=True)`` reads it."""
+        self._on_queue(self._conclude, self._run)
+        for run in self._waiting:
+            run.ended.result()
         return {
-            "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(), "steps": self._number,
+            "algorithm": self._name, "rank": self._place.rank, "world": self._place.world, "steps": self._number,
+            "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+            "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(),
+            "loss": [self._loss, self._has_newer_loss, self._reported],
+            "waiting": [{"number": run.number, "counts": run.counts, "tensors": run.tensors} for run in self._waiting],
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse. Raises ValueError: it does not fit."""
-        if not {*_KINDS, "steps"} <= state.keys() or not isinstance(state["steps"], int):
-            raise ValueError(f"expected a state with own, shared and steps, got {sorted(state)}")
-        self.algorithm.load_state(state["own"], state["shared"])
+        """The inverse, on all ranks. Buckets of DDP may differ from those it was saved with.
+
+        Raises:
+            ValueError: it is of another algorithm, model or rank, or damaged.
+        """
+        expected: dict[str, Any] = {
+            "algorithm": self._name,
+            "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+        }
+        if state.get("own") or state.get("waiting"):  # what waits on a rank is its own
+            expected |= {"rank": self._place.rank, "world": self._place.world}
+        for key, here in expected.items():
+            if state.get(key) != here:
+                raise ValueError(f"saved state of with_algorithm: {key} is {state.get(key)!r:.300}, here {here!r:.300}")
+        missing = {"own", "shared", "steps", "loss", "waiting"} - state.keys()
+        if missing or not isinstance(state["steps"], int):
+            raise ValueError(
+                f"saved state of with_algorithm: {sorted(missing) or 'a whole number of steps'} is missing"
+            )
+        self._on_queue(self.algorithm.load_state, state["own"], state["shared"])
         self._number = state["steps"]
-
-    def close(self) -> None:
-        """End the thread of the programs, and leave the optimizers alone. The model cannot be trained after this."""
-        for handle in self._registered:
-            handle.remove()
-        self._queue.shutdown()
-
-
-def _exchange(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the types themselves
-    return hook.exchange(bucket)
+        self._loss, self._has_newer_loss, self._reported = state["loss"]
+        self._run, self._due, self._waiting = _Run(is_concluded=True, is_applied=True), None, deque()
+        for saved in state["waiting"]:
+            tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
+            run = _Run(saved["number"], counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors)
+            run.ended.set_result(None)
+            self._waiting.append(run)
 
 
-def _pass(hook, bucket):  # type: ignore[no-untyped-def]
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+def _deliver(
+    given: Gradient, flat: Tensor, into: Mapping[str, Tensor], tensors: Mapping[str, Tensor], job: Future[None]
+) -> None:
+    """A bucket for DDP. ``into``: views of it, which get these tensors first."""
+    error = job.exception()
+    if error is not None:
+        given.set_exception(error)  # type: ignore[arg-type]  # raised by backward()
+        return
+    for name, gradient in into.items():
+        gradient.copy_(tensors[name])
+    given.set_result(flat)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,46 @@ Finish = Callable[[], Any]  # waits, and returns the result of a request
 MAX_PAYLOAD_BYTES = 1 << 32  # of one rank, of those that are gathered
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class ProgramQueue:
+    """Programs of the ranks of a process group, one after the other, on a thread of their own: backends such as gloo
+    need one order of calls on all ranks. They have a group of their own, as DDP has calls in the midst of a backward
+    pass. All ranks queue the same programs in the same order.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None) -> None:
+        """On all ranks of ``parent``, the group of the ranks; None: the default one."""
+        ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
+        self.rank, self.world = ranks.index(dist.get_rank()), len(ranks)
+        self._group: Any = dist.new_group(ranks, backend=dist.get_backend(parent), use_local_synchronization=True)
+        threads = torch.get_num_threads()
+        self._thread = ThreadPoolExecutor(1, "gradbus-algorithm", partial(torch.set_num_threads, threads))
+
+    def submit(self, function: Callable[..., R], *arguments: Any) -> Future[R]:
+        """Call a function on that thread, after all that was queued before."""
+        return self._thread.submit(function, *arguments)
+
+    def run(self, program: Program[R]) -> R:
+        """Run a program. For that thread."""
+        return run_program(program, self._group)
+
+
+_queues: WeakKeyDictionary[dist.ProcessGroup, ProgramQueue] = WeakKeyDictionary()
+
+
+def queue_of(group: dist.ProcessGroup | None) -> ProgramQueue:
+    """That of a process group; all ranks of it call this for the first time together. None: the default group.
+
+    Raises:
+        ValueError: this process is in no such group.
+    """
+    key = group or dist.group.WORLD
+    if not isinstance(key, dist.ProcessGroup):
+        raise ValueError(f"process_group must be a group that this rank is in, got {group!r}")
+    if key not in _queues:
+        _queues[key] = ProgramQueue(group)
+    return _queues[key]
 
 
 def run_program(program: Program[R], group: dist.ProcessGroup | None = None) -> R:

@@ -182,6 +182,11 @@ class Algorithm(ABC):
         """Share of the entries that a rank sends in a step, for reports."""
         return 1.0
 
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether what it does depends on the epoch, which a script of one's own then has to tell."""
+        return False
+
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         """Refuse what the algorithm cannot work with, before a run starts.
 

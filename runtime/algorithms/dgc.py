@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, Literal
 
 import torch
@@ -39,7 +39,8 @@ class Dgc(Algorithm):
     """Deep gradient compression.
 
     In a step that is skipped the ranks whose gradients were finite keep them: what they have sent is added to the
-    residual again.
+    residual again. A tensor that is not in the bucket of a step has no gradient on any rank: what is kept for it stays
+    as it is.
     """
 
     choice = "dgc"
@@ -95,7 +96,7 @@ class Dgc(Algorithm):
         self._schedule = warmup_schedule(options)
         self._density = codecs.warmup_density(0, density=options.density, schedule=self._schedule)
         self._set_momentum(options.momentum, options.nesterov, options.clip_norm)
-        self._parameters: Mapping[str, Tensor] = {}
+        self._parameters: Mapping[str, Tensor] = {}  # all of them, where the driver has had them checked
         self._layout: codecs.DgcLayout | None = None  # known with the first gradients
         self._state: codecs.DgcState
         self._dense: codecs.DenseMomentum
@@ -103,7 +104,8 @@ class Dgc(Algorithm):
         self._own: dict[str, Tensor] = {}  # views into the state
         self._shared: dict[str, Tensor] = {}  # into the momentum of the dense tensors
         self._sent = b""  # of this step, until it counts
-        self._dense_before: Tensor | None = None  # the momentum of the dense tensors, until this step counts
+        self._before: dict[str, Tensor] = {}  # what this step may have changed, until it counts
+        self._absent: set[str] = set()  # names of tensors that are not in the bucket of this step
 
     def _set_momentum(self, momentum: float | None, nesterov: bool | None, clip_norm: float | None) -> None:
         options = self.options
@@ -117,6 +119,11 @@ class Dgc(Algorithm):
     def density(self) -> float:
         """Share of the entries that the last step has sent; a warm-up changes it from epoch to epoch."""
         return self._density
+
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether there is a warm-up."""
+        return bool(self._schedule)
 
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         super().check(parameters, optimizer)
@@ -147,7 +154,9 @@ class Dgc(Algorithm):
         if step.active < self.place.world:
             bucket.flat.mul_(self.place.world / step.active)
         self._density = codecs.warmup_density(step.epoch, density=self.options.density, schedule=self._schedule)
-        gradients = list(bucket.tensors.values())
+        gradients = [bucket.tensors.get(slot.name) for slot in layout.slots]
+        self._absent = {slot.name for slot in layout.slots} - bucket.tensors.keys()
+        self._before = {name: one.clone() for name, one in self._own.items() if name[2:] in self._absent}
         self._sent, self._state = codecs.dgc_step(gradients, self._state, self._config, density=self._density)
         messages = yield AllGather("dgc", torch.frombuffer(bytearray(self._sent), dtype=torch.uint8))
         mean = codecs.combine_dgc([message.numpy().data for message in messages], layout, out=self._flat)
@@ -155,20 +164,26 @@ class Dgc(Algorithm):
         if mean.skipped_by:
             bucket.flat.fill_(math.nan)
             return
-        self._dense_before = self._dense.M.clone()
+        self._before |= {name: one.clone() for name, one in self._shared.items()}
         self._dense = codecs.dense_momentum_step(mean, self._dense, self._config)
-        for tensor, gradient in zip(gradients, mean.gradients(), strict=True):
-            tensor.copy_(gradient)
+        for slot, gradient in zip(layout.slots, mean.gradients(), strict=True):
+            if slot.name in bucket.tensors:
+                bucket.tensors[slot.name].copy_(gradient)
 
     def commit(self) -> None:
-        self._sent, self._dense_before = b"", None
+        self._put_back(self._absent)
 
     def roll_back(self) -> None:
         if self._sent:
             self._state = codecs.take_back(self._sent, self._state)
-        if self._dense_before is not None:
-            self._dense.M.copy_(self._dense_before)
-        self.commit()
+        self._put_back({name[2:] for name in self._before})
+
+    def _put_back(self, names: Set[str]) -> None:
+        """Make what is kept for these tensors what it was before the step. The step is over."""
+        for name, before in self._before.items():
+            if name[2:] in names:
+                {**self._own, **self._shared}[name].copy_(before)
+        self._sent, self._before = b"", {}
 
     # Its state: U and V of each compressed tensor, M of each dense one, in the shape of the tensor
 
@@ -176,8 +191,8 @@ class Dgc(Algorithm):
         """The layout of the tensors; the first time with buffers, which take over the state that was loaded."""
         if self._layout is not None:
             return self._layout
-        layout = codecs.DgcLayout.of(tensors.items(), min_numel=self.options.min_numel)
         device = next(iter(tensors.values())).device
+        layout = codecs.DgcLayout.of((self._parameters or tensors).items(), min_numel=self.options.min_numel)
         loaded = self.memory.tensors(self.own)
         steps, seed = loaded.pop("samples/place", torch.tensor([0, self.options.seed])).tolist()
         state = codecs.DgcState.zeros(layout, device=device, seed=seed)
@@ -211,7 +226,7 @@ class Dgc(Algorithm):
         if place is not None and (place.dtype != torch.int64 or place.shape != (2,) or int(place.min()) < 0):
             raise ValueError(f"state 'samples/place' must be the numbers of steps and the seed, got {place}")
         self._layout, self._own, self._shared = None, {}, {}
-        self.commit()
+        self._sent, self._before = b"", {}
         if self._parameters:
             self._prepared(self._parameters)
 

@@ -125,6 +125,24 @@ def side_by_side(*programs: Program[Any]) -> Program[tuple[Any, ...]]:
     return tuple(results)
 
 
+def bytes_out(request: Request, rank: int, world: int) -> int:
+    """Bytes that a rank sends for a request, as the shortest way needs: 2 (N - 1) / N of a tensor that is reduced, a
+    payload once to each rank that gets it."""
+    match request:
+        case AllReduce(tensor=tensor):
+            return 2 * (world - 1) * tensor.nbytes // world
+        case ReduceScatter(tensor=tensor):
+            return (world - 1) * tensor.nbytes // world
+        case AllGather(payload=payload):
+            return (world - 1) * payload.nbytes
+        case Broadcast(tensor=tensor, root=root):
+            return (world - 1) * tensor.nbytes if rank == root else 0
+        case Swap(send=send):
+            return sum(tensor.nbytes for tensor in send.values())
+        case Together(requests):
+            return sum(bytes_out(inner, rank, world) for inner in requests)
+
+
 def simple_requests(request: Request) -> list[Request]:
     """The requests that this one is made of, without any :class:`Together`, in their order."""
     if not isinstance(request, Together):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,24 +12,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_node import RankLocation
 
+from gradbus.runtime.choices import ALGORITHMS
 from gradbus.torch import hooks
 
 STEPS = 6
 LR = 0.05
 SMALL_BUCKETS = {"bucket_cap_mb": 0.005}  # so that there are several
 
-HOOKS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "dgc": (lambda named, **more: hooks.DgcHookState(named, density=0.05, min_numel=80, **more), hooks.dgc),
-    "dgc fp16": (lambda named, **more: hooks.DgcHookState(named, density=0.02, value_dtype="fp16", **more), hooks.dgc),
-    "top k": (lambda named, **more: hooks.TopKHookState(named, density=0.05, **more), hooks.top_k),
-    "top k int8": (
-        lambda named, **more: hooks.TopKHookState(named, density=0.05, value_dtype="int8", **more),
-        hooks.top_k,
-    ),
-    "byte grad": (lambda named, **more: hooks.ByteGradHookState(named, chunk_elems=500, **more), hooks.byte_grad),
-    "bf16": (lambda named, **more: hooks.Bf16HookState(named, **more), hooks.bf16),
+# The hooks with names of their own, as they were registered before there were algorithms: state, hook, options.
+NAMED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dgc": (hooks.DgcHookState, hooks.dgc, {"density": 0.05, "min_numel": 80}),
+    "dgc fp16": (hooks.DgcHookState, hooks.dgc, {"density": 0.02, "value_dtype": "fp16"}),
+    "top k": (hooks.TopKHookState, hooks.top_k, {"density": 0.05}),
+    "byte grad": (hooks.ByteGradHookState, hooks.byte_grad, {"chunk_elems": 500}),
+    "bf16": (hooks.Bf16HookState, hooks.bf16, {}),
 }
-EVERYTHING = (lambda named, **more: hooks.DgcHookState(named, density=1.0, momentum=0.9, **more), hooks.dgc)
+OPTIONS: dict[str, dict[str, Any]] = {"dgc": {"warmup": "none", "density": 0.05}}
+EVERY = {**dict.fromkeys(NAMED), **dict.fromkeys(ALGORITHMS.table)}
 
 
 class Net(nn.Module):
@@ -49,17 +47,24 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model, its DDP, its hook and its optimizer. ``hook``: of :data:`HOOKS`, "everything", or none."""
+    """A model, its DDP, its hook and its optimizer. ``name``: of :data:`NAMED`, or an algorithm."""
 
-    def __init__(self, hook: str, *, process_group: Any = None, lr: float = LR, **options: Any) -> None:
+    state: Any
+
+    def __init__(self, name: str, *, process_group: Any = None, lr: float = LR, **options: Any) -> None:
         torch.manual_seed(3)
         self.model = Net()
         self.ddp = DistributedDataParallel(self.model, process_group=process_group, **options)
-        if hook:
-            make, function = {**HOOKS, "everything": EVERYTHING}[hook]
-            self.state = make(self.model.named_parameters(), process_group=process_group)
-            self.ddp.register_comm_hook(self.state, function)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+        named = self.model.named_parameters()
+        if name in NAMED:
+            make, hook, given = NAMED[name]
+            self.state = make(named, process_group=process_group, **given)
+        else:
+            hook, given = hooks.exchange, OPTIONS.get(name, {})
+            weights = [self.optimizer] if ALGORITHMS.find(name).scope == "weights" else []
+            self.state = hooks.HookState(named, name, process_group=process_group, optimizers=weights, **given)
+        self.ddp.register_comm_hook(self.state, hook)
         self.digests: list[str] = []
 
     def loss(
@@ -75,7 +80,9 @@ class Run:
         for part in range(parts):
             more: AbstractContextManager[None] = self.ddp.no_sync() if part < parts - 1 else contextlib.nullcontext()
             with more:
-                self.loss(place, step, part, skip=skip).backward()
+                loss = self.loss(place, step, part, skip=skip)
+                loss.backward()
+        self.state.report_loss(loss)
         self.optimizer.step()
         self.digests.append(digest(self.model))
 

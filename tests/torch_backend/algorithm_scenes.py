@@ -58,6 +58,8 @@ class Training:
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(x), wanted)
         (loss * torch.nan if spoilt else loss).backward()
+        if self.hook is not None:
+            self.hook.report_loss(loss)
         self.optimizer.step()
         self.step_number += counts
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hooked_training import HOOKS, LR, SMALL_BUCKETS, STEPS, Net, Run, digest
+from hooked_training import EVERY, LR, NAMED, SMALL_BUCKETS, STEPS, Net, Run, digest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_node import RankLocation
 
+from gradbus.runtime.algorithms.dense import Dense
 from gradbus.torch import hooks
 
-VARIANTS = ("dgc fp16", "top k int8")  # of other hooks: some ways are enough
-WITH_MEMORY = ("dgc", "dgc fp16", "top k", "top k int8")
+WITH_MEMORY = ("dgc", "dgc fp16", "top k")
 
 
 def every_way(place: RankLocation) -> dict[str, dict[str, list[str]]]:
@@ -31,15 +31,14 @@ def every_way(place: RankLocation) -> dict[str, dict[str, list[str]]]:
         "gradients as views": {"gradient_as_bucket_view": True, **SMALL_BUCKETS},
         "static graph": {"static_graph": True, **SMALL_BUCKETS},
         "a given group": {"process_group": given, **SMALL_BUCKETS},
-        "unused parameters": {"find_unused_parameters": True, **SMALL_BUCKETS},
+        "unused parameters": {"find_unused_parameters": True, "gradient_as_bucket_view": True, **SMALL_BUCKETS},
         "accumulation": SMALL_BUCKETS,
     }
     results: dict[str, dict[str, list[str]]] = {}
-    for hook in HOOKS:
+    for hook in EVERY:
         results[hook] = {}
-        for way, options in ways.items():
-            if hook in VARIANTS and way not in ("one bucket", "several buckets", "unused parameters"):
-                continue
+        for way in ways if hook in ("dgc", "top k") else [*ways][:3] if hook in NAMED else ["unused parameters"]:
+            options = ways[way]
             run = Run(hook, **options)
             for step in range(STEPS):
                 # Nobody uses the layer in step 2, only some ranks do in the odd ones.
@@ -49,51 +48,49 @@ def every_way(place: RankLocation) -> dict[str, dict[str, list[str]]]:
     return results
 
 
-def collectives(place: RankLocation) -> dict[str, list[int]]:
-    """Collectives and messages of two steps, and the bytes of a message against dense ones, by hook."""
+def bytes_of_a_step(place: RankLocation) -> dict[str, list[int]]:
+    """Bytes of the third step, and of its gradients, by hook."""
     found = {}
-    for hook in HOOKS:
+    for hook in NAMED:
         run = Run(hook, **SMALL_BUCKETS)
-        for step in range(3):
+        run.state.leaves_out_unused = False
+        for step in range(2):
             run.step(place, step)
-        state, group = run.state, dist.group.WORLD
-        assert group is not None
-        before = group._get_sequence_number_for_group(), state.messages, state.bytes_out, state.dense_bytes
-        for step in range(3, 5):
-            run.step(place, step)
-        after = group._get_sequence_number_for_group(), state.messages, state.bytes_out, state.dense_bytes
-        found[hook] = [new - old for new, old in zip(after, before, strict=True)]
+        before = run.state.bytes_out, run.state.dense_bytes
+        run.step(place, 2)
+        found[hook] = [run.state.bytes_out - before[0], run.state.dense_bytes - before[1]]
     return found
 
 
 def warm_up(place: RankLocation) -> dict[str, list[int]]:
-    """Bytes of a step in each of three epochs; then of the last two, where a state was loaded after the second."""
+    """Bytes of a step in each of three epochs; and in the last two, where a state was loaded after the first."""
 
-    def sizes_of(*epochs: int | None) -> list[int]:
+    def sizes_of(run: Run, state: Any, *epochs: int) -> list[int]:
         sizes = []
-        for step, epoch in enumerate(epochs):
-            if epoch is not None:
-                state.start_epoch(epoch)
+        for epoch in epochs:
+            state.start_epoch(epoch)
             before = state.bytes_out
-            run.step(place, step)
+            run.step(place, epoch)
             sizes.append(state.bytes_out - before)
         return sizes
 
+    found = {}
     run, state = with_warm_up()
-    found = {"started": sizes_of(0, 1, 2)}
+    found["started"] = sizes_of(run, state, 0)
+    saved = copy.deepcopy((run.model.state_dict(), state.state_dict()))
+    found["started"] += sizes_of(run, state, 1, 2)
     run, state = with_warm_up()
-    state.start_epoch(1)
-    saved = state.state_dict()
-    run, state = with_warm_up()
-    state.load_state_dict(saved)
-    return {**found, "loaded": sizes_of(None, 2)}
+    run.model.load_state_dict(saved[0])
+    state.load_state_dict(saved[1])
+    return {**found, "loaded": sizes_of(run, state, 1, 2)}
 
 
-def with_warm_up() -> tuple[Run, hooks.DgcHookState]:
-    run = Run("")
-    state = hooks.DgcHookState(run.model.named_parameters(), density=0.01, warmup=(0.25, 0.05))
-    run.ddp.register_comm_hook(state, hooks.dgc)
-    return run, state
+def with_warm_up() -> tuple[Run, Any]:
+    run = Run("bf16")
+    run.ddp = DistributedDataParallel(run.model)
+    run.state = hooks.DgcHookState(run.model.named_parameters(), density=0.01, warmup=(0.25, 0.05))
+    run.ddp.register_comm_hook(run.state, hooks.dgc)
+    return run, run.state
 
 
 # Learning
@@ -111,8 +108,8 @@ def final_losses(place: RankLocation) -> dict[str, float]:
         model = nn.Sequential(nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 5))
         ddp = DistributedDataParallel(model)
         if name != "dense":
-            make, function = HOOKS[name]
-            ddp.register_comm_hook(make(model.named_parameters()), function)
+            make, function, options = NAMED[name]
+            ddp.register_comm_hook(make(model.named_parameters(), **options), function)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if name == "dgc" else 0.9)
         batches = torch.Generator().manual_seed(place.rank)
         for _ in range(60):
@@ -124,24 +121,13 @@ def final_losses(place: RankLocation) -> dict[str, float]:
     return found
 
 
-def everything_sent(place: RankLocation) -> float:
-    """The largest difference between DGC at density 1 and torch's SGD with momentum, after some steps."""
-    ours, theirs = Run("everything", **SMALL_BUCKETS), Run("", **SMALL_BUCKETS)
-    theirs.optimizer = torch.optim.SGD(theirs.model.parameters(), lr=LR, momentum=0.9)
-    for step in range(STEPS):
-        ours.step(place, step)
-        theirs.step(place, step)
-    pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
-    return max(float((one - other).detach().abs().max()) for one, other in pairs)
-
-
 # Saved and loaded
 
 
 def saved_halfway(place: RankLocation) -> dict[str, list[str]]:
     """Digests of steps 6 to 11 of a training that was saved before them."""
     found = {}
-    for hook in HOOKS:
+    for hook in NAMED:
         run = Run(hook, **SMALL_BUCKETS)
         for step in range(6):
             run.step(place, step)
@@ -156,7 +142,7 @@ def loaded(place: RankLocation) -> dict[str, list[str]]:
     """The same steps, from the files, with other buckets."""
     place.start()
     found = {}
-    for hook in HOOKS:
+    for hook in NAMED:
         run = Run(hook, bucket_cap_mb=0.1, gradient_as_bucket_view=True)
         saved = torch.load(file_of(place, hook), weights_only=True)
         run.model.load_state_dict(saved["model"])
@@ -186,16 +172,16 @@ def memory_formats(place: RankLocation) -> dict[str, bool]:
     """Whether each entry is saved in its place, and found there by a model with another order in memory."""
     found = {}
     for hook in WITH_MEMORY:
-        make, function = HOOKS[hook]
+        make, function, options = NAMED[hook]
         model, usual = Product(torch.channels_last), Product(torch.contiguous_format)
-        state, other = make(model.named_parameters()), make(usual.named_parameters())
+        state, other = (make(one.named_parameters(), **options) for one in (model, usual))
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, function)
         gradient = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(place.rank))
         ddp(gradient).backward()
         other.load_state_dict(state.state_dict())
-        waiting = {"dgc": "V", "top": "residual"}[hook.split()[0]]
-        first, second = (one.state_dict()["parameters"]["weight"][waiting] for one in (state, other))
+        waiting = f"{'residual' if hook == 'top k' else 'V'}/weight"
+        first, second = (one.state_dict()["own"][waiting].reshape(gradient.shape) for one in (state, other))
         kept = first.abs() > 0.2  # less may be what rounding has left of an entry that was sent
         found[hook] = torch.equal(first, second) and bool(kept.any()) and torch.equal(first[kept], gradient[kept])
     return found
@@ -207,7 +193,7 @@ def memory_formats(place: RankLocation) -> dict[str, bool]:
 def not_finite(place: RankLocation) -> dict[str, dict[str, Any]]:
     """One rank has an infinite gradient in one entry of one parameter, under a loss scaler."""
     found = {}
-    for hook in HOOKS:
+    for hook in NAMED:
         run = Run(hook, lr=LR / 4, **SMALL_BUCKETS)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         bad: list[str] = []
@@ -223,7 +209,10 @@ def not_finite(place: RankLocation) -> dict[str, dict[str, Any]]:
             scaler.update()
             run.digests.append(digest(run.model))
         finite = all(bool(parameter.isfinite().all()) for parameter in run.model.parameters())
-        found[hook] = {"bad": bad, "digests": run.digests, "scale": scaler.get_scale(), "finite": finite}
+        skipped = run.state.skipped_steps
+        found[hook] = {
+            "bad": bad, "digests": run.digests, "scale": scaler.get_scale(), "finite": finite, "skipped": skipped,
+        }  # fmt: skip
     return found
 
 
@@ -232,35 +221,34 @@ def grad_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def memory_of(run: Run) -> dict[str, dict[str, Any]]:
-    """What the hook remembers, by parameter; a copy."""
-    parameters: dict[str, dict[str, Any]] = copy.deepcopy(run.state.state_dict()["parameters"])
-    return parameters
+def memory_of(run: Run) -> dict[str, Tensor]:
+    """What the hook remembers, by kind and parameter; a copy."""
+    saved = run.state.state_dict()
+    return {name: tensor.clone() for name, tensor in {**saved["own"], **saved["shared"]}.items()}
 
 
 def taken_back(place: RankLocation) -> dict[str, float]:
-    """How far what is owed after a step that was taken back is from all that was there, by hook and parameter."""
+    """How far what is kept after a step that was taken back is from what it should be, by hook and parameter."""
     found = {}
     for hook in WITH_MEMORY:
         run = Run(hook, **SMALL_BUCKETS)
         for step in range(2):
             run.step(place, step)
         before = memory_of(run)
-        names = [name for name, _ in run.model.named_parameters()]
-        gradients = torch.autograd.grad(run.loss(place, 2, wrapped=False), list(run.model.parameters()))
+        named = dict(run.model.named_parameters())
+        gradients = dict(
+            zip(named, torch.autograd.grad(run.loss(place, 2, wrapped=False), list(named.values())), strict=True)
+        )
         run.optimizer.zero_grad()
         run.loss(place, 2).backward()
         run.state.take_back()
         after = memory_of(run)
-        for name, gradient in zip(names, gradients, strict=True):
-            old, new = before[name], after[name]
-            if "residual" in old:
-                found[f"{hook} {name}"] = float((new["residual"] - (old["residual"] + gradient)).abs().max())
-            elif "V" in old:
-                expected = old["V"] + 0.9 * old["U"] + gradient
-                found[f"{hook} {name}"] = float((new["V"] - expected).abs().max())
-            elif "M" in old:
-                found[f"{hook} {name}"] = float((new["M"] - old["M"]).abs().max())
+        for key, old in before.items():
+            kind, _, name = key.partition("/")
+            if kind == "V":
+                old = old + 0.9 * before[f"U/{name}"] + gradients[name]
+            if kind not in ("U", "samples"):
+                found[f"{hook} {key}"] = float((after[key] - old).abs().max())
     return found
 
 
@@ -270,14 +258,13 @@ def unused_by_all(place: RankLocation) -> dict[str, bool]:
     for hook in WITH_MEMORY:
         run = Run(hook, find_unused_parameters=True, **SMALL_BUCKETS)
         for step in range(2):
-            run.step(place, step)
+            run.step(place, step, skip=step == 0)  # not even the first step has all parameters
         before = memory_of(run)
         run.step(place, 2, skip=True)
         after = memory_of(run)
-        for name in ("sometimes.weight", "sometimes.bias"):
-            tensors = [key for key, value in before[name].items() if isinstance(value, Tensor)]
-            found[f"{hook} {name}"] = all(torch.equal(before[name][key], after[name][key]) for key in tensors)
-        assert not torch.equal(next(iter(before["last.weight"].values())), next(iter(after["last.weight"].values())))
+        same = {key: torch.equal(old, after[key]) for key, old in before.items()}
+        found |= {f"{hook} {key}": rests for key, rests in same.items() if "/sometimes." in key}
+        assert not all(rests for key, rests in same.items() if "/last." in key)
     return found
 
 
@@ -297,6 +284,8 @@ def _mistakes(place: RankLocation) -> Iterator[tuple[str, str]]:
     yield "twice", told(lambda: hooks.Bf16HookState([*named, named[0]]))
     yield "nothing", told(lambda: hooks.Bf16HookState([]))
     yield "density", told(lambda: hooks.DgcHookState(named, density=100))
+    yield "weights", told(lambda: hooks.HookState(named, "decentralized"))
+    yield "options", told(lambda: hooks.DgcHookState(named, nesterov=place.rank == 1))
     only_first = dist.new_group([0])
     if place.rank == 1:
         yield "group", told(lambda: hooks.DgcHookState(named, process_group=only_first))
@@ -305,26 +294,31 @@ def _mistakes(place: RankLocation) -> Iterator[tuple[str, str]]:
     yield "unknown", told(lambda: backward(model, hooks.Bf16HookState(named[2:]), hooks.bf16))
     yield "sparse", told(sparse_gradients)
     yield "epoch", told(lambda: backward(model, hooks.DgcHookState(named, warmup=(0.25,)), hooks.dgc))
-    yield "options", told(lambda: backward(model, hooks.DgcHookState(named, nesterov=place.rank == 1), hooks.dgc))
-    ahead = hooks.Bf16HookState(named)
-    ahead.load_state_dict({**ahead.state_dict(), "steps": 5 * place.rank})
-    yield "steps", told(lambda: backward(model, ahead, hooks.bf16))
+    silent = hooks.HookState(named, f"{__name__}:NeedsLoss")
+    backward(model, silent, hooks.exchange)
+    yield "loss", told(lambda: backward(model, silent, hooks.exchange))
 
     state = hooks.DgcHookState(named)
+    backward(model, state, hooks.dgc)
     saved = copy.deepcopy(state.state_dict())
-    saved["parameters"]["conv.weight"]["U"].fill_(1.0)
     yield "world", told(lambda: state.load_state_dict({**saved, "world": 3}))
     yield "other hook", told(lambda: state.load_state_dict(hooks.TopKHookState(named).state_dict()))
     yield "names", told(lambda: hooks.DgcHookState(named[1:]).load_state_dict(saved))
-    yield "min_numel", told(lambda: hooks.DgcHookState(named, min_numel=10**6).load_state_dict(saved))
-    damaged = copy.deepcopy(saved)
-    damaged["parameters"]["last.weight"]["V"] = torch.ones(3)
-    yield "damaged", told(lambda: state.load_state_dict(damaged))
-    assert not state.state_dict()["parameters"]["conv.weight"]["U"].any(), "changed by a state that was refused"
-    state.load_state_dict(saved)
-    assert state.state_dict()["parameters"]["conv.weight"]["U"].all()
+    other = hooks.DgcHookState(named, min_numel=10**6)
+    yield "min_numel", told(lambda: other.load_state_dict(saved))
+    yield (
+        "damaged",
+        told(lambda: state.load_state_dict({**saved, "own": {"V/last.weight": torch.full((3,), math.nan)}})),
+    )
     bf16 = hooks.Bf16HookState(named)
     bf16.load_state_dict({**bf16.state_dict(), "world": 3})  # nothing in it belongs to a rank
+
+
+class NeedsLoss(Dense):
+    """An algorithm that asks for the loss."""
+
+    choice = "needs-loss"
+    needs_loss = True
 
 
 def told(action: Callable[[], Any]) -> str:
@@ -340,7 +334,7 @@ def backward(model: nn.Module, state: Any, hook: Any) -> None:
     """One backward pass with a hook."""
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, hook)
-    ddp(torch.zeros(2, 1, 8, 8)).sum().backward()
+    ddp(torch.ones(2, 1, 8, 8)).sum().backward()
 
 
 def sparse_gradients() -> None:
@@ -355,8 +349,8 @@ def dds_all(place: RankLocation) -> dict[str, Any]:
     """All scenes that need no second backend, in one set of processes."""
     results: dict[str, Any] = {"every_way": every_way(place)}
     for scene in (
-        collectives, warm_up, final_losses, everything_sent, saved_halfway, memory_formats, not_finite, taken_back,
-        unused_by_all, mistakes,
+        bytes_of_a_step, warm_up, final_losses, saved_halfway, memory_formats, not_finite, taken_back, unused_by_all,
+        mistakes,
     ):  # fmt: skip
         results[scene.__name__] = scene(place)
     return results

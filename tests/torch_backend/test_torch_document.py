@@ -70,7 +70,7 @@ def test_every_function_for_those_who_come_from_horovod_is_told_of(page: str) ->
 def test_names_and_numbers_are_those_of_the_code(page: str) -> None:
     hook_rows = rows(section(page, "Fewer bytes: hooks for DDP"), "hook")
     named = {cell.strip("`") for row in hook_rows for cell in row[:2]}
-    assert named == set(hooks.__all__) - {"HookState"}
+    assert named == set(hooks.__all__)
     for name in re.findall(r"`([A-Z_]+)`", page[page.index("Every `ReduceOp`") :].partition("\n\n")[0]):
         assert hasattr(ReduceOp, name), name
     assert "torch {}.{} or newer".format(*OLDEST) in page

@@ -26,7 +26,7 @@ _WATCHED = (
     "gradbus.runtime.collectives.objects",
     "gradbus.runtime.collectives.tensors", "gradbus.runtime.config", "gradbus.runtime.dds.idl_types",
     "gradbus.runtime.dds.topics", "gradbus.runtime.json_text", "gradbus.runtime.profiling.summary",
-    "gradbus.runtime.security", "gradbus.runtime.shm", "gradbus.runtime.wire", "gradbus.torch.hooks.wire",
+    "gradbus.runtime.security", "gradbus.runtime.shm", "gradbus.runtime.wire", "gradbus.runtime.algorithms.parts",
     "gradbus.torch.store.messages",
 )  # fmt: skip
 _SLACK_BYTES = 1 << 30  # libFuzzer's own tables and corpus, and memory that allocators keep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from functools import partial
 from typing import Literal
@@ -12,8 +13,7 @@ from fuzz.target import Target, must
 from gradbus import codecs
 from gradbus.codecs import fp32, q8, s4, sq8
 from gradbus.codecs.dgc import wire as dgc_wire
-from gradbus.runtime.errors import CollectiveError
-from gradbus.torch.hooks import wire as hooks_wire
+from gradbus.runtime.algorithms import parts
 
 _MAGICS = {
     "fp32": (b"", fp32.MAGIC_V2),  # version 1 has none
@@ -97,26 +97,25 @@ def _dgc_seeds() -> list[bytes]:
     return seeds
 
 
-def _read_hook(data: bytes) -> None:
-    """A bucket of the hooks for DDP: a header, and a section of varying length with a DGC message in it."""
-    if len(data) < 48:
-        return
-    message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    ours = hooks_wire.BucketHeader(0, 0, 1, 2, 3)
-    try:
-        hooks_wire.check_header(message, ours, 1)
-        payload = hooks_wire.read_payload(message[32:])
-    except CollectiveError:
-        return
-    must(len(payload.data) <= len(data) - 40, "a payload longer than its section")
-    must(payload.data.readonly, "a payload that can be written")
+def _read_sparse(data: bytes) -> None:
+    """Messages of the algorithms: entries of a vector, and values in 8 bits."""
+    message = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    for dim in _DIMS:
+        try:
+            entries = parts.decode_sparse(message, dim)
+        except codecs.CodecError:
+            continue
+        if entries is not None:
+            must(bool((entries[0].diff() > 0).all()), "indices do not ascend")
+            must(not entries[0].numel() or int(entries[0][-1]) < dim, "an index beyond the vector")
+    with contextlib.suppress(codecs.CodecError):
+        must(parts.dequantized(message, 60, 16).shape == (60,), "a vector of another size")
 
 
-def _hook_seeds() -> list[bytes]:
-    message = torch.zeros(96, dtype=torch.uint8)
-    hooks_wire.write_header(message, hooks_wire.BucketHeader(0, 1, 1, 2, 3))
-    hooks_wire.write_payload(message[32:], b"payload", is_absent=False, is_finite=True)
-    return [bytes(message.tolist()), bytes(48)]
+def _sparse_seeds() -> list[bytes]:
+    x = torch.randn(60, generator=torch.Generator().manual_seed(1))
+    messages = [parts.take_largest(x.clone() * scale, [20, 40], 0.2)[0] for scale in (1.0, float("nan"))]
+    return [bytes(message.tolist()) for message in (*messages, parts.quantized(x, 16))]
 
 
 TARGETS = {
@@ -125,5 +124,5 @@ TARGETS = {
         for name in codecs.ALL
     },
     "dgc": Target(_read_dgc, _LIMIT_BYTES, _dgc_seeds),
-    "hook": Target(_read_hook, _LIMIT_BYTES, _hook_seeds),
+    "sparse": Target(_read_sparse, _LIMIT_BYTES, _sparse_seeds),
 }
