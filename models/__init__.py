@@ -14,7 +14,7 @@ from .noop import NoopTask, VectorModel
 from .parallel import ShardBatch, load_optimizers, num_shard_batches, shard_indices
 from .partition import PartitionSpec
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
-from .task import EvalResult, ShardResult, Task, TrainingStopped, TrainResult
+from .task import EvalResult, Metric, ShardResult, Task, TrainingStopped, TrainResult
 
 __all__ = [
     "DATA_ROOT_VARIABLE",
@@ -24,6 +24,7 @@ __all__ = [
     "Dataset",
     "EvalResult",
     "Loss",
+    "Metric",
     "NoopTask",
     "PartitionSpec",
     "SeededDropout",

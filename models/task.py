@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,33 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class ShardResult:
-    """Correct answers, samples and sum of losses on one rank's part of the test set."""
+    """What one rank found on its part of the test set.
 
-    correct: int
+    Attributes:
+        correct: right answers; None for a task without such. total: samples. loss_sum: of the losses of all.
+        metrics: more numbers by name.
+    """
+
+    correct: int | None
     total: int
     loss_sum: float
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number about a batch, or about one rank's part of a test set, in a form in which those of all can be combined.
+
+    Attributes:
+        value: the sum over the samples, for ``sum``, ``mean`` and ``root_mean``; else the largest or smallest value. A
+            tensor with one element stays on its device until the epoch ends.
+        count: number of samples. kind: how it is combined: the sum; sum / count; the root of that, as for the mean
+            squared error; the largest; the smallest.
+    """
+
+    value: float | Tensor
+    count: float | Tensor = 1
+    kind: Literal["sum", "mean", "root_mean", "max", "min"] = "mean"
 
 
 class TrainingStopped(Exception):

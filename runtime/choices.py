@@ -111,17 +111,21 @@ class Choices(Generic[T]):
         """The model of the options of this choice. Raises ConfigError as :meth:`find` does."""
         return cast("type[BaseModel]", getattr(self.find(name), "Options", Options))
 
+    def checked(self, choice: Choice) -> BaseModel:
+        """The model of all options of a choice, with their defaults. Raises ConfigError: as :meth:`options`."""
+        try:
+            return self._checked(choice.name, choice.options)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            raise ConfigError(f"{'.'.join([self.key, *map(str, first['loc'])])}: {first['msg']}") from None
+
     def options(self, choice: Choice) -> dict[str, Any]:
         """All options of a choice as keyword arguments, checked, with their defaults.
 
         Raises:
             ConfigError: there is no such choice, or one of its options is not known, or has another type or range.
         """
-        try:
-            checked = self._checked(choice.name, choice.options)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            raise ConfigError(f"{'.'.join([self.key, *map(str, first['loc'])])}: {first['msg']}") from None
+        checked = self.checked(choice)
         return {field: getattr(checked, field) for field in type(checked).model_fields}
 
     def make(self, choice: Choice, *arguments: Any) -> T:

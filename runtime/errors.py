@@ -178,6 +178,19 @@ class TrainingDiverged(GradbusError):
         self.ranks = tuple(ranks)
 
 
+class CallbackFailed(GradbusError):
+    """A callback of the user's has raised an exception, which is the cause of this one.
+
+    Attributes:
+        callback: its name. method: that was called.
+    """
+
+    def __init__(self, callback: str, method: str, error: Exception) -> None:
+        super().__init__(f"callback {callback}: {method} raised {type(error).__name__}: {error}")
+        self.callback = callback
+        self.method = method
+
+
 class RoundTimeout(GradbusError, TimeoutError):
     """A round ended with too few updates, as often as the configuration allows.
 

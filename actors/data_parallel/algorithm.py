@@ -1,4 +1,4 @@
-"""From the configuration to an algorithm at work: made, checked, named, and with the optimizer that follows it."""
+"""From the configuration to an algorithm at work: made, and named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, make_algorithm
@@ -63,8 +62,8 @@ class AlgorithmLabel:
 
 def start_algorithm(
     config: DataParallelConfig, group: Group, trained: Mapping[str, Tensor], make: MakeAlgorithm | None = None
-) -> tuple[Algorithm, AlgorithmLabel, torch.optim.Optimizer]:
-    """An algorithm that can work with these parameters, by name, and the optimizer that follows it.
+) -> tuple[Algorithm, AlgorithmLabel]:
+    """An algorithm that can work with these parameters, and its label.
 
     Args:
         make: makes it, in place of what the configuration names.
@@ -73,15 +72,9 @@ def start_algorithm(
         ConfigError: it cannot, with the reason.
     """
     place = Place(group.rank, group.world, tuple(member.node for member in group.members))
-    chosen, sgd = config.algorithm, config.optimizer
+    chosen = config.algorithm
     algorithm = make_algorithm(chosen.name, place, chosen.options) if make is None else make(place)
     label = AlgorithmLabel.of(algorithm)
     if algorithm.scope == "step" and len({(p.dtype, p.device) for p in trained.values()}) > 1:
         raise ConfigError(f"{label.name} exchanges all gradients in one piece: the model has several dtypes or devices")
-    if algorithm.makes_steps and sgd.clip_norm is not None:
-        raise ConfigError(f"{label.name} makes steps, not gradients: optimizer.clip_norm has nothing to limit")
-    optimizer = algorithm.make_optimizer(trained, sgd) or torch.optim.SGD(
-        trained.values(), lr=sgd.lr, momentum=sgd.momentum, nesterov=sgd.nesterov, weight_decay=sgd.weight_decay
-    )
-    algorithm.check(trained, optimizer)
-    return algorithm, label, optimizer
+    return algorithm, label

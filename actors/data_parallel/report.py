@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from gradbus.runtime.profiling.profile import ProfileSummary
@@ -19,6 +19,8 @@ class EpochReport:
         epoch: from 0. step: steps done in all. finished: whether the epoch was gone through to its end.
         loss: mean training loss over the batches of all ranks, skipped steps left out.
         accuracy, eval_loss: on the test set, each rank having counted a part of it; None if not evaluated.
+        metrics: of the test set, by name, as the task reports them. train_metrics: of the batches of the epoch; skipped
+            steps left out.
         test_samples: how many that were.
         model: whose model accuracy, eval_loss and params_hash are of: ``equal``, that of all ranks, or the ``mean`` of
             models that differ.
@@ -37,6 +39,8 @@ class EpochReport:
     loss: float
     accuracy: float | None = None
     eval_loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    train_metrics: dict[str, float] = field(default_factory=dict)
     test_samples: int = 0
     model: str = "equal"
     params_hash: int = 0
@@ -67,6 +71,7 @@ class WorkerSummary:
     Attributes:
         epochs: that were done, before a resume or now. steps: the same.
         accuracy: at the end, None if it was never evaluated. loss: mean training loss of the last epoch, if any.
+        metrics: of the test set, at the end.
         params_hash: of the parameters at the end.
         skipped_steps: since this process started.
         bytes_out, bytes_in: payload of this rank, all collectives included. seconds: of this process.
@@ -85,4 +90,5 @@ class WorkerSummary:
     bytes_in: int
     seconds: float
     profile: ProfileSummary
+    metrics: dict[str, float] = field(default_factory=dict)
     algorithm: str = "dense"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Self
 
 import torch
@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
+from gradbus.actors.data_parallel.metrics import MAX_METRICS, MetricKind
 from gradbus.actors.data_parallel.replicas import describe_layout, model_tensors
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.runtime.checkpoint import (
@@ -47,6 +48,7 @@ class Position:
         step: steps done in all. epoch: that is being gone through, from 0. epoch_step: steps done in it.
         loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
+        metrics: of these batches, as ``MetricSums.plain`` gives them.
         mean_loss: of the last step that was not skipped, over all ranks; None if the algorithm does not need it.
     """
 
@@ -57,6 +59,7 @@ class Position:
     batches: int = 0
     skipped: int = 0
     skipped_in_row: int = 0
+    metrics: Mapping[str, tuple[str, float, float]] = field(default_factory=dict)
     mean_loss: float | None = None
 
     def next_epoch(self) -> Position:
@@ -91,6 +94,9 @@ class SavedRank(Meta):
     batches: Count
     skipped: Count
     skipped_in_row: Count
+    metrics: Annotated[dict[str, tuple[MetricKind, Number, Number]], Field(max_length=MAX_METRICS)] = Field(
+        default_factory=dict
+    )
     mean_loss: Number | None = None
     num_batches: Count
     report: EpochReport | None
@@ -199,7 +205,7 @@ class WorkerState:
 
     def _settings(self) -> dict[str, Any]:
         kept = {key: getattr(self._config, key) for key in _KEPT}
-        return {**kept, "algorithm": self._label.name}
+        return {**kept, "algorithm": self._label.name, "optimizer": self._config.optimizer.name}
 
     def close(self) -> None:
         """Let another process use the directory."""

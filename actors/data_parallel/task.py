@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from gradbus.actors.data_parallel.metrics import Reported
+
 
 class ShardCounts(Protocol):
     """What one rank counted on its part of the test set."""
 
-    @property
-    def correct(self) -> int:
-        """Right answers."""
+    # Two more are looked for: ``correct``, the number of right answers, and ``metrics``, as :data:`Reported`.
 
     @property
     def total(self) -> int:
@@ -26,6 +26,9 @@ class ShardCounts(Protocol):
 
 class DataParallelTask(Protocol):
     """Model, data and loss. ``gradbus.models.ClassificationTask`` is one; any object with these methods will do.
+
+    Two more are called where they are there: ``make_optimizer(model)``, which returns an optimizer of torch for all
+    that the model trains, and ``make_schedule(optimizer)``, a schedule of torch, stepped after each step.
 
     All methods are called off the event loop, one after the other.
     """
@@ -45,8 +48,11 @@ class DataParallelTask(Protocol):
         Whatever is random in them comes from ``seed``, ``epoch`` and ``rank``; no two ranks have a sample in common.
         """
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean loss over the batch, a scalar to call ``backward`` on. The model is in training mode."""
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Reported]:
+        """Mean loss over the batch, a scalar to call ``backward`` on. The model is in training mode.
+
+        Metrics of the batch may come with it.
+        """
 
     def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> ShardCounts | None:
         """Counts on this rank's part of the test set; None if there is none. Leaves the model in training mode."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +15,10 @@ from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.algorithm import AlgorithmLabel, MakeAlgorithm, start_algorithm
 from gradbus.actors.data_parallel.buckets import GradientBuckets, assign_buckets
+from gradbus.actors.data_parallel.callbacks import StepReport
 from gradbus.actors.data_parallel.exchange import StepExchange
-from gradbus.actors.data_parallel.optimizer_state import load_optimizer_tensors, optimizer_tensors
+from gradbus.actors.data_parallel.metrics import MetricSums, combined
+from gradbus.actors.data_parallel.optimization import RunOptimizer
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
@@ -125,6 +129,7 @@ class TrainingStep:
         skipped_by: None: the step counts. Else it was skipped, for these ranks were not finite; empty: it is not known
             which.
         status: of all ranks, float64, shape (2,): how many were not finite, and the sum of their mean losses.
+        metrics: of this rank's batches.
         weights: a copy of them, which is exchanged; before: as they were.
     """
 
@@ -139,6 +144,7 @@ class TrainingStep:
     is_finite: bool = True
     skipped_by: tuple[int, ...] | None = None
     status: Tensor | None = None
+    metrics: MetricSums = field(default_factory=MetricSums)
     weights: TensorBucket | None = None
     before: Tensor | None = None
 
@@ -157,7 +163,7 @@ class ShardTraining:
     trained: dict[str, Tensor]
     algorithm: Algorithm
     label: AlgorithmLabel
-    optimizer: torch.optim.Optimizer
+    optimizer: RunOptimizer
     delay_steps: int
 
     def __init__(
@@ -172,7 +178,9 @@ class ShardTraining:
         self._task = task
         self._should_stop = should_stop
         self._batches: Iterator[Any] = iter(())
+        self._metrics = MetricSums()
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # stays on the device: reading it would wait for the step
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._looks = False  # at the own gradients, before they are exchanged: from the first step on that was skipped
 
     def open(self) -> None:
@@ -188,9 +196,8 @@ class ShardTraining:
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self.trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
-        self.algorithm, self.label, self.optimizer = start_algorithm(
-            config, self._group, self.trained, self._make_algorithm
-        )
+        self.algorithm, self.label = start_algorithm(config, self._group, self.trained, self._make_algorithm)
+        self.optimizer = RunOptimizer(config, self._task, self.model, self.trained, self.algorithm)
         self.delay_steps = self.algorithm.delay_steps if config.delay_steps is None else config.delay_steps
         sets = 1 if self.algorithm.scope == "weights" else self.delay_steps + 1
         self._gradients = GradientBuckets(
@@ -201,7 +208,10 @@ class ShardTraining:
             ),
         )  # fmt: skip
         self._buffers = [_Buffers(self.model) for _ in range(sets)]
-        self._loss_sum = self._loss_sum.to(next(iter(self.trained.values())).device)
+        device = next(iter(self.trained.values())).device
+        self._loss_sum = self._loss_sum.to(device)
+        if config.autocast is not None:
+            self._autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
 
     def num_batches(self, epoch: int) -> int:
         """Of this rank."""
@@ -214,6 +224,7 @@ class ShardTraining:
         batches = self._task.batches(rank=rank, world=world, epoch=epoch, seed=self._config.seed)
         self._batches = itertools.islice(batches, done, None)
         self._loss_sum.fill_(position.loss_sum)
+        self._metrics = MetricSums(position.metrics)
         self.model.train()
 
     def new_exchange(self, number: int) -> StepExchange:
@@ -257,7 +268,10 @@ class ShardTraining:
                         f"epoch {step.epoch}: num_batches said {self.num_batches(step.epoch)} batches for rank "
                         f"{self._group.rank}, but batches() ended earlier"
                     )
-                loss = self._task.loss(self.model, batch)
+                with self._autocast():
+                    outcome = self._task.loss(self.model, batch)
+                loss, reported = outcome if isinstance(outcome, tuple) else (outcome, {})
+                step.metrics.add(reported, "loss() of the task")
                 step.loss += loss.detach()
                 if number == step.batches - 1:
                     self._loss_is_finite = step.loss.isfinite()
@@ -284,14 +298,17 @@ class ShardTraining:
         if step.skipped_by is not None:
             self._looks = True
             self._buffers[step.memory].put_back()
+            self.optimizer.step_has_ended()
             return
         self._loss_sum += step.loss
+        self._metrics.merge(step.metrics)
         with profile.span("apply"):
             if len(self._buffers) > 1:
                 self._gradients.use(step.memory)
-            if self._config.optimizer.clip_norm is not None and not self.algorithm.clips:
-                _clip([bucket.flat for bucket in step.gradients], self._config.optimizer.clip_norm)
-            self.optimizer.step()
+            if self.optimizer.clip_norm is not None and not self.algorithm.clips:
+                _clip([bucket.flat for bucket in step.gradients], self.optimizer.clip_norm)
+            self.optimizer.step(step.number, step.epoch)
+            self.optimizer.step_has_ended()
 
     def own_is_finite(self, step: TrainingStep) -> bool:
         """Whether this rank's losses and gradients of the step were finite, as far as is known."""
@@ -305,9 +322,21 @@ class ShardTraining:
         """Of this rank's batches of this epoch, without those of steps that were skipped."""
         return self._loss_sum.item()
 
+    def note_sums(self, position: Position) -> None:
+        """Put the losses and metrics of this rank's batches of this epoch there, without those of skipped steps."""
+        position.loss_sum, position.metrics = self.loss_sum(), self._metrics.plain()
+
     def evaluate(self) -> ShardCounts | None:
         """On this rank's part of the test set."""
         return self._task.evaluate_shard(self.model, rank=self._group.rank, world=self._group.world)
+
+    def report_of(self, step: TrainingStep) -> StepReport:
+        """A step as callbacks get it. Waits for the device."""
+        return StepReport(
+            step=step.number + 1, epoch=step.epoch, rank=self._group.rank, world=self._group.world,
+            loss=float(step.loss) / step.batches if step.batches else math.nan, skipped=step.skipped_by is not None,
+            lr=self.optimizer.lr, metrics=combined([step.metrics.plain()]),
+        )  # fmt: skip
 
     # What is kept of it
 
@@ -315,20 +344,20 @@ class ShardTraining:
         """What is this rank's alone, by name, not copied: with replicas that differ also model and optimizer."""
         state = _named("algorithm/", self.algorithm.own_state())
         if not self.algorithm.equal_replicas:
-            state |= model_tensors(self.model) | optimizer_tensors(self.optimizer, list(self.trained))
+            state |= model_tensors(self.model) | self.optimizer.tensors()
         return state
 
     def shared_state(self) -> dict[str, Tensor]:
         """What is equal on all ranks beside the model, by name, not copied."""
         state = _named("algorithm/", self.algorithm.shared_state())
         if self.algorithm.equal_replicas:
-            state |= optimizer_tensors(self.optimizer, list(self.trained))
+            state |= self.optimizer.tensors()
         return state
 
     def load_shared_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse. Raises CheckpointError: it does not fit."""
         if self.algorithm.equal_replicas:
-            load_optimizer_tensors(self.optimizer, list(self.trained), tensors)
+            self.optimizer.load(tensors)
         self._load(self.algorithm.own_state(), tensors_below("algorithm/", tensors))
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -343,7 +372,7 @@ class ShardTraining:
             self._load(tensors_below("algorithm/", own), self.algorithm.shared_state())
             if not self.algorithm.equal_replicas:
                 restore_model(self.model, checkpoint, "own/")
-                load_optimizer_tensors(self.optimizer, list(self.trained), own)
+                self.optimizer.load(own)
             elif self._group.rank == 0:
                 restore_model(self.model, checkpoint)
             if self._group.rank == 0:

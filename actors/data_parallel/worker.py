@@ -19,6 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.callbacks import Callbacks, StopVotes
+from gradbus.actors.data_parallel.metrics import combined, tally
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
     check_equal,
@@ -71,7 +73,7 @@ class Worker:
     def __init__(
         self, group: Group, task: DataParallelTask, config: DataParallelConfig | None = None, *,
         on_open: Callable[[], object] = lambda: None, make_algorithm: MakeAlgorithm | None = None,
-        fail_at: str | None = None,
+        callbacks: Sequence[Any] = (), fail_at: str | None = None,
     ) -> None:  # fmt: skip
         """A worker that has not started.
 
@@ -82,6 +84,7 @@ class Worker:
             on_open: called once the ranks fit together and the state is restored: from then on it is this run.
             make_algorithm: makes what the ranks do together, in place of what ``config.algorithm`` names; the same on
                 all ranks: name and options are compared.
+            callbacks: of this rank, beside those that ``config.callbacks`` names: objects as :mod:`.callbacks` says.
             fail_at: a fail point for tests; by default from the environment.
         """
         self._group = group
@@ -90,6 +93,10 @@ class Worker:
         self._log = get_logger("worker", rank=group.rank)
         self._probe = Probe(f"rank-{group.rank}", config.history.dir, fail_at=fail_at)
         self._compute = ComputeThread(f"worker-{group.rank}")
+        self._callbacks = Callbacks(callbacks, config.callbacks)
+        self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
+        self._votes_after_steps = self._votes_after_epochs = False  # some rank has callbacks
+        self._is_stopped = False  # callbacks want it
         self._training = ShardTraining(config, group, task, self._compute.should_stop, make_algorithm=make_algorithm)
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{group.rank}.jsonl"
         self.profile = Profile(group.rank, window_steps=config.profile.window_steps, jsonl=jsonl)
@@ -137,6 +144,7 @@ class Worker:
         return WorkerSummary(
             rank=self._group.rank, world=self._group.world, epochs=self._position.epoch, steps=self._position.step,
             accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
+            metrics={} if report is None else report.metrics,
             params_hash=self._params_hash, skipped_steps=self.skipped_steps, bytes_out=stats.bytes_out,
             bytes_in=stats.bytes_in, seconds=self._seconds, profile=self.profile.summary(), algorithm=self.algorithm,
         )  # fmt: skip
@@ -160,6 +168,7 @@ class Worker:
             CheckpointError: the state cannot be written, or does not fit.
             ReplicasDiverged: the parameters of some ranks differ from the others'.
             TrainingDiverged: too many steps in a row had NaN or infinity, or the parameters have.
+            CallbackFailed: a callback has raised an exception.
             PeerLost, CollectiveTimeout: another rank has gone, or is silent.
             And what the task raises.
         """
@@ -179,11 +188,13 @@ class Worker:
                 await self._end_as_mean()
             elif not self._checked:
                 self._params_hash = await self._compare()  # resumed at the end: nothing was left to do
+            await self._compute.run(self._callbacks.call, "on_end", self.summary)
         except Exception as error:
             self._probe.note("failed", step=self.step, error=type(error).__name__, text=str(error)[:500])
             raise
         finally:
             self._seconds = time.perf_counter() - started_s
+            self._votes.cancel()
             if hasattr(self, "_stepper"):
                 await self._stepper.close()
             self._compute.close()
@@ -205,7 +216,12 @@ class Worker:
             )
         label = self._training.label
         hello = {
-            "settings": config.shared({"name": label.name, **label.options}),
+            "settings": {
+                **config.shared({"name": label.name, **label.options}),
+                "class of the optimizer": type(self._training.optimizer.optimizer).__name__,
+            },
+            "batches": await self._compute.run(self._training.num_batches, 0),
+            "callbacks": [bool(self._callbacks), self._callbacks.follow_steps],
             "layout": describe_layout(self.model),
             "run_id": int.from_bytes(os.urandom(8), "little"),
             "steps": [] if self._state is None else self._state.steps(),
@@ -215,6 +231,12 @@ class Worker:
         check_equal("settings", [hello["settings"] for hello in hellos])
         check_equal_layouts([hello["layout"] for hello in hellos])
         self._run_id = hellos[0]["run_id"]
+        self._votes_after_epochs, self._votes_after_steps = (
+            any(column) for column in zip(*(hello["callbacks"] for hello in hellos), strict=True)
+        )
+        first = EpochPlan.of([hello["batches"] for hello in hellos], config.accumulation_steps)
+        steps = min(first.steps * config.epochs, config.max_steps or first.steps * config.epochs)
+        await self._compute.run(self._training.optimizer.start_schedule, steps)
         self._replicas = Replicas(
             group, self._compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe
         )
@@ -270,20 +292,26 @@ class Worker:
 
     @property
     def _is_done(self) -> bool:
-        return self._position.epoch >= self._config.epochs or self._at_max
+        return self._position.epoch >= self._config.epochs or self._ends_early
+
+    @property
+    def _ends_early(self) -> bool:
+        return self._at_max or self._is_stopped
 
     async def _one_epoch(self) -> EpochReport:
         position, clock = self._position, _Clock(self._stepper.bytes_out, self._stepper.wait_s)
         plan = await self._make_plan()
         await self._compute.run(self._training.start_epoch, position)
-        while position.epoch_step < plan.steps and not self._at_max:
+        while position.epoch_step < plan.steps and not self._ends_early:
             await self._one_step(plan, clock)
-            if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._at_max:
+            if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._ends_early:
                 await self._save()
         await self._drain()
+        await self._count_votes()
         finished = position.epoch_step >= plan.steps
         self._check_progress(finished)
         report = self._report = await self._report_epoch(clock, finished)
+        await self._after_epoch(report)
         due = self._is_checkpoint_due or not self._config.checkpoint.every_steps
         if finished:
             self._position = position.next_epoch()
@@ -317,6 +345,10 @@ class Worker:
         self._probe.reached("after_step", position.step)
         position.epoch_step += 1
         await self._count(applied)
+        await self._count_votes()
+        if self._votes_after_steps:
+            ending = await self._compute.run(self._after_steps, applied)
+            self._votes.cast(bool(ending), "step", step=position.step)
         clock.steps += 1
         clock.step_s += time.perf_counter() - started_s
         every = self._config.hash_every if self._are_equal else 0
@@ -327,7 +359,32 @@ class Worker:
 
     async def _drain(self) -> None:
         """Apply what is on its way."""
-        await self._count(await self._stepper.drain())
+        applied = await self._stepper.drain()
+        await self._count(applied)
+        if applied and self._callbacks.follow_steps:
+            await self._compute.run(self._after_steps, applied)
+
+    # Callbacks
+
+    def _after_steps(self, applied: Sequence[TrainingStep]) -> list[str]:
+        """Call those that follow steps. Returns the names of those that want the run to end."""
+        if not self._callbacks.follow_steps:
+            return []
+        return [name for step in applied for name in self._callbacks.call("on_step", self._training.report_of(step))]
+
+    async def _after_epoch(self, report: EpochReport) -> None:
+        if not self._votes_after_epochs:
+            return
+        methods = ("on_evaluation", "on_epoch") if report.test_samples else ("on_epoch",)
+        ending = [await self._compute.run(self._callbacks.call, method, report) for method in methods]
+        self._votes.cast(any(ending), "epoch", step=report.step)
+        await self._count_votes()
+
+    async def _count_votes(self) -> None:
+        """Find out whether callbacks of any rank have wanted the run to end, in the newest vote."""
+        if await self._votes.counted() and not self._is_stopped:
+            self._is_stopped = True
+            self._log.info("callbacks end the run", step=self.step, ranks=self._votes.ranks)
 
     async def _count(self, applied: Sequence[TrainingStep]) -> None:
         """Steps that have changed the model, or were skipped."""
@@ -361,17 +418,18 @@ class Worker:
     def _check_progress(self, finished: bool) -> None:
         """A run whose last epoch changed nothing has not succeeded. Raises TrainingDiverged."""
         position = self._position
-        ends = (finished and position.epoch + 1 >= self._config.epochs) or self._at_max
+        ends = (finished and position.epoch + 1 >= self._config.epochs) or self._ends_early
         if self._config.max_nonfinite_steps and ends and 0 < position.epoch_step == position.skipped:
             raise self._diverged("all steps of the last epoch were skipped", ())
 
     def _diverged(self, what: str, ranks: Sequence[int]) -> TrainingDiverged:
         config = self._config
         whose = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "some rank"
-        limit = "lower optimizer.clip_norm" if config.optimizer.clip_norm is not None else "set optimizer.clip_norm"
+        optimizer = self._training.optimizer
+        limit = "lower optimizer.clip_norm" if optimizer.clip_norm is not None else "set optimizer.clip_norm"
         return TrainingDiverged(
             self.step, f"{what}, for NaN or infinity in the loss or the gradients of {whose}",
-            f"Look at the data and the loss there, lower optimizer.lr ({config.optimizer.lr:g}), or {limit}. The "
+            f"Look at the data and the loss there, lower optimizer.lr ({optimizer.lr:g}), or {limit}. The "
             f"parameters are those of the last step that was not skipped. max_nonfinite_steps "
             f"({config.max_nonfinite_steps}) says how many may be, 0: any number", ranks,
         )  # fmt: skip
@@ -381,7 +439,7 @@ class Worker:
         if not await self._compute.run(self._training.model_is_finite):
             raise TrainingDiverged(
                 self.step, "the parameters have NaN or infinity",
-                f"Lower optimizer.lr ({self._config.optimizer.lr:g}), or set optimizer.clip_norm; checkpoints from "
+                f"Lower optimizer.lr ({self._training.optimizer.lr:g}), or set optimizer.clip_norm; checkpoints from "
                 f"before are as they were",
             )  # fmt: skip
 
@@ -402,25 +460,26 @@ class Worker:
         """What the ranks have learnt together."""
         config, position = self._config, self._position
         await self._check_model()
-        position.loss_sum = await self._compute.run(self._training.loss_sum)
+        await self._compute.run(self._training.note_sums, position)
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
             mean, before = None, {}
         else:
             mean = await self._replicas.mean(position.step)
             before = await self._compute.run(self._replicas.exchange_with, mean.tensors)
-        every, is_last = config.eval_every_epochs, self._at_max or position.epoch + 1 >= config.epochs
+        every, is_last = config.eval_every_epochs, self._ends_early or position.epoch + 1 >= config.epochs
         counts = None
         if every and (is_last or (position.epoch + 1) % every == 0):
             started_s = time.perf_counter()
             counts = await self._compute.run(self._training.evaluate)
             self.profile.add_span("eval", started_s, time.perf_counter())
-        own = [position.loss_sum, position.batches]
-        own += [0, 0, 0.0] if counts is None else [counts.correct, counts.total, counts.loss_sum]
+        own = [position.loss_sum, position.batches, position.metrics, *tally(counts)]
         tallies = await self._group.all_gather_object(
             "worker/epoch", own, round_id=position.step, timeout_s=config.timeouts.collective_s
         )
-        loss_sum, batches, correct, total, eval_loss = (sum(column) for column in zip(*tallies, strict=True))
+        of_ranks = list(zip(*tallies, strict=True))
+        loss_sum, batches, total, eval_loss = (sum(of_ranks[column]) for column in (0, 1, 3, 4))
+        correct = None if None in of_ranks[5] else sum(of_ranks[5])
         self._params_hash = await self._compare()
         if mean is not None:
             await self._compute.run(self._replicas.exchange_with, before)
@@ -428,7 +487,9 @@ class Worker:
         report = EpochReport(
             epoch=position.epoch, step=position.step, finished=finished,
             loss=loss_sum / batches if batches else float("nan"),
-            accuracy=correct / total if total else None, eval_loss=eval_loss / total if total else None,
+            accuracy=correct / total if total and correct is not None else None,
+            eval_loss=eval_loss / total if total else None, metrics=combined(of_ranks[6]),
+            train_metrics=combined(of_ranks[2]),
             test_samples=total, model="equal" if mean is None else "mean", params_hash=self._params_hash,
             consensus_distance=None if mean is None else mean.distance, skipped_steps=position.skipped,
             density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
@@ -465,7 +526,7 @@ class Worker:
         await self._drain()
         if position.epoch_step:
             await self._check_model()
-            position.loss_sum = await self._compute.run(self._training.loss_sum)
+            await self._compute.run(self._training.note_sums, position)
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
             model: Mapping[str, Tensor] = model_tensors(self.model)

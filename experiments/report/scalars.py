@@ -175,6 +175,8 @@ def epoch_values(report: EpochReport) -> Values:
         "accuracy": report.accuracy,
         "loss/train": report.loss,
         "loss/eval": report.eval_loss,
+        **{f"metrics/{name}": value for name, value in report.metrics.items()},
+        **{f"metrics/train/{name}": value for name, value in report.train_metrics.items()},
         "epoch/seconds": report.seconds,
         "epoch/density": report.density,
         "epoch/skipped_steps": report.skipped_steps,

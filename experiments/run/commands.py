@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradbus.experiments.amounts import percent, size
+from gradbus.experiments.amounts import number, percent, size
 from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import BindMode, LoopName
 from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
@@ -174,7 +174,10 @@ def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str) -> N
         log.warning("picture not drawn", path=str(picture), error=str(error))
     width = None if screen.console.is_terminal else max(120, screen.console.width)  # a file has none
     screen.console.print(summary_table(outcome.profiles), width=width)
+    quality = [f"{plain_line(name)} {number(value, 4)}" for name, value in summary.metrics.items()]
+    if summary.accuracy is not None or not quality:
+        quality.insert(0, f"accuracy {percent(summary.accuracy)}")
     screen.say(
-        f"done: {summary.epochs} epochs, {summary.steps} steps, accuracy {percent(summary.accuracy)}, "
+        f"done: {summary.epochs} epochs, {summary.steps} steps, {', '.join(quality)}, "
         f"sent {size(summary.bytes_out)}, received {size(summary.bytes_in)} by rank 0; run directory {outcome.path}"
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbus import models
+from gradbus.actors.data_parallel.metrics import Reported
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.actors.federated.client_optimizer import takes
 from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
@@ -96,6 +97,12 @@ class ConfiguredShardTask(_Configured):
     protocol = "gradbus.actors.DataParallelTask"
     _task: DataParallelTask
 
+    def __init__(self, settings: TaskSettings) -> None:
+        super().__init__(settings)
+        for name in ("make_optimizer", "make_schedule"):  # a task need not have them
+            if hasattr(self._task, name):
+                setattr(self, name, getattr(self._task, name))
+
     def facts(self) -> dict[str, Any]:
         """Facts of the data that must be equal on all ranks, or they would take other samples than agreed."""
         task: object = self._task
@@ -117,7 +124,7 @@ class ConfiguredShardTask(_Configured):
     def batches(self, *, rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
         return self._task.batches(rank=rank, world=world, epoch=epoch, seed=seed)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Reported]:
         return self._task.loss(model, batch)
 
     def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> ShardCounts | None:

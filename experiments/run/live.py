@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _REFRESH_PER_S = 5
 _BAR_WIDTH = 24
+MAX_SHOWN_METRICS = 3  # beside the accuracy; the report and the files have them all
 _FEW_CLIENTS = 8  # that a person counts at a glance
 
 R = TypeVar("R")
@@ -175,7 +177,7 @@ def epoch_line(report: EpochReport, epochs: int, *, of_all: bool = True) -> str:
     parts = [
         *([f"step {report.step}"] if of_all else []),
         f"loss {number(report.loss, 4)}",
-        *([f"accuracy {percent(report.accuracy)}"] if of_all else []),
+        *([f"{name} {cell(report)}" for name, cell in quality_columns([report]).items()] if of_all else []),
         f"step {_milliseconds(report.step_s_mean)} ms",
         f"wait {_milliseconds(report.wait_s_mean)} ms",
         f"sent {size(report.bytes_out_per_step)} per step",
@@ -209,14 +211,32 @@ def epochs_table(reports: Sequence[EpochReport], width: int | None = None) -> Ta
         "epoch": lambda report: str(report.epoch + 1),
         "step": lambda report: str(report.step),
         "loss": lambda report: number(report.loss, 4),
-        "accuracy": lambda report: percent(report.accuracy),
+        **quality_columns(reports),
         "step ms": lambda report: _milliseconds(report.step_s_mean),
         "wait ms": lambda report: _milliseconds(report.wait_s_mean),
         "sent per step": lambda report: size(report.bytes_out_per_step),
         "density": lambda report: _share(report.density),
         "epoch s": lambda report: f"{report.seconds:.2f}",
     }
-    return _fitted_table(columns, reports, width, spare=("density", "step", "epoch s", "wait ms", "loss", "step ms"))
+    more = list(quality_columns(reports))[1:]
+    return _fitted_table(
+        columns, reports, width, spare=("density", "step", "epoch s", "wait ms", *reversed(more), "loss", "step ms")
+    )
+
+
+def quality_columns(reports: Sequence[EpochReport]) -> dict[str, Callable[[EpochReport], str]]:
+    """How good the models are: the accuracy, unless the task has other metrics alone, and these by name."""
+    names = list(dict.fromkeys(name for report in reports for name in report.metrics))[:MAX_SHOWN_METRICS]
+    columns: dict[str, Callable[[EpochReport], str]] = {}
+    if not names or any(report.accuracy is not None for report in reports):
+        columns["accuracy"] = lambda report: percent(report.accuracy)
+    for name in names:
+        columns[plain_line(name)] = partial(_metric, name)
+    return columns
+
+
+def _metric(name: str, report: EpochReport) -> str:
+    return number(report.metrics.get(name), 4)
 
 
 def _share(part: float) -> str:

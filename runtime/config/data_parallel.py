@@ -4,45 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator
 from pydantic_core import to_jsonable_python
 
-from gradbus.runtime.choices import ALGORITHMS, Choice
+from gradbus.runtime.choices import ALGORITHMS, OPTIMIZERS, SCHEDULES, Choice
 from gradbus.runtime.config.settings import (
     PER_RANK,
     CheckpointSettings,
     HistorySettings,
-    NonNegative,
     Positive,
     Settings,
     flat,
 )
 
 _MIB = 1 << 20
-
-
-class OptimizerSettings(Settings):
-    """The optimizer, as in torch.optim.SGD."""
-
-    lr: Positive = 0.05
-    """Learning rate."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum."""
-    nesterov: bool = False
-    """Whether the momentum is Nesterov's."""
-    weight_decay: NonNegative = 0.0
-    """Weight decay."""
-    clip_norm: Positive | None = None
-    """Largest norm of the mean gradient. With dgc each rank clips its own at clip_norm / sqrt(world). null: no
-    clipping."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> OptimizerSettings:
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov=true needs momentum > 0")
-        return self
 
 
 class RankCheckpointSettings(CheckpointSettings):
@@ -125,11 +102,32 @@ class DataParallelConfig(Settings):
     """Size, in bytes, at which a bucket is closed."""
     first_bucket_bytes: Annotated[int, Field(ge=1)] = _MIB
     """The same size for the first bucket, which holds the last layers. A small one makes sending start early."""
-    optimizer: OptimizerSettings = OptimizerSettings()
+    optimizer: Annotated[Choice, OPTIMIZERS] = OPTIMIZERS.default
+    """Optimizer: a class of torch.optim, such as adamw, with its options; or task, the one that the task makes, which
+    is taken, too, where it makes one and none is named here. Or your own, as package.module:Name (docs/training.md)."""
+    schedule: Annotated[Choice, SCHEDULES] = SCHEDULES.default
+    """How the learning rate changes: a class of torch.optim.lr_scheduler, such as cosine, with its options. Or your
+    own, as package.module:Name."""
+    autocast: Literal["bf16"] | None = None
+    """Type in which the forward pass computes where torch's autocast takes it to be safe; parameters and gradients stay
+    float32. null: all in the types of the parameters."""
+    callbacks: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=64), PER_RANK] = ()
+    """Classes as package.module:Name, whose objects are called after steps, epochs and evaluations (docs/training.md).
+    """
     checkpoint: RankCheckpointSettings = RankCheckpointSettings()
     timeouts: Annotated[TimeoutSettings, PER_RANK] = TimeoutSettings()
     profile: Annotated[ProfileSettings, PER_RANK] = ProfileSettings()
     history: Annotated[HistorySettings, PER_RANK] = HistorySettings()
+
+    @field_validator("autocast", mode="before")
+    @classmethod
+    def _no_scaling(cls, value: Any) -> Any:
+        if value == "fp16":
+            raise ValueError(
+                "fp16 needs losses that are scaled up, or small gradients become zero; there is no such scaling here. "
+                "bf16 has the range of float32 and needs none"
+            )
+        return value
 
     def shared(self, algorithm: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks, as plain data by their keys, such as ``optimizer.lr``.
@@ -139,6 +137,9 @@ class DataParallelConfig(Settings):
         """
         values = self.model_dump(mode="json", exclude={**_per_rank(type(self)), "algorithm": True})
         values["checkpoint"]["dir"] = "none" if self.checkpoint.dir is None else "given"
+        for name, table in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+            choice = getattr(self, name)
+            values[name] = {"name": choice.name, **to_jsonable_python(table.options(choice))}
         return dict(flat({**values, "algorithm": to_jsonable_python(algorithm)}))
 
 

@@ -35,8 +35,6 @@ UNFIT = {
 class OptimizerOptions(Options):
     """Options that every optimizer has."""
 
-    lr: _Positive = 0.05
-    """Learning rate. The default of all but sgd is that of their class."""
     clip_norm: _Positive | None = None
     """Largest norm of the gradient of a step. With dgc each rank clips its own at clip_norm / sqrt(world). null: no
     clipping."""
@@ -54,6 +52,8 @@ class ClientOptimizerOptions(Options):
 class SgdOptions(OptimizerOptions):
     """Options of ``sgd``."""
 
+    lr: _Positive = 0.05
+    """Learning rate. The others have one, too, whose default is that of the class."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum."""
     dampening: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -33,7 +33,9 @@ def names_of(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if inner is Choice:
             yield prefix + name
             (table,) = (mark for mark in field.metadata if isinstance(mark, Choices))
-            options = {key for choice in table.table for key in table.options_of(choice).model_fields}
+            models = [table.options_of(choice).model_fields for choice in table.table]
+            # Classes of torch have more options, which its own documentation describes.
+            options = {key for fields in models for key, option in fields.items() if option.description}
             yield from (f"{prefix}{name}.{key}" for key in options)
         elif isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from names_of(inner, f"{prefix}{name}.")

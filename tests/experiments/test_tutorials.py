@@ -135,7 +135,7 @@ def test_the_data_parallel_tutorial_trains_dense_and_by_dgc(root: Path, tmp_path
         assert 100 * last["accuracy"] == pytest.approx(float(accuracy.removesuffix(" %")), abs=1.0)
         assert last["bytes_out_per_step"] == pytest.approx(as_bytes(sent), rel=0.03)
     assert list((tmp_path / "scalars").glob("events.out.tfevents.*"))
-    assert load(WorkerFile, tmp_path / "recordings.json").parallel.optimizer.momentum == 0.9
+    assert load(WorkerFile, tmp_path / "recordings.json").parallel.optimizer.options["momentum"] == 0.9
 
 
 def as_bytes(text: str) -> float:

@@ -23,6 +23,7 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors import EpochReport, Worker, WorkerSummary
 from gradbus.models import ClassificationTask, DataSplit, glyphs, mnist_mlp
+from gradbus.runtime.choices import OPTIMIZERS
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.tasks import single_error
@@ -71,13 +72,14 @@ def train(
     world: int = 2,
     configs: Sequence[DataParallelConfig] = (),
     algorithms: Sequence[Any] = (),
+    callbacks: Sequence[Sequence[Any]] = (),
     play: Play | None = None,
     timeout_s: float = 60.0,
     **settings: Any,
 ) -> list[Outcome]:
     """Run all ranks to their ends. One task for all, or one for each; ``settings`` or one of ``configs`` for each.
 
-    ``algorithms``: ``make_algorithm`` of each rank, where one has any.
+    ``algorithms``, ``callbacks``: of each rank, where one has any.
     ``play``: called for each rank in place of ``Worker.run()``. An error of a rank is in its outcome.
     """
     torch.set_num_threads(1)
@@ -93,7 +95,10 @@ def train(
                 join_group(bus, rank=rank, world=len(tasks), timeout_s=20.0, collective_timeout_s=20.0) as group,
             ):
                 make_algorithm = algorithms[rank] if algorithms else None
-                outcome = Outcome(Worker(group, tasks[rank], configs[rank], make_algorithm=make_algorithm))
+                called = callbacks[rank] if callbacks else ()
+                outcome = Outcome(
+                    Worker(group, tasks[rank], configs[rank], make_algorithm=make_algorithm, callbacks=called)
+                )
                 if play is not None:
                     await play(group, outcome.worker)
                 else:
@@ -161,8 +166,12 @@ def _trained(model: nn.Module) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def _options(config: DataParallelConfig) -> Any:
+    return OPTIMIZERS.checked(config.optimizer)
+
+
 def _dense_step(model: nn.Module, config: DataParallelConfig) -> Callable[[int, list[list[Tensor] | None]], None]:
-    parameters, sgd = _trained(model), config.optimizer
+    parameters, sgd = _trained(model), _options(config)
     optimizer = torch.optim.SGD(
         parameters, lr=sgd.lr, momentum=sgd.momentum, nesterov=sgd.nesterov, weight_decay=sgd.weight_decay
     )
@@ -177,7 +186,8 @@ def _dense_step(model: nn.Module, config: DataParallelConfig) -> Callable[[int, 
 
 
 def _dgc_step(model: nn.Module, config: DataParallelConfig, world: int) -> Any:
-    parameters, sgd, density_at_last = _trained(model), config.optimizer, config.algorithm.options.get("density", 0.001)
+    parameters, sgd = _trained(model), _options(config)
+    density_at_last = config.algorithm.options.get("density", 0.001)
     layout = codecs.DgcLayout.of([(n, p) for n, p in model.named_parameters() if p.requires_grad])
     dgc = codecs.DgcConfig(density=density_at_last, momentum=sgd.momentum, world=world, clip_norm=sgd.clip_norm)
     states = [codecs.DgcState.zeros(layout, seed=config.seed) for _ in range(world)]

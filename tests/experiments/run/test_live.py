@@ -190,3 +190,15 @@ def test_the_table_shows_the_same() -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("epoch", "20", "0.5000", "90.00 %", "12.3", "4.0", "1.63 MB", "0.1 %", "2.50"):
         assert text in shown
+
+
+def test_the_metrics_of_a_task_stand_beside_or_in_place_of_the_accuracy() -> None:
+    metrics = {"rmse": 0.25, "mae": 0.125, "worst": 1.5, "fourth": 4.0}
+    regression = EpochReport(epoch=0, step=10, loss=0.5, metrics=metrics)
+    assert "loss 0.5000, rmse 0.2500, mae 0.1250, worst 1.5000, step" in epoch_line(regression, 3)
+    heads = shown(epochs_table([regression], 120), 120)[0].split()
+    assert "rmse" in heads
+    assert "accuracy" not in heads
+    both = replace(regression, accuracy=0.5)
+    assert "accuracy 50.00 %, rmse 0.2500" in epoch_line(both, 3)
+    assert all(len(line) <= 60 for line in shown(epochs_table([both], 60), 60))

@@ -35,7 +35,10 @@ def test_a_warmup_is_a_name_a_number_of_epochs_or_a_list(given: Any, kept: Any) 
         ),
         ({"optimizer": {"lr": 0}}, "optimizer.lr: input should be greater than 0, got 0"),
         ({"optimizer": {"nesterov": True, "momentum": 0}}, "nesterov=true needs momentum > 0"),
-        ({"optimizer": 3}, "optimizer: expected an object with some of lr, momentum, nesterov"),
+        (
+            {"optimizer": 3},
+            "optimizer: expected the name of a choice (optimizer), or an object with name and options",
+        ),
         (
             {"algorithm": {"wir": "fp16"}},
             "there is no such option, did you mean 'wire'?",

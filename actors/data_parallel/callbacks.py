@@ -1,0 +1,138 @@
+"""The user's own code at certain points of a run: after steps, epochs and evaluations, and at the end.
+
+A callback is any object with some of these methods. They are called on the compute thread, one after the other, on the
+rank that has the callback; the model does not change meanwhile.
+
+    on_step(report: StepReport)         after each step
+    on_evaluation(report: EpochReport)  after an epoch that was evaluated
+    on_epoch(report: EpochReport)       after each epoch
+    on_end(summary: WorkerSummary)      after the last one; not if the run fails
+
+The first three may return True: all ranks end the run together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradbus.runtime.choices import import_object
+from gradbus.runtime.collectives import CollectiveHandle, Group
+from gradbus.runtime.errors import CallbackFailed, ConfigError
+
+METHODS = ("on_step", "on_evaluation", "on_epoch", "on_end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """A step as this rank saw it.
+
+    Attributes:
+        step: counts from 1. epoch: from 0. rank, world: of this process.
+        loss: mean over this rank's batches of the step; NaN if it had none.
+        skipped: all ranks skipped the step, for some rank had NaN or infinity. lr: learning rate of the first group.
+        metrics: those of this rank's batches, as the task reports them.
+    """
+
+    step: int
+    epoch: int
+    rank: int
+    world: int
+    loss: float
+    skipped: bool
+    lr: float
+    metrics: Mapping[str, float]
+
+
+class Callbacks:
+    """The callbacks of one rank."""
+
+    def __init__(self, given: Sequence[Any], named: Sequence[str]) -> None:
+        """
+        Args:
+            given: objects. named: classes or objects as ``package.module:Name``; classes are called without arguments.
+
+        Raises:
+            ConfigError: one cannot be imported or made, or has none of the methods.
+        """
+        self._all = [(self._name(one), one) for one in given]
+        self._all += [(spec, _imported(spec)) for spec in named]
+        for name, one in self._all:
+            if not any(callable(getattr(one, method, None)) for method in METHODS):
+                raise ConfigError(f"callback {name}: expected an object with some of {', '.join(METHODS)}")
+
+    @staticmethod
+    def _name(one: Any) -> str:
+        return f"{type(one).__module__}:{type(one).__qualname__}"
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    @property
+    def follow_steps(self) -> bool:
+        """Whether one wants to be called after each step."""
+        return any(callable(getattr(one, "on_step", None)) for _, one in self._all)
+
+    def call(self, method: str, report: Any) -> list[str]:
+        """Call this method of all that have it. Returns the names of those that want the run to end.
+
+        Raises:
+            CallbackFailed: one has raised an exception.
+        """
+        ending = []
+        for name, one in self._all:
+            function = getattr(one, method, None)
+            if not callable(function):
+                continue
+            try:
+                if function(report) is True:
+                    ending.append(name)
+            except Exception as error:
+                raise CallbackFailed(name, method, error) from error
+        return ending
+
+
+def _imported(spec: str) -> Any:
+    found = import_object(spec, key="parallel.callbacks")
+    if not inspect.isclass(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise ConfigError(
+            f"parallel.callbacks {spec!r}: {type(error).__name__}: {error}. It is made without arguments"
+        ) from error
+
+
+class StopVotes:
+    """Whether any rank wants the run to end: all ranks find the same, after the same step.
+
+    The votes of a step travel while the next one is computed, so they cost no time, and the run ends one step later.
+    """
+
+    def __init__(self, group: Group, *, timeout_s: float) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self._handle: CollectiveHandle[list[bytes]] | None = None
+        self.ranks: list[int] = []
+
+    def cast(self, wants_end: bool, name: str, *, step: int) -> None:
+        """Send this rank's vote. ``name``: of the occasion; with ``step`` it is unique."""
+        self._handle = self._group.all_gather(
+            f"worker/stop/{name}", bytes([wants_end]), round_id=step, timeout_s=self._timeout_s
+        )
+
+    async def counted(self) -> bool:
+        """Whether a rank has voted for the end, in the newest vote; False if there was none."""
+        if self._handle is None:
+            return False
+        handle, self._handle = self._handle, None
+        self.ranks = [rank for rank, vote in enumerate(await handle) if vote == b"\1"]
+        return bool(self.ranks)
+
+    def cancel(self) -> None:
+        """Give up a vote that is on its way."""
+        if self._handle is not None:
+            self._handle.cancel()

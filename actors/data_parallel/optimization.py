@@ -1,0 +1,122 @@
+"""The optimizer of a run, and the schedule of its learning rate: from the configuration, the task, or the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from gradbus.runtime.algorithms.base import Algorithm
+from gradbus.runtime.choices import OPTIMIZERS, SCHEDULES
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.optimization.optimizers import make_optimizer
+from gradbus.runtime.optimization.schedules import Schedule
+from gradbus.runtime.optimization.state import check_parameters, load_state, state_tensors
+
+
+class RunOptimizer:
+    """What changes the model. Every method is for the compute thread.
+
+    Attributes:
+        optimizer: of torch. clip_norm: largest norm of the gradient of a step; None: any.
+        source: what it is from: a choice of the configuration, ``task``, or the name of the algorithm.
+    """
+
+    def __init__(
+        self, config: DataParallelConfig, task: Any, model: nn.Module, trained: Mapping[str, Tensor],
+        algorithm: Algorithm,
+    ) -> None:  # fmt: skip
+        """Make the optimizer: the algorithm's, where it brings one; the task's, where it has ``make_optimizer`` and the
+        configuration names none; else the configuration's.
+
+        Raises:
+            ConfigError: they do not fit together, with the reason.
+        """
+        self._config = config
+        self._trained = trained
+        options: Any = OPTIMIZERS.checked(config.optimizer)
+        self.source = ""
+        self._makes_schedule = getattr(task, "make_schedule", None)
+        self._schedule: Schedule | None = None
+        self._own_schedule: LRScheduler | None = None
+        self.clip_norm: float | None = options.clip_norm
+        if algorithm.makes_steps and self.clip_norm is not None:
+            raise ConfigError(
+                f"{algorithm.choice} makes steps, not gradients: optimizer.clip_norm has nothing to limit"
+            )
+        self.optimizer = self._make(task, model, algorithm, options)
+        algorithm.check(trained, self.optimizer)
+
+    def _make(self, task: Any, model: nn.Module, algorithm: Algorithm, options: Any) -> Optimizer:
+        choice, own = self._config.optimizer, getattr(task, "make_optimizer", None)
+        is_named = "optimizer" in self._config.model_fields_set and choice.name != "task"
+        if type(algorithm).make_optimizer is not Algorithm.make_optimizer:
+            if choice.name != "sgd" or (own is not None and not is_named):
+                raise ConfigError(
+                    f"{algorithm.choice} brings an optimizer of its own, a kind of sgd, "
+                    f"{'and so does the task' if choice.name == 'sgd' else f'not {choice.name}'}: set "
+                    f"parallel.optimizer=sgd, or choose another algorithm"
+                )
+            if (brought := algorithm.make_optimizer(self._trained, options)) is not None:
+                self.source = algorithm.choice
+                return brought
+        if own is None and choice.name == "task":
+            raise ConfigError(
+                f"parallel.optimizer is 'task', but {type(task).__name__} has no make_optimizer(model): name one, such "
+                f"as sgd"
+            )
+        if own is None or is_named:
+            self.source = choice.name
+            return make_optimizer(OPTIMIZERS, choice, self._trained.values())
+        self.source = "task"
+        made = own(model)
+        if not isinstance(made, Optimizer):
+            raise ConfigError(f"make_optimizer of the task returned a {type(made).__name__}, no torch.optim.Optimizer")
+        try:
+            check_parameters(made, self._trained)
+        except ValueError as error:
+            raise ConfigError(f"make_optimizer of the task: {error}") from None
+        return made
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group, as it is now."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def start_schedule(self, steps: int) -> None:
+        """Begin the schedule of a run of so many steps.
+
+        Raises:
+            ConfigError: it does not take these options, or fit the optimizer.
+        """
+        config = self._config
+        if self._makes_schedule is not None and "schedule" not in config.model_fields_set:
+            self._own_schedule = self._makes_schedule(self.optimizer)
+        elif config.schedule != SCHEDULES.default:
+            self._schedule = Schedule(
+                SCHEDULES, config.schedule, self.optimizer, steps=steps, epochs=config.epochs
+            )  # fmt: skip
+
+    def step(self, number: int, epoch: int) -> None:
+        """Change the parameters by their gradients. ``number``: of the step in the run, from 0."""
+        if self._schedule is not None:
+            self._schedule.go_to(number, epoch)
+        self.optimizer.step()
+
+    def step_has_ended(self) -> None:
+        """A step was made, or skipped: a schedule of the task's goes on."""
+        if self._own_schedule is not None:
+            self._own_schedule.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, not copied."""
+        changes = self._own_schedule is not None
+        return state_tensors(self.optimizer, self._trained, self._own_schedule, groups=changes)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse. Raises CheckpointError: it does not fit."""
+        load_state(self.optimizer, self._trained, tensors, self._own_schedule)

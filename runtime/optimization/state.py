@@ -1,0 +1,145 @@
+"""The state of an optimizer, and of a schedule that has one, as tensors by name: for checkpoints and other ranks.
+
+Tensors of the state are ``optimizer/KEY/PARAMETER``. What else it has is in one tensor, ``optimizer-json``, the bytes
+of a JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.json_text import parse_json
+
+_JSON = "optimizer-json"
+_MAX_JSON_BYTES = 64 << 20
+
+
+def check_parameters(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> None:
+    """Raises ValueError: it steps other parameters than these, or leaves out some."""
+    known = {id(parameter): name for name, parameter in trained.items()}
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    if strange := [tuple(parameter.shape) for parameter in found if id(parameter) not in known]:
+        raise ValueError(f"the optimizer steps parameters that the model does not train, of shapes {strange[:5]}")
+    stepped = {id(parameter) for parameter in found}
+    if missing := [name for name, parameter in trained.items() if id(parameter) not in stepped]:
+        raise ValueError(f"the optimizer lacks {', '.join(missing[:5])}: freeze what it should not train")
+
+
+def state_tensors(
+    optimizer: Optimizer, trained: Mapping[str, Tensor], schedule: LRScheduler | None = None, *, groups: bool = False
+) -> dict[str, Tensor]:
+    """The state by name, tensors not copied.
+
+    Args:
+        trained: the parameters by name.
+        schedule: whose state to save, too, as far as JSON can hold it; the rest stays as it is made.
+        groups: save the settings of the groups, such as learning rates, which something changes.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for _, name, parameter in _parameters(optimizer, trained):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{key}/{name}"] = value
+            elif value is not None and _in_json(value):
+                plain.setdefault("state", {}).setdefault(name, {})[key] = value
+    if groups:
+        plain["groups"] = [
+            {key: value for key, value in group.items() if key != "params" and _in_json(value)}
+            for group in optimizer.param_groups
+        ]
+    if schedule is not None:
+        plain["schedule"] = {key: value for key, value in schedule.state_dict().items() if _in_json(value)}
+    if plain:
+        tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+    return tensors
+
+
+def load_state(
+    optimizer: Optimizer, trained: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
+    schedule: LRScheduler | None = None,
+) -> None:  # fmt: skip
+    """Replace the state by copies of these tensors; what is named otherwise is left to others.
+
+    Raises:
+        CheckpointError: a tensor for a parameter that is not there, or of another shape or type.
+    """
+    plain = _read_json(tensors.get(_JSON))
+    numbers = {name: number for number, name, _ in _parameters(optimizer, trained)}
+    scalars = plain.get("state", {})
+    if unknown := scalars.keys() - numbers.keys():
+        raise CheckpointError(f"state of the optimizer: there is no parameter {sorted(unknown)[0]!r:.100}")
+    state: dict[int, dict[str, Any]] = {numbers[name]: dict(values) for name, values in scalars.items()}
+    for full_name, tensor in tensors.items():
+        kind, _, rest = full_name.partition("/")
+        if kind == "optimizer":
+            key, _, name = rest.partition("/")
+            _check(optimizer, key, name, tensor, trained.get(name) if name in numbers else None)
+            state.setdefault(numbers[name], {})[key] = tensor.detach().clone()
+    current = optimizer.state_dict()["param_groups"]
+    for group, saved in zip(current, plain.get("groups", [{}] * len(current)), strict=False):
+        group.update({key: _like(group[key], value) for key, value in saved.items() if key in group})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": current})
+        if schedule is not None and "schedule" in plain:
+            schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"state of the optimizer: {type(optimizer).__name__} refuses it: {error}") from None
+
+
+def _parameters(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> Iterator[tuple[int, str, Tensor]]:
+    """Those that are trained: their number in ``state_dict``, name, and themselves."""
+    names = {id(parameter): name for name, parameter in trained.items()}
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(listed):
+        if id(parameter) in names:
+            yield number, names[id(parameter)], parameter
+
+
+def _check(optimizer: Optimizer, key: str, name: str, tensor: Tensor, parameter: Tensor | None) -> None:
+    """State is as large as its parameter, a number, or, as Adafactor's, a sum over some of its dimensions."""
+    if parameter is not None and type(optimizer).__module__.partition(".")[0] != "torch":
+        return  # of others nothing is known
+    if parameter is not None:
+        ends = list(zip(reversed(tensor.shape), reversed(parameter.shape), strict=False))
+        fits = tensor.ndim <= parameter.ndim and all(mine in (1, whole) for mine, whole in ends)
+        if fits and (tensor.ndim == 0 or tensor.dtype == parameter.dtype):
+            return
+    here = None if parameter is None else f"{tuple(parameter.shape)} of {parameter.dtype}"
+    raise CheckpointError(
+        f"state of the optimizer: {key} of {name!r} is {tuple(tensor.shape)} of {tensor.dtype}, here {here}"
+    )
+
+
+def _read_json(tensor: Tensor | None) -> dict[str, Any]:
+    if tensor is None:
+        return {}
+    try:
+        if tensor.dtype != torch.uint8 or tensor.ndim != 1 or tensor.numel() > _MAX_JSON_BYTES:
+            raise ValueError(f"{tuple(tensor.shape)} of {tensor.dtype}")
+        read = parse_json(bytes(tensor.cpu().numpy()).decode())
+        if not isinstance(read, dict) or not isinstance(read.get("state", {}), dict):
+            raise ValueError("expected an object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"state of the optimizer: {_JSON} cannot be read: {error}") from None
+    return read
+
+
+def _in_json(value: Any) -> bool:
+    """Whether it comes back from JSON as it was, but for tuples, which become lists."""
+    try:
+        return bool(parse_json(json.dumps(value)) == (list(value) if isinstance(value, tuple) else value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _like(before: Any, value: Any) -> Any:
+    return tuple(value) if isinstance(before, tuple) and isinstance(value, list) else value

@@ -1,0 +1,164 @@
+"""Optimizers, schedules and autocast of workers: the steps of plain torch, on any number of ranks, over a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_scene import make_task, succeeded, train, vector
+from regression import STEPS, Regression, plain
+from torch import nn
+from torch.optim import lr_scheduler
+
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.errors import CheckpointError, ConfigError
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "sgd": ({"lr": 0.05}, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    "adamw": ({"lr": 0.01, "weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)),
+    "rmsprop": ({"lr": 0.01, "momentum": 0.5}, lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5)),
+    "adagrad": ({"lr": 0.05}, lambda p: torch.optim.Adagrad(p, lr=0.05)),
+}
+SCHEDULES: dict[str, Any] = {
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 2 * STEPS),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(
+        o, o.param_groups[0]["lr"], total_steps=2 * STEPS, cycle_momentum=False
+    ),
+}  # fmt: skip
+
+
+class TwoGroups(Regression):
+    """Makes an optimizer with two groups, and a schedule with a state of its own."""
+
+    def make_optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.NAdam([
+            {"params": list(model[0].parameters())}, {"params": list(model[4].parameters()), "lr": 0.02},
+        ], lr=0.01)  # fmt: skip
+
+    def make_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        first, second = lr_scheduler.MultiStepLR(optimizer, [3], 0.5), lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return lr_scheduler.SequentialLR(optimizer, [first, second], [5])
+
+
+class Incomplete(Regression):
+    def make_optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+
+class EndsAfter:
+    """Ends the run when a step has been made."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, report: Any) -> bool:
+        return bool(report.step == self._step)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_rank_and_two_take_the_steps_of_plain_torch(name: str, schedule: str) -> None:
+    options, make = OPTIMIZERS[name]
+    expected = vector(plain(make, SCHEDULES[schedule]))
+    more = {"cycle_momentum": False} if schedule == "one-cycle" else {}
+    for world in (1, 2):
+        outcomes = train(
+            Regression(), world=world, epochs=2, hash_every=1, eval_every_epochs=0,
+            optimizer={"name": name, **options}, schedule={"name": schedule, **more},
+        )  # fmt: skip
+        for outcome in succeeded(outcomes):
+            torch.testing.assert_close(outcome.parameters, expected, rtol=0, atol=1e-6)
+            assert world == 2 or torch.equal(outcome.parameters, expected)
+
+
+def test_the_task_may_make_the_optimizer_and_the_schedule() -> None:
+    task = TwoGroups()
+    expected = vector(plain(lambda p: task.make_optimizer(nn.Sequential(*_layers(p))), task.make_schedule))
+    for outcome in succeeded(train(task, epochs=2, optimizer={"name": "task", "clip_norm": 1e9})):
+        torch.testing.assert_close(outcome.parameters, expected, rtol=0, atol=1e-6)
+    named = train(task, world=1, epochs=2, optimizer="sgd", schedule="fixed")
+    expected = vector(plain(OPTIMIZERS["sgd"][1]))
+    torch.testing.assert_close(succeeded(named)[0].parameters, expected, rtol=0, atol=1e-6)
+
+
+def _layers(parameters: list[torch.Tensor]) -> list[nn.Module]:
+    """Modules that hold these parameters where :class:`TwoGroups` looks for them."""
+    layers: list[nn.Module] = [nn.Linear(1, 1) for _ in range(5)]
+    for layer, (weight, bias) in ((layers[0], parameters[:2]), (layers[4], parameters[2:])):
+        layer.weight, layer.bias = weight, bias
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        (Regression(), {"optimizer": "adamw", "schedule": {"name": "one-cycle", "warmup_steps": 3}}),
+        (Regression(), {"optimizer": "asgd", "schedule": {"name": "step", "step_size": 1, "per": "epoch"}}),
+        (TwoGroups(), {}),
+        (Regression(), {"optimizer": {"name": "adafactor", "lr": 0.05}, "algorithm": "decentralized"}),
+    ],
+)
+def test_a_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(
+    task: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = succeeded(train(task, epochs=2, **settings))
+    saved = {"checkpoint__dir": tmp_path, **settings}
+    cut = succeeded(train(task, epochs=2, callbacks=[[EndsAfter(7)], []], **saved))
+    assert [outcome.worker.step for outcome in cut] == [8, 8]
+    again = succeeded(train(task, epochs=2, **saved))
+    for one, other in zip(whole, again, strict=True):
+        assert torch.equal(one.parameters, other.parameters)
+        assert one.reports[-1].loss == other.reports[-1].loss
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    succeeded(train(Regression(), world=1, epochs=1, optimizer="adamw", checkpoint__dir=tmp_path))
+    error = train(Regression(), world=1, epochs=2, optimizer="rmsprop", checkpoint__dir=tmp_path)[0].error
+    assert isinstance(error, CheckpointError)
+    assert "was made with optimizer='adamw', now it is 'rmsprop'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "text"),
+    [
+        (Incomplete(), {}, "make_optimizer of the task: the optimizer lacks 4.weight, 4.bias"),
+        (Regression(), {"optimizer": "task"}, "Regression has no make_optimizer"),
+        (Regression(), {"optimizer": "adamw", "algorithm": "dgc"}, "dgc brings an optimizer of its own, a kind of sgd"),
+        (TwoGroups(), {"algorithm": "dgc"}, "and so does the task"),
+        (Regression(), {"optimizer": "adamw", "algorithm": "qadam"}, "torch.optim.SGD without momentum, got AdamW"),
+        (Regression(), {"optimizer": "muon"}, "Muon refuses: Muon only supports 2D parameters"),
+        (Regression(), {"schedule": {"name": "one-cycle", "pct_start": 2.0}}, "OneCycleLR refuses"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_the_first_step(
+    task: Any, settings: dict[str, Any], text: str
+) -> None:
+    (outcome,) = train(task, world=1, **settings)
+    assert isinstance(outcome.error, ConfigError)
+    assert text in str(outcome.error)
+
+
+def test_ranks_with_other_options_do_not_start_together() -> None:
+    configs = [DataParallelConfig(optimizer={"name": "adamw", "eps": eps}) for eps in (1e-8, 1e-7)]
+    for outcome in train(Regression(), Regression(), configs=configs):
+        assert isinstance(outcome.error, ConfigError)
+        assert "optimizer.eps is 1e-08, but rank 1 has 1e-07" in str(outcome.error)
+
+
+def test_autocast_computes_in_bf16_with_gradients_in_float32() -> None:
+    make = OPTIMIZERS["adamw"][1]
+    expected, exact = vector(plain(make, bf16=True)), vector(plain(make))
+    settings: dict[str, Any] = {"epochs": 2, "optimizer": {"name": "adamw", **OPTIMIZERS["adamw"][0]}}
+    outcome = succeeded(train(Regression(), world=1, autocast="bf16", **settings))[0]
+    assert torch.equal(outcome.parameters, expected)
+    assert not torch.equal(outcome.parameters, exact)
+    assert {p.grad.dtype for p in outcome.worker.model.parameters() if p.grad is not None} == {torch.float32}
+    two = succeeded(train(make_task(), autocast="bf16", epochs=1, hash_every=1))
+    assert torch.equal(two[0].parameters, two[1].parameters)
+
+
+def test_fp16_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="fp16 needs losses that are scaled up"):
+        DataParallelConfig(autocast="fp16")  # type: ignore[arg-type]

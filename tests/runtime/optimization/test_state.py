@@ -1,0 +1,130 @@
+"""The state of any optimizer goes through tensors by name and back, and training goes on with the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from gradbus.runtime.choices import OPTIMIZERS, Choice
+from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.optimization.optimizers import make_optimizer
+from gradbus.runtime.optimization.state import check_parameters, load_state, state_tensors
+
+NAMES = sorted(OPTIMIZERS.table.keys() - {"task"})
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer of the user's, with a number in its state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            count = self.state[parameter].get("count", 0)
+            parameter.data.mul_(1 - 0.01 * count)
+            self.state[parameter]["count"] = count + 1
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        made = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False))
+    made[1].requires_grad_(False)
+    return made
+
+
+def trained(of: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in of.named_parameters() if parameter.requires_grad}
+
+
+def step(of: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+    of(inputs).square().mean().backward()
+    optimizer.step()
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", [*NAMES, f"{__name__}:Counting"])
+def test_training_goes_on_with_the_same_bits(name: str) -> None:
+    def optimizer(of: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(OPTIMIZERS, Choice(name=name), trained(of).values(), lr=0.01)
+
+    whole, resumed = model(), model()
+    going = optimizer(whole)
+    for number in range(3):
+        step(whole, going, number)
+    resumed.load_state_dict(whole.state_dict())
+    again = optimizer(resumed)
+    load_state(again, trained(resumed), copied(state_tensors(going, trained(whole))))
+    for number in range(3, 6):
+        step(whole, going, number)
+        step(resumed, again, number)
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_groups_and_a_schedule_with_a_state_of_its_own_are_kept() -> None:
+    def make(of: nn.Module) -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        groups = [
+            {"params": list(of[0].parameters()), "lr": 0.01},
+            {"params": list(of[2].parameters()), "lr": 0.02, "betas": (0.5, 0.6)},
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        first = lr_scheduler.MultiStepLR(optimizer, [2, 4])
+        return optimizer, lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.ExponentialLR(optimizer, 0.5)], [5])
+
+    whole, resumed = model(), model()
+    going, schedule = make(whole)
+    for number in range(4):
+        step(whole, going, number)
+        schedule.step()
+    resumed.load_state_dict(whole.state_dict())
+    again, other_schedule = make(resumed)
+    saved = copied(state_tensors(going, trained(whole), schedule, groups=True))
+    load_state(again, trained(resumed), saved, other_schedule)
+    for number in range(4, 9):
+        assert [group["lr"] for group in going.param_groups] == [group["lr"] for group in again.param_groups]
+        assert [group["betas"] for group in going.param_groups] == [group["betas"] for group in again.param_groups]
+        step(whole, going, number)
+        step(resumed, again, number)
+        schedule.step()
+        other_schedule.step()
+    assert all(torch.equal(*pair) for pair in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "text"),
+    [
+        (
+            "optimizer/exp_avg/0.weight",
+            torch.zeros(5),
+            r"exp_avg of '0.weight' is \(5,\) of torch.float32, here \(3, 4",
+        ),
+        ("optimizer/exp_avg/0.weight", torch.zeros(3, 4, dtype=torch.float64), "of torch.float64, here"),
+        ("optimizer/exp_avg/1.weight", torch.zeros(3, 3), "here None"),
+        ("optimizer-json", torch.tensor(list(b"{"), dtype=torch.uint8), "cannot be read"),
+        ("optimizer-json", torch.zeros(3), "cannot be read"),
+        ("optimizer-json", torch.tensor(list(b'{"state": {"x": {}}}'), dtype=torch.uint8), "no parameter 'x'"),
+    ],
+)
+def test_state_that_does_not_fit_is_refused(name: str, tensor: Tensor, text: str) -> None:
+    of = model()
+    optimizer = torch.optim.AdamW(trained(of).values())
+    with pytest.raises(CheckpointError, match=text):
+        load_state(optimizer, trained(of), {name: tensor})
+
+
+def test_an_optimizer_of_the_tasks_must_step_what_the_model_trains() -> None:
+    of = model()
+    with pytest.raises(ValueError, match=r"lacks 2\.weight"):
+        check_parameters(torch.optim.SGD(of[0].parameters(), lr=0.1), trained(of))
+    with pytest.raises(ValueError, match="does not train"):
+        check_parameters(torch.optim.SGD([*of.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1), trained(of))
+    check_parameters(torch.optim.SGD(of.parameters(), lr=0.1), trained(of))
