@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
-from gradbus.runtime.algorithms.parts import mean_of, split_by_size, sum_sparse, take_largest
+from gradbus.runtime.algorithms.parts import flattened, mean_of, split_by_size, sum_sparse, take_largest
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, side_by_side
 
 
@@ -51,30 +51,62 @@ class EF21(Algorithm):
 
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         large, small = split_by_size(bucket.tensors, self.options.min_numel)
-        programs = [self._differences(name, tensor, step) for name, tensor in large.items()]
-        yield from side_by_side(*programs, mean_of("dense", small, step.active))
+        # The mean is shared, so that all ranks ask for the same.
+        whole = {name: tensor for name, tensor in large.items() if self.memory.find("mean", name) is None}
+        later = {name: tensor for name, tensor in large.items() if name not in whole}
+        yield from side_by_side(
+            self._first(whole, step), self._differences(later, step), mean_of("dense", small, step.active)
+        )
 
     @torch.no_grad()
-    def _differences(self, name: str, tensor: Tensor, step: Step) -> Program[None]:
-        average = tensor.reshape(-1) * (self.place.world / step.active)
-        before = self.memory.find("momentum", name)
-        if before is not None and before.shape == average.shape:
-            average = before * (1 - self.options.eta) + average * self.options.eta
-        known, mean = self.memory.find("known", name), self.memory.find("mean", name)
-        if mean is None:  # shared, so that all ranks ask for the same
-            mean = yield AllReduce(f"first/{name}", average, "mean")
-            known = average
-        elif known is None:
+    def _first(self, tensors: dict[str, Tensor], step: Step) -> Program[None]:
+        if not tensors:
+            return
+        averages = self._averages(tensors, step)
+        mean = yield AllReduce("first", flattened(averages), "mean")
+        self._stage(tensors, averages, averages, mean)
+
+    @torch.no_grad()
+    def _differences(self, tensors: dict[str, Tensor], step: Step) -> Program[None]:
+        """All tensors are one index space: one message."""
+        if not tensors:
+            return
+        averages = self._averages(tensors, step)
+        known = {name: self._known(name) for name in tensors}
+        sizes = [average.numel() for average in averages.values()]
+        difference = flattened(averages).sub_(flattened(known))
+        message, rest = take_largest(difference.clone(), sizes, self.options.density)
+        messages = yield AllGather("sparse", message)
+        sent = difference.sub_(rest).split_with_sizes(sizes)  # what the others decode, bit by bit
+        known = {name: one + part for (name, one), part in zip(known.items(), sent, strict=True)}
+        change = torch.zeros_like(rest)
+        sum_sparse(messages, change)
+        means = {name: self.memory.find_or_zeros("mean", name, one) for name, one in known.items()}
+        self._stage(tensors, averages, known, change.mul_(1 / self.place.world).add_(flattened(means)))
+
+    def _averages(self, tensors: dict[str, Tensor], step: Step) -> dict[str, Tensor]:
+        """w of each tensor: float32, shape (n,)."""
+        found = {}
+        for name, tensor in tensors.items():
+            gradient = tensor.reshape(-1) * (self.place.world / step.active)
+            before = self.memory.find("momentum", name)
+            if before is not None and before.shape == gradient.shape:
+                gradient = before * (1 - self.options.eta) + gradient * self.options.eta
+            found[name] = gradient
+        return found
+
+    def _known(self, name: str) -> Tensor:
+        known = self.memory.find("known", name)
+        if known is None:
             raise RuntimeError(f"ef21: a mean of {name!r} without what this rank has sent of it: join by regroup()")
-        else:
-            difference = average - known
-            message, rest = take_largest(difference.clone(), [difference.numel()], self.options.density)
-            messages = yield AllGather(f"sparse/{name}", message)
-            known = known + (difference - rest)  # what the others decode, bit by bit
-            change = torch.zeros_like(mean)
-            sum_sparse(messages, change)
-            mean = mean + change.mul_(1 / self.place.world)
-        self.memory.stage("known", name, known)
-        self.memory.stage("momentum", name, average)
-        self.memory.stage("mean", name, mean)
-        tensor.copy_(mean.view(tensor.shape))
+        return known
+
+    def _stage(
+        self, tensors: dict[str, Tensor], averages: dict[str, Tensor], known: dict[str, Tensor], mean: Tensor
+    ) -> None:
+        parts = mean.split_with_sizes([tensor.numel() for tensor in tensors.values()])
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+            self.memory.stage("known", name, known[name])
+            self.memory.stage("momentum", name, averages[name])
+            self.memory.stage("mean", name, part.clone())  # of its own: a view would keep and save all of them
+            tensor.copy_(part.view(tensor.shape))
