@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from gradbus.runtime.algorithms.replicas import fingerprint
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import CollectiveError, ConfigError, ReplicasDiverged
@@ -22,14 +22,6 @@ K = TypeVar("K")
 PIECE_BYTES = (
     64 << 20
 )  # tensors are sent in messages of about this size: few, and none needs a second copy of the model
-
-
-def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """64 bits of BLAKE2b over the raw bytes: equal bits, equal numbers; -0.0 is not 0.0."""
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        digest.update(_raw(tensor).numpy().data)
-    return int.from_bytes(digest.digest(), "little")
 
 
 def describe_layout(model: nn.Module) -> list[str]:

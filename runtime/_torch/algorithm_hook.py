@@ -75,6 +75,12 @@ def with_algorithm(
         module.named_parameters(), name, options, optimizers=list(optimizers), delay_steps=delay_steps,
         process_group=process_group or (None if ddp is None else ddp.process_group), hash_every=hash_every,
     )  # fmt: skip
+    if ddp is not None and ddp.find_unused_parameters and hook.delay_steps:
+        hook.close()
+        raise ConfigError(
+            f"{name}: with delay_steps a gradient comes a step later, when DDP may not take it: find_unused_parameters "
+            f"must be False"
+        )
     if ddp is not None:
         hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
         ddp.register_comm_hook(hook, exchange)
@@ -125,7 +131,8 @@ class AlgorithmHook:
     skip a step whose gradients are not finite on all ranks.
 
     Attributes:
-        algorithm: its state of this rank. skipped_steps: that all ranks skipped.
+        algorithm: its state of this rank. delay_steps: as given, or as the algorithm has it.
+        skipped_steps: that all ranks skipped.
         bytes_out: that this rank has sent, as the shortest way of each request needs. dense_bytes: what the same
             gradients take in float32.
         leaves_out_unused: whether parameters whose gradients are zero on all ranks, as those of layers that the step
@@ -164,7 +171,7 @@ class AlgorithmHook:
         self._optimizers = list(optimizers)
         try:
             self.algorithm: Algorithm = make_algorithm(name, self._place, options)
-            self._delay = self.algorithm.delay_steps if delay_steps is None else delay_steps
+            self.delay_steps = self.algorithm.delay_steps if delay_steps is None else delay_steps
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
             self._check(name, len(named))
         except ConfigError as error:
@@ -172,7 +179,7 @@ class AlgorithmHook:
             raise
         self._compare({
             "algorithm": name, "options": json.dumps(self.algorithm.options.model_dump(mode="json")),
-            "delay_steps": str(self._delay), "hash_every": str(hash_every),
+            "delay_steps": str(self.delay_steps), "hash_every": str(hash_every),
             "parameters": json.dumps({key: list(parameter.shape) for key, parameter in named}),
         })  # fmt: skip
         self.leaves_out_unused = True
@@ -201,9 +208,9 @@ class AlgorithmHook:
                 raise ConfigError(f"{name}: parameter {key} is on {parameter.device}, expected on the CPU")
         if scope == "weights" and not self._optimizers:
             raise ConfigError(f"{name} averages weights: it needs the optimizers of the model")
-        if not isinstance(self._delay, int) or self._delay < 0:
-            raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {self._delay!r}")
-        if (self._delay or self._hash_every) and not self._optimizers:
+        if not isinstance(self.delay_steps, int) or self.delay_steps < 0:
+            raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {self.delay_steps!r}")
+        if (self.delay_steps or self._hash_every) and not self._optimizers:
             raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
             self.algorithm.check(self._parameters, optimizer)
@@ -315,16 +322,16 @@ class AlgorithmHook:
         if bucket.index() == 0:
             self._start_run()
         self.dense_bytes += flat.nbytes
-        own = flat.clone() if self._delay else flat
+        own = flat.clone() if self.delay_steps else flat
         self._ready.append((TensorBucket(bucket.index(), own, self._views(bucket, own)), flat, given))
         if self.algorithm.scope == "bucket" or bucket.is_last():
             job = self._queue.submit(self._exchange, self._run, [one for one, _, _ in self._ready], bucket.is_last())
-            for _, buffer, future in self._ready if not self._delay else ():
+            for _, buffer, future in self._ready if not self.delay_steps else ():
                 job.add_done_callback(partial(_deliver, future, buffer, {}, {}))
             self._ready = []
-        if self._delay and self._due is None:
+        if self.delay_steps and self._due is None:
             given.set_result(flat.zero_())
-        elif self._delay and self._due is not None:
+        elif self.delay_steps and self._due is not None:
             self._due.ended.add_done_callback(
                 partial(_deliver, given, flat, self._views(bucket, flat), self._due.tensors)
             )
@@ -356,7 +363,7 @@ class AlgorithmHook:
         self._passes += 1
         self._run = _Run(epoch=max(0, self._epoch), loss=self._reported)
         self._waiting.append(self._run)
-        self._due = self._waiting.popleft() if len(self._waiting) > self._delay else None
+        self._due = self._waiting.popleft() if len(self._waiting) > self.delay_steps else None
 
     @torch.no_grad()
     def _exchange(self, run: _Run, buckets: Sequence[TensorBucket], is_last: bool) -> None:
@@ -367,14 +374,14 @@ class AlgorithmHook:
             run.step = run.step or self._next_step(run)
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket.tensors.items()}
             self._exchange_tensors(run, buckets[0], tensors)
-            if self._delay:
+            if self.delay_steps:
                 run.tensors.update(tensors)
         except BaseException as error:
             run.error = run.error or error
             raise
         finally:
             run.is_whole = is_last
-            if is_last and self._delay:
+            if is_last and self.delay_steps:
                 self._conclude(run)
 
     def _exchange_tensors(self, run: _Run, bucket: TensorBucket, tensors: Mapping[str, Tensor]) -> None:
@@ -462,7 +469,7 @@ class AlgorithmHook:
         if run.is_applied:
             return
         run.is_applied = True
-        if not self._delay:
+        if not self.delay_steps:
             self._on_queue(self._conclude, run)
         if self._due is None or not self._due.counts:
             self._drop_gradients()
@@ -481,7 +488,7 @@ class AlgorithmHook:
         an average cannot be taken back where only some have got it. Else a rank skips its own step alone."""
         self._step = Step(self._number, max(0, self._epoch), self._place.world, self._loss)
         self._is_due = self.algorithm.is_due(self._step)
-        is_together = self._is_due and not self._delay
+        is_together = self._is_due and not self.delay_steps
         own = [one.grad for one in self._parameters.values() if one.grad is not None]
         if is_together:
             own += [one.detach() for one in self._parameters.values()]
@@ -498,12 +505,12 @@ class AlgorithmHook:
             self._number += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._delay:
-            self._apply_changes(self._step.number - self._delay)
+        if self.delay_steps:
+            self._apply_changes(self._step.number - self.delay_steps)
         if not self._is_due:
             return
         self._is_due = False
-        if self._delay:
+        if self.delay_steps:
             run = _Run(self._step.number)
             self._waiting.append(run)
             self._queue.submit(self._average_late, run, self._step, bucket_of(self._parameters))

@@ -146,6 +146,10 @@ class Dgc(Algorithm):
             weight_decay=settings.weight_decay,
         )  # fmt: skip
 
+    def regroup(self, place: Place) -> None:
+        super().regroup(place)
+        self._config = dataclasses.replace(self._config, world=place.world)
+
     # The step
 
     @torch.no_grad()

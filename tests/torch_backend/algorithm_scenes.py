@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn.parallel import DistributedDataParallel
 from torch_node import RankLocation
 
-from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
+from gradbus.runtime.algorithms.dense import Dense
 from gradbus.runtime.algorithms.powersgd import PowerSGD
 from gradbus.runtime.choices import ALGORITHMS
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, ReplicasDiverged
 from gradbus.torch import AlgorithmHook, with_algorithm
 
 STEPS = 6
@@ -46,12 +48,25 @@ class Training:
     def __init__(self, rank: int, algorithm: str = "", **options: Any) -> None:
         self.rank = rank
         self.step_number = 0
+        self.losses: list[float] = []
         self.model = DistributedDataParallel(net(), **SMALL_BUCKETS)
         momentum = 0.0 if algorithm in WITHOUT_MOMENTUM else 0.9
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=momentum)
         self.hook: AlgorithmHook | None = None
         if algorithm:
             self.hook = with_algorithm(self.model, [self.optimizer], algorithm, **options)
+
+    def backward(self) -> None:
+        x, wanted = batch(self.rank, self.step_number)
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(x), wanted).backward()
+        self.step_number += 1
+
+    def apply(self, gradients: list[Tensor | None] | None) -> None:
+        """Step with these gradients, or pass over all parameters."""
+        for number, parameter in enumerate(self.model.parameters()):
+            parameter.grad = None if gradients is None else gradients[number]
+        self.optimizer.step()
 
     def step(self, *, spoilt: bool = False, counts: bool = True) -> None:
         x, wanted = batch(self.rank, self.step_number)
@@ -60,6 +75,7 @@ class Training:
         (loss * torch.nan if spoilt else loss).backward()
         if self.hook is not None:
             self.hook.report_loss(loss)
+            self.losses.append(loss.item())
         self.optimizer.step()
         self.step_number += counts
 
@@ -194,6 +210,142 @@ def a_failing_program(place: RankLocation) -> dict[str, Any]:
     return {"error": str(caught.value)}
 
 
+def late_gradients(place: RankLocation) -> dict[str, Any]:
+    """Weights where a step takes the gradients of one before: with a hook, by hand, and going on from a saved state."""
+    place.start()
+    found: dict[str, Any] = {}
+    for delay in (1, 2):
+        training = Training(place.rank, "dense", delay_steps=delay)
+        found[f"hook {delay}"] = training.steps(4).weights
+        assert training.hook is not None
+        saved = copy.deepcopy(
+            (training.model.state_dict(), training.optimizer.state_dict(), training.hook.state_dict())
+        )
+        found[f"drained {delay}"] = drained(training.steps(2))
+        by_hand = Training(place.rank)
+        waiting: list[list[Tensor | None]] = []
+        for number in range(6):
+            by_hand.backward()
+            gradients = [parameter.grad for parameter in by_hand.model.parameters()]
+            waiting.append([None if one is None else one.clone() for one in gradients])
+            by_hand.apply(waiting.pop(0) if len(waiting) > delay else None)
+            if number == 3:
+                found[f"by hand {delay}"] = by_hand.weights
+        for means in waiting:
+            by_hand.apply(means)
+        found[f"drained by hand {delay}"] = by_hand.weights
+        again = Training(place.rank, "dense", delay_steps=delay)
+        assert again.hook is not None
+        for part, state in zip((again.model, again.optimizer, again.hook), saved, strict=True):
+            part.load_state_dict(state)  # type: ignore[arg-type]
+        again.step_number = 4
+        found[f"resumed {delay}"] = drained(again.steps(2))
+    spoilt = Training(place.rank, "topk", delay_steps=1).steps(2)
+    spoilt.step(spoilt=place.rank == 1)
+    found["spoilt"] = drained(spoilt.steps(2))
+    assert spoilt.hook is not None
+    found["skipped"] = spoilt.hook.skipped_steps
+    return found
+
+
+def drained(training: Training) -> list[Tensor]:
+    """The weights after all that waits."""
+    assert training.hook is not None
+    while training.hook.drain():
+        training.optimizer.step()
+    return training.weights
+
+
+def late_weights(place: RankLocation) -> dict[str, Any]:
+    """Weights where their means of every second step are applied some steps later: with a hook, and by hand."""
+    place.start()
+    found: dict[str, Any] = {}
+    for delay in (0, 1, 3):
+        for with_hook in (True, False):
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+            hook = None
+            if with_hook:
+                hook = with_algorithm(model, [optimizer], "async-averaging", delay_steps=delay, every_steps=2)
+            waiting: list[tuple[int, list[Tensor]]] = []
+            for number in range(7):
+                if hook is not None and number == 4:
+                    hook.load_state_dict(copy.deepcopy(hook.state_dict()))
+                x, wanted = batch(place.rank, number)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), wanted).backward()
+                optimizer.step()
+                if with_hook:
+                    continue
+                if delay:
+                    add_changes(model, waiting, number - delay)
+                if number % 2:
+                    copies = [parameter.detach().clone() for parameter in model.parameters()]
+                    means = [parameter.detach().clone() for parameter in model.parameters()]
+                    for mean in means:
+                        dist.all_reduce(mean)
+                        mean.mul_(0.5)
+                    changes = [mean - own for mean, own in zip(means, copies, strict=True)]
+                    waiting.append((number, changes if delay else means))
+                    if not delay:
+                        replace(model, waiting.pop()[1])
+            if hook is not None:
+                hook.drain()
+            else:
+                add_changes(model, waiting, 7)
+            key = f"{'hook' if with_hook else 'by hand'} {delay}"
+            found[key] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
+@torch.no_grad()
+def replace(model: nn.Module, weights: list[Tensor]) -> None:
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.copy_(weight)
+
+
+@torch.no_grad()
+def add_changes(model: nn.Module, waiting: list[tuple[int, list[Tensor]]], until: int) -> None:
+    while waiting and waiting[0][0] <= until:
+        for parameter, change in zip(model.parameters(), waiting.pop(0)[1], strict=True):
+            parameter.add_(change)
+
+
+def losses_and_hashes(place: RankLocation) -> dict[str, Any]:
+    """The losses that an algorithm is told, those of this rank, and what is told of weights that differ."""
+    place.start()
+    training = Training(place.rank, f"{__name__}:Records", hash_every=2)
+    assert training.hook is not None
+    assert isinstance(training.hook.algorithm, Records)
+    training.steps(3)
+    training.step(spoilt=True, counts=False)
+    training.steps(1)
+    own = [training.losses[number] for number in (0, 1, 2, 4)]
+    if place.rank == 1:
+        with torch.no_grad():
+            next(iter(training.model.parameters())).view(-1)[0] += 1
+    with pytest.raises(ReplicasDiverged) as caught:
+        training.steps(2)
+    algorithm = training.hook.algorithm
+    told = [algorithm.told[number] for number in range(5)]
+    return {"told": told, "own": own, "ranks": list(caught.value.ranks), "hosts": list(algorithm.place.hosts)}
+
+
+class Records(Dense):
+    """Keeps the losses that it is told, by the number of the step."""
+
+    choice = "records"
+    needs_loss = True
+
+    def __init__(self, place: Place, options: Any) -> None:
+        super().__init__(place, options)
+        self.told: dict[int, float] = {}
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Any:
+        self.told[step.number] = step.loss
+        yield from super().exchange(bucket, step)
+
+
 class Fails(Algorithm):
     """Fails in the first bucket."""
 
@@ -219,6 +371,9 @@ def refusals(place: RankLocation) -> dict[str, str]:
     refused("optimizer", model, torch.optim.Adam(model.parameters()), "qadam")
     refused("momentum", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "onebit-adam")
     refused("plain", net(), sgd, "topk")
+    unused = DistributedDataParallel(net(), find_unused_parameters=True)
+    refused("unused", unused, torch.optim.SGD(unused.parameters(), lr=0.1), "dense", delay_steps=1)
+    refused("delay", model, sgd, "dense", delay_steps=-1)
     refused("dtype", DistributedDataParallel(net().double()), sgd, "dense")
     refused("differs", model, sgd, "topk", density=0.1 * (1 + place.rank))
     refused("one rank", model, sgd, "topk" if place.rank else "tokp")

@@ -72,6 +72,36 @@ def test_a_run_goes_on_from_its_state_to_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_with_a_delay_a_step_takes_the_gradients_of_an_earlier_one(backend: str) -> None:
+    first, second = play("algorithm_scenes", "late_gradients", 2, backend)
+    for found in (first, second):
+        for delay in (1, 2):
+            assert largest_difference(found[f"hook {delay}"], found[f"by hand {delay}"]) == 0.0
+            assert largest_difference(found[f"drained {delay}"], found[f"drained by hand {delay}"]) == 0.0
+            assert largest_difference(found[f"resumed {delay}"], found[f"drained {delay}"]) == 0.0
+        assert found["skipped"] == 1
+    assert largest_difference(first["spoilt"], second["spoilt"]) == 0.0
+    assert all(bool(weight.isfinite().all()) for weight in first["spoilt"])
+
+
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_means_of_weights_are_applied_after_the_optimizers_step_and_some_steps_later(backend: str) -> None:
+    for found in play("algorithm_scenes", "late_weights", 2, backend):
+        for delay in (0, 1, 3):
+            assert largest_difference(found[f"hook {delay}"], found[f"by hand {delay}"]) <= 1e-7, delay
+
+
+def test_an_algorithm_is_told_the_mean_loss_of_the_last_step_that_counted_and_ranks_that_differ_are_named() -> None:
+    first, second = play("algorithm_scenes", "losses_and_hashes", 2, "dds")
+    means = [(one + other) / 2 for one, other in zip(first["own"], second["own"], strict=True)]
+    for found in (first, second):
+        assert found["told"][0] != found["told"][0]  # NaN: there is none yet
+        assert found["told"][1:] == pytest.approx(means)
+        assert found["ranks"] == [1]
+        assert found["hosts"] == [first["hosts"][0]] * 2
+
+
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
 def test_exchanges_do_not_mix_with_other_calls_of_a_backward_pass(backend: str) -> None:
     first, *others = play("algorithm_scenes", "in_the_midst_of_other_calls", 3, backend)
     for name, weights in first.items():
@@ -95,3 +125,5 @@ def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
         assert 'rank 1 {"density": 0.2' in told["differs"]
         assert "did you mean 'topk'?" in told["one rank"]
         assert "all ranks need the same options" in told["order"]
+        assert "find_unused_parameters must be False" in told["unused"]
+        assert "delay_steps must be a whole number >= 0, got -1" in told["delay"]

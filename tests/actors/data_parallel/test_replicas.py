@@ -20,8 +20,8 @@ from gradbus.actors.data_parallel.replicas import (
     check_equal,
     check_equal_layouts,
     describe_layout,
-    fingerprint,
 )
+from gradbus.runtime.algorithms.replicas import fingerprint
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import ConfigError, ReplicasDiverged

@@ -182,6 +182,18 @@ def test_the_momentum_is_that_of_the_option_before_that_of_the_optimizer() -> No
     assert not torch.equal(firsts[0], firsts[2])
 
 
+def test_the_limit_of_norms_goes_by_the_ranks_that_there_are() -> None:
+    """A rank clips its own gradient at clip_norm / sqrt(world)."""
+    norms = []
+    for world in (1, 4):
+        ranks = Ranks(1, density=1.0, clip_norm=1.0)
+        ranks.algorithms[0].regroup(Place(0, world))
+        bucket = bucket_of(gradients(0, 0))
+        Lockstep(1).run([ranks.algorithms[0].exchange(bucket, Step(0, active=world))])
+        norms.append(float(bucket.flat.norm()))
+    assert norms == pytest.approx([1.0, 0.5], rel=1e-5)
+
+
 def test_an_optimizer_that_adds_momentum_is_refused() -> None:
     algorithm = Ranks(1).algorithms[0]
     named = parameters()
