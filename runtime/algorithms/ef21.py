@@ -12,6 +12,9 @@ only k entries travel. Two vectors are kept: g_i, this rank's, and G, equal on a
 gradient, as the authors' code for deep networks does, so that G is its mean. So does the first step after a rank has
 joined or left: what the others know of a rank would not fit to what it knows, and G would be off for ever.
 
+The average w is the momentum of EF21-SGDM: the optimizer that follows is SGD without one. With momentum in both, and
+few entries sent, G comes too late for training to get anywhere.
+
 Differs from the papers: with fewer active ranks than the world, gradients count world / active times.
 """
 
