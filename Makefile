@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
-	bench-attacks conformance figures faults soak lock clean distclean
+	bench-attacks bench-compression conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -190,6 +190,10 @@ bench-ddp: $(STAMP)  ## data-parallel training: accuracy, bytes, waiting
 
 bench-collectives: $(STAMP)  ## torch.distributed over DDS and shared memory against gloo
 	@$(PY) -m gradbus.experiments.bench collectives $(ARGS)
+
+# Trainings that were run before are kept in runs/ and not run again: it may be stopped, and goes on where it was.
+bench-compression: $(STAMP)  ## accuracy, bytes and time of every algorithm of data-parallel training
+	@$(PY) -m gradbus.experiments.bench compression $(ARGS)
 
 bench-attacks: $(STAMP)  ## hostile clients: the accuracy that each defence saves
 	@$(PY) -m gradbus.experiments.bench attacks $(ARGS)

@@ -19,6 +19,7 @@ from gradbus.experiments.bench import (
     bus,
     codecs,
     collectives,
+    compression,
     data_parallel,
     document,
     federated,
@@ -48,7 +49,7 @@ SCALE = {
     "ranks": Part(scale.measure_ranks, "Growth with the ranks", 60, 20),
     "payload": Part(scale.measure_payload, "Growth with the payload", 140, 20),
 }
-TITLES = {name: part.about for name, part in (PARTS | SCALE).items()}
+TITLES = {name: part.about for name, part in {**PARTS, **SCALE, **compression.BENCHMARK.parts}.items()}
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +58,17 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
     parser.add_argument("--scale", action="store_true", help="cost as work grows, with the exponent and a plot of each")
-    parser.add_argument("--write-docs", action="store_true", help=f"rewrite the tables in {DOCS}, and {DOCS_RESULTS}")
+    _document_option(parser)
     parser.add_argument("--write-baseline", action="store_true", help="make this the baseline that comes with the code")
+
+
+def _document_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--write-docs", action="store_true", help=f"rewrite the tables in {DOCS}, and {DOCS_RESULTS}")
+
+
+def _compression_options(parser: argparse.ArgumentParser) -> None:
+    compression.options(parser)
+    _document_option(parser)
 
 
 BENCHMARKS = {
@@ -69,6 +79,7 @@ BENCHMARKS = {
     "attacks": attacks.BENCHMARK,
     "codecs": codecs.BENCHMARK,
     "sealing": sealing.BENCHMARK,
+    "compression": compression.BENCHMARK._replace(options=_compression_options),
 }
 
 
@@ -80,7 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         if name != "suite":
-            return run(BENCHMARKS[name], chosen, [name, *rest])[0]
+            code, measured = run(BENCHMARKS[name], chosen, [name, *rest])
+            if getattr(chosen, "write_docs", False):
+                _write_docs(measured)
+            return code
         chosen.part = chosen.part or (list(SCALE) if chosen.scale else None)
         code, measured = run(BENCHMARKS[name], chosen, rest)
         _publish(chosen, measured)
@@ -90,18 +104,23 @@ def main(arguments: list[str] | None = None) -> int:
         return int(exit_code_of(error))
 
 
+def _write_docs(measured: Results) -> Results:
+    """Put new runs into the document and the file of its results, and return all that these have."""
+    known = Results.load(DOCS_RESULTS) if DOCS_RESULTS.exists() else Results()
+    for one in measured.runs:
+        known = known.with_run(one)
+    document.write(DOCS, known, TITLES)
+    known.save(DOCS_RESULTS)
+    return known
+
+
 def _publish(chosen: argparse.Namespace, measured: Results) -> None:
     """Write the documents, the baseline and the plot that were asked for."""
-    if chosen.write_docs:
-        known = Results.load(DOCS_RESULTS) if DOCS_RESULTS.exists() else Results()
-        for one in measured.runs:
-            known = known.with_run(one)
-        document.write(DOCS, known, TITLES)
-        known.save(DOCS_RESULTS)
+    known = _write_docs(measured) if chosen.write_docs else measured
     if chosen.write_baseline:
         measured.save(BASELINE)
-    plot, shown = (DOCS_PLOT, known) if chosen.write_docs else (chosen.out.with_suffix(".png"), measured)
-    if style.have_matplotlib() and growth.draw(plot, shown):
+    plot = DOCS_PLOT if chosen.write_docs else chosen.out.with_suffix(".png")
+    if style.have_matplotlib() and growth.draw(plot, known):
         print(f"drawn: {plot}", file=sys.stderr)
 
 

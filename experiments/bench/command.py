@@ -105,7 +105,7 @@ def run(benchmark: Benchmark, chosen: argparse.Namespace, words: Sequence[str]) 
         names = [name for name in names if stored.run(name) is not None]
         if {it.configuration.get("effort") for it in stored.runs} == {"quick"} and chosen.effort == "full":
             chosen.effort = "quick"
-    if any(benchmark.parts[name].needs_mnist for name in names):
+    if chosen.effort != "tiny" and any(benchmark.parts[name].needs_mnist for name in names):
         without = " ".join(f"--part {name}" for name, part in benchmark.parts.items() if not part.needs_mnist)
         need_mnist(getattr(chosen, "data_root", None), f"What needs no data: {without or 'nothing here'}")
     by_turns = chosen.compare is not None and stored is None

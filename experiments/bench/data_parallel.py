@@ -19,23 +19,21 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradbus import codecs, models
 from gradbus.experiments.bench.command import Benchmark, Part
-from gradbus.experiments.bench.processes import BenchRank, run_ranks
+from gradbus.experiments.bench.gloo_training import GlooRun, train_on_gloo
+from gradbus.experiments.bench.processes import run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import by_turns
 from gradbus.experiments.bench.training import Data, Training, train
-from gradbus.runtime.dds import malloc
 
 _LR = 0.05
 _SAMPLES = 512  # generated digits: what a step costs does not depend on them
 _WARM_UP_STEPS = 10  # buffers are made, DDS has found its window
 _SGD = {"lr": _LR}
-_EVERY_STEP = {
+EVERY_STEP = {
     "eval_every_epochs": 0, "profile": {"window_steps": 1}, "hash_every": 0, "optimizer": _SGD, "epochs": 100_000
 }  # fmt: skip
 _DGC = {"name": "dgc", "density": 0.001}
@@ -54,7 +52,7 @@ class StepsPlan:
 
     def training(self, **config: Any) -> Training:
         """A run of this plan."""
-        settings = {**_EVERY_STEP, "max_steps": self.warm_up + self.steps, **config}
+        settings = {**EVERY_STEP, "max_steps": self.warm_up + self.steps, **config}
         return Training(
             model=_MODELS[self.model], batch_size=self.batch_size, config=settings, samples=_SAMPLES, data="glyphs"
         )
@@ -70,56 +68,31 @@ PLANS = {
 def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """A dense step and one of DGC, each against gloo."""
     plan = PLANS[chosen.effort]
+    on_gloo = GlooRun(training=plan.training(), steps=plan.warm_up + plan.steps)
     ways: dict[str, Callable[[], list[list[float]]]] = {
-        "dense": lambda: _steps(plan.training(), plan.warm_up)["step_s"],
-        "DGC": lambda: _steps(plan.training(algorithm={**_DGC, "warmup": "none"}), plan.warm_up)["step_s"],
-        "gloo": lambda: run_ranks(gloo_steps, 2, plan),
+        "dense": lambda: steps_of(plan.training(), plan.warm_up)["step_s"],
+        "DGC": lambda: steps_of(plan.training(algorithm={**_DGC, "warmup": "none"}), plan.warm_up)["step_s"],
+        "gloo": lambda: [found.steps_s[plan.warm_up :] for found in run_ranks(train_on_gloo, 2, on_gloo)],
     }
     launches = by_turns(ways, plan.launches)
-    ms = {name: [1e3 * _typical(max, ranks) for ranks in found] for name, found in launches.items()}
+    ms = {name: [1e3 * typical(max, ranks) for ranks in found] for name, found in launches.items()}
     for name in ("dense", "DGC"):
         title = f"step, {name}, {plan.model}, batch {plan.batch_size}, world 2, one host"
         yield measurement(title, "ms", ms[name], against=("gloo DDP", ms["gloo"]))
 
 
-def _steps(run: Training, skip: int) -> dict[str, list[list[float]]]:
+def steps_of(run: Training, skip: int) -> dict[str, list[list[float]]]:
     """Seconds and bytes of each step, after the first ones: by the name of the amount, a list for each rank."""
     found = train(run)
     return {
         name: [[window[name] for window in rank["windows"][skip:]] for rank in found]
-        for name in ("step_s", "wait_s", "bytes_out")
+        for name in ("step_s", "encode_s", "wait_s", "decode_s", "bytes_out")
     }
 
 
-def _typical(of_ranks: Callable[..., float], ranks: Sequence[Sequence[float]]) -> float:
+def typical(of_ranks: Callable[..., float], ranks: Sequence[Sequence[float]]) -> float:
     """The median step, of which ``of_ranks`` makes one number of those of all ranks."""
     return statistics.median(map(of_ranks, zip(*ranks, strict=True)))
-
-
-def gloo_steps(place: BenchRank) -> list[float]:
-    """The role of a rank: seconds of each step of DistributedDataParallel. Its spec: StepsPlan."""
-    plan: StepsPlan = place.spec
-    malloc.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing
-    place.start("gloo")
-    task = plan.training().task()
-    model = task.build_model()
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=_LR, momentum=0.9)
-    taken: list[float] = []
-    epoch = 0
-    while len(taken) < plan.warm_up + plan.steps:
-        began_s = time.perf_counter()
-        for batch in task.batches(rank=place.rank, world=place.world, epoch=epoch, seed=0):
-            optimizer.zero_grad()
-            torch.autograd.backward(task.loss(parallel, batch))
-            optimizer.step()
-            ended_s = time.perf_counter()
-            taken.append(ended_s - began_s)
-            began_s = ended_s
-        epoch += 1
-    dist.barrier()
-    dist.destroy_process_group()
-    return taken[plan.warm_up : plan.warm_up + plan.steps]
 
 
 # Beside limits
@@ -163,8 +136,8 @@ def measure_bytes(
         ("dense", {}), ("DGC fp32", {"algorithm": {**_DGC, "warmup": "none"}}),
         ("DGC fp16", {"algorithm": {**_DGC, "warmup": "none", "value_dtype": "fp16"}}),
     ):  # fmt: skip
-        run = Training(model=model, batch_size=64, data=data, config={**_EVERY_STEP, "max_steps": steps, **more})
-        sent[name] = statistics.mean(map(statistics.mean, _steps(run, steps // 2)["bytes_out"]))
+        run = Training(model=model, batch_size=64, data=data, config={**EVERY_STEP, "max_steps": steps, **more})
+        sent[name] = statistics.mean(map(statistics.mean, steps_of(run, steps // 2)["bytes_out"]))
     for name in ("DGC fp32", "DGC fp16"):
         note = f"{sent['dense']:,.0f} B / {sent[name]:,.0f} B"
         title = f"bytes of a step and rank, CNN: dense / {name}"
@@ -179,11 +152,11 @@ def measure_overlap(
     The rank that is ready last waits for nothing but the exchange: that is the pure wait. The other one also waits for
     it to finish computing, which no overlap can hide; the mean of both is shown as well.
     """
-    config = {**_EVERY_STEP, "max_steps": _WARM_UP_STEPS + steps}
+    config = {**EVERY_STEP, "max_steps": _WARM_UP_STEPS + steps}
 
     def run(overlap: bool) -> dict[str, list[list[float]]]:
         run = Training(model=model, batch_size=64, data=data, config={**config, "overlap": overlap})
-        return _steps(run, _WARM_UP_STEPS)
+        return steps_of(run, _WARM_UP_STEPS)
 
     taken = by_turns({"with": partial(run, True), "without": partial(run, False)}, repeats)
     for name, amount, of_ranks, limit in (
@@ -191,7 +164,7 @@ def measure_overlap(
         ("wait of it, mean of the ranks", "wait_s", statistics.mean, None),
         ("dense step on the CNN", "step_s", max, None),
     ):
-        ms = {way: [1e3 * _typical(of_ranks, it[amount]) for it in runs] for way, runs in taken.items()}
+        ms = {way: [1e3 * typical(of_ranks, it[amount]) for it in runs] for way, runs in taken.items()}
         with_it, without = (statistics.median(ms[way]) for way in ("with", "without"))
         note = f"without overlap {without:.3g} ms; {steps} steps per run, medians"
         yield measurement(f"{name}, overlap", "ms", ms["with"], note=note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,8 @@ class Training:
 
     Attributes:
         model: takes ``seed``. batch_size: of one rank. config: of ``gradbus.DataParallelConfig``, which also has the
-            seed. samples: of the training set, None for all. data: glyphs are drawn on the spot.
+            seed. samples: of the training set, None for all. data: glyphs are drawn on the spot. data_root:
+            folder of MNIST, None: as ``GRADBUS_DATA`` says.
     """
 
     model: Callable[..., nn.Module]
@@ -31,6 +33,7 @@ class Training:
     world: int = 2
     samples: int | None = None
     data: Data = "mnist"
+    data_root: Path | None = None
 
     def task(self) -> models.ClassificationTask:
         """Model, data and loss, also for a loop in one process."""
@@ -41,7 +44,7 @@ class Training:
     def _split(self) -> models.DataSplit:
         if self.data == "glyphs":
             return models.glyphs(train=self.samples or 1000, test=50)
-        split = models.load(self.data, download=False)
+        split = models.load(self.data, self.data_root, download=False)
         if self.samples is None:
             return split
         return models.DataSplit(split.train.subset(torch.arange(self.samples)), split.test)

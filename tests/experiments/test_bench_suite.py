@@ -16,6 +16,7 @@ from gradbus.experiments.bench import data_parallel, document, federated, scale
 from gradbus.experiments.bench.__main__ import BENCHMARKS, PARTS, SCALE, TITLES
 from gradbus.experiments.bench.command import BASELINE, Part
 from gradbus.experiments.bench.compare import compare, other_machine
+from gradbus.experiments.bench.gloo_training import GlooRun, train_on_gloo
 from gradbus.experiments.bench.results import Measurement, PartRun, Results, machine, make_run, measurement, summary
 from gradbus.experiments.bench.rounds import WAYS
 from gradbus.runtime.dds import malloc
@@ -275,7 +276,7 @@ def test_ranks_of_gloo_have_malloc_set_as_those_with_a_bus(monkeypatch: pytest.M
         pass
 
     class NoPlace:
-        spec: ClassVar = data_parallel.PLANS["tiny"]
+        spec: ClassVar = GlooRun(training=data_parallel.PLANS["tiny"].training(), steps=1)
 
         def start(self, backend: str) -> None:
             calls.append(backend)
@@ -283,7 +284,7 @@ def test_ranks_of_gloo_have_malloc_set_as_those_with_a_bus(monkeypatch: pytest.M
 
     monkeypatch.setattr(malloc, "keep_memory", lambda: calls.append("memory"))
     with pytest.raises(Stopped):
-        data_parallel.gloo_steps(cast("Any", NoPlace()))
+        train_on_gloo(cast("Any", NoPlace()))
     assert calls == ["memory", "gloo"]
 
 

@@ -1,0 +1,328 @@
+"""Algorithms of data-parallel training side by side: accuracy after equal steps, bytes, time of a step and of coding.
+
+``make bench-compression``. Which algorithms: those of the table of gradbus, with the options and learning rates of
+``recipes.py``. Accuracy and bytes are of all ranks in one process, in lockstep, whose bits are those of a run with a
+process for each rank; each result is kept in a file beside ``--out`` as it comes, and another run computes what is
+missing there. StepTimes are of real processes over DDS. MNIST as ``--data-root`` or ``GRADBUS_DATA`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from gradbus import models
+from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
+from gradbus.experiments.bench.gloo_training import GlooRun, train_on_gloo
+from gradbus.experiments.bench.lockstep_training import LockstepTraining, NotFinite
+from gradbus.experiments.bench.processes import run_ranks
+from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipes
+from gradbus.experiments.bench.results import Measurement, commit, measurement
+from gradbus.experiments.bench.timing import by_turns
+from gradbus.experiments.bench.training import Data, Training
+
+_MODELS: dict[str, Callable[..., nn.Module]] = {"CNN": models.mnist_cnn, "MLP": models.mnist_mlp}
+_TIMED_AGAINST = "powersgd rank 4"  # what ByteGrad is said to be half as fast again as
+_WARM_UP_STEPS = 8
+_SAMPLES = 512  # generated digits: what a step costs does not depend on them
+_SMALL_LR = 1e-6  # where only bytes and times count: Adam hardly warmed up diverges
+_OF_CHANCE = 0.1  # accuracy of a training that has diverged
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSetting:
+    """What all algorithms have in common. ``batch_size``: of one rank."""
+
+    model: str
+    world: int
+    batch_size: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, world {self.world}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressionPlan:
+    """How much is measured.
+
+    Attributes:
+        settings: for accuracy, of which ``seeds`` are a sample each, from 0. sending: for bytes. timing: for times, of
+            ``launches`` each, and ``timed`` the titles of the recipes; empty: all.
+    """
+
+    settings: Sequence[TrainingSetting]
+    seeds: int
+    sending: Sequence[TrainingSetting]
+    timing: Sequence[TrainingSetting]
+    launches: int
+    timed: Sequence[str] = ()
+    data: Data = "mnist"
+
+
+PLANS = {
+    "tiny": CompressionPlan(
+        settings=[TrainingSetting("MLP", 2, 4, 2)], seeds=1, sending=[TrainingSetting("MLP", 2, 4, 4)],
+        timing=[TrainingSetting("MLP", 2, 4, 3)], launches=1, timed=["dense fp32", _TIMED_AGAINST, "bytegrad"],
+        data="glyphs",
+    ),
+    "quick": CompressionPlan(
+        settings=[TrainingSetting("MLP", 4, 128, 60)], seeds=1, sending=[TrainingSetting("CNN", 2, 16, 8)],
+        timing=[TrainingSetting("CNN", 2, 16, 12)], launches=2,
+    ),
+    "full": CompressionPlan(
+        settings=[TrainingSetting("MLP", 4, 128, 351), TrainingSetting("CNN", 2, 16, 100),
+                  TrainingSetting("MLP", 2, 128, 351), TrainingSetting("CNN", 4, 16, 100)],
+        seeds=3, sending=[TrainingSetting("CNN", world, 8, 8) for world in (2, 4, 8)],
+        timing=[TrainingSetting("CNN", 2, 64, 24), TrainingSetting("CNN", 4, 64, 24)], launches=3,
+    ),
+}  # fmt: skip
+
+
+def accuracy_key(recipe: Recipe, setting: TrainingSetting, data: str, seed: int) -> str:
+    """What decides the accuracy, as text: a result is kept by it."""
+    fields = {name: value for name, value in asdict(recipe).items() if name in _DECIDES}
+    return json.dumps({**fields, **asdict(setting), "data": data, "seed": seed}, sort_keys=True)
+
+
+_DECIDES = ("algorithm", "options", "lr", "momentum", "delay_steps")
+
+
+class KeptResults:
+    """Results of trainings in a file, a line of JSON each, in the order in which they came."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                one = json.loads(line)
+                self._found[json.dumps(one["of"], sort_keys=True)] = one
+
+    def get(self, key: str) -> Mapping[str, Any] | None:
+        """The result of this key, or None."""
+        return self._found.get(key)
+
+    def add(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Write a result, and return it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._found[key] = {"of": json.loads(key), **result}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self._found[key]) + "\n")
+        return self._found[key]
+
+
+def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Points below dense, of each algorithm in each setting; a sample is a seed."""
+    plan = PLANS[chosen.effort]
+    kept = KeptResults(chosen.out.with_name(f"{chosen.out.stem}-accuracy.jsonl"))
+    split = models.load(plan.data, chosen.data_root, download=False)
+    until_s = time.monotonic() + 60 * chosen.minutes
+    percent: dict[tuple[TrainingSetting, str], dict[int, float]] = {}  # by seed
+    limited, others = _by_limit(_compared())
+    for setting, recipes, seed in itertools.product(plan.settings, (limited, others), range(plan.seeds)):
+        task = models.ClassificationTask(_MODELS[setting.model], split, batch_size=setting.batch_size, seed=seed)
+        on_gloo = partial(_train_on_gloo, setting, plan.data, chosen.data_root, seed)
+        for recipe in recipes:
+            key = accuracy_key(recipe, setting, plan.data, seed)
+            found = kept.get(key)
+            if found is None and time.monotonic() < until_s:
+                train = partial(_train, recipe, setting, task, seed) if recipe.algorithm else on_gloo
+                found = kept.add(key, _reported(f"{setting.name}, seed {seed}: {recipe.title}", train))
+            if found is not None:
+                percent.setdefault((setting, recipe.title), {})[seed] = 100 * found["accuracy"]
+    for setting, recipe in itertools.product(plan.settings, _compared()):
+        own, dense = percent.get((setting, recipe.title), {}), percent.get((setting, _compared()[0].title), {})
+        if own.keys() & dense.keys():
+            yield _below_dense(recipe, setting, own, dense, asks=chosen.effort == "full")
+
+
+def _by_limit(recipes: Sequence[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
+    """Dense and those with a limit, which come first where time is short; and the others."""
+    limited = [recipe for at, recipe in enumerate(recipes) if at == 0 or recipe.most_points is not None]
+    return limited, [recipe for recipe in recipes if recipe not in limited]
+
+
+def _compared() -> list[Recipe]:
+    return [*all_recipes(), TORCH_POWERSGD]
+
+
+def _reported(title: str, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    began_s = time.perf_counter()
+    found = train()
+    seconds = round(time.perf_counter() - began_s, 1)
+    print(f"{title}: {100 * found['accuracy']:.2f} %, {seconds} s", file=sys.stderr, flush=True)
+    return {**found, "seconds": seconds, "commit": commit()}
+
+
+def _train(recipe: Recipe, setting: TrainingSetting, task: models.ClassificationTask, seed: int) -> dict[str, Any]:
+    """All ranks in this process."""
+    try:
+        return LockstepTraining(recipe, task, setting.world, seed).run(setting.steps)._asdict()
+    except NotFinite as error:
+        return {"accuracy": _OF_CHANCE, "diverged": str(error)}
+
+
+def _train_on_gloo(setting: TrainingSetting, data: Data, data_root: Path | None, seed: int) -> dict[str, Any]:
+    """PyTorch's hook has ranks as processes."""
+    training = Training(
+        model=_MODELS[setting.model], batch_size=setting.batch_size, config={"seed": seed}, data=data,
+        data_root=data_root,
+    )  # fmt: skip
+    run = GlooRun(training=training, steps=setting.steps, evaluates=True, **_torch_options())
+    return {"accuracy": run_ranks(train_on_gloo, setting.world, run, timeout_s=900.0)[0].accuracy}
+
+
+def _torch_options() -> dict[str, Any]:
+    return {
+        "lr": TORCH_POWERSGD.lr,
+        "momentum": TORCH_POWERSGD.momentum,
+        "powersgd_rank": TORCH_POWERSGD.options["rank"],
+    }
+
+
+def _below_dense(
+    recipe: Recipe, setting: TrainingSetting, own: Mapping[int, float], dense: Mapping[int, float], *, asks: bool
+) -> Measurement:
+    """``own``, ``dense``: percent by seed."""
+    below = [dense[seed] - own[seed] for seed in sorted(own.keys() & dense.keys())]
+    note = f"{statistics.mean(own.values()):.2f} % ({' '.join(f'{one:.2f}' for one in own.values())})"
+    return measurement(
+        f"{setting.name}: {recipe.title}", "points", below, note=note,
+        at_most=recipe.most_points if asks else None,
+    )  # fmt: skip
+
+
+def measure_bytes(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """What a rank sends in a step, when warm-up is over: the mean of the second half of a short run."""
+    plan = PLANS[chosen.effort]
+    split = models.load(plan.data, chosen.data_root, download=False)
+    for setting in plan.sending:
+        task = models.ClassificationTask(_MODELS[setting.model], split, batch_size=setting.batch_size)
+        model_bytes = 4.0 * task.num_params
+        dense = 0.0
+        for recipe in all_recipes():
+            steady = replace(recipe, options={**recipe.options, **recipe.steady}, lr=_SMALL_LR)
+            sent = LockstepTraining(steady, task, setting.world).run(setting.steps, evaluates=False).late_bytes
+            dense = dense or sent
+            limit = recipe.most_bytes if setting.model == "CNN" else None
+            note = f"{dense / sent:,.1f} times fewer"
+            name = f"{setting.name}: {recipe.title}"
+            yield measurement(name, "B", [sent], against=("dense", [dense]), at_most=limit, note=note)
+            if recipe.most_models is not None:
+                name = f"{setting.name}: {recipe.title}, in models"
+                yield measurement(name, "B", [sent], against=("model", [model_bytes]), at_most=recipe.most_models)
+
+
+class StepTimes(NamedTuple):
+    """Milliseconds of a step, medians over the steps of a run.
+
+    Attributes:
+        step: of the slowest rank. wait: of the rank that waits least, for the exchange alone. coding: that the
+            algorithm computes, the mean over ranks, in a run without overlap.
+    """
+
+    step: float
+    wait: float = 0.0
+    coding: float = 0.0
+
+
+def measure_time(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Steps of real processes, of all algorithms by turns."""
+    plan = PLANS[chosen.effort]
+    for setting in plan.timing:
+        recipes = [recipe for recipe in all_recipes() if not plan.timed or recipe.title in plan.timed]
+        ways: dict[str, Callable[[], StepTimes]] = {
+            recipe.title: partial(_times_of, recipe, setting) for recipe in recipes
+        }
+        ways |= {
+            title: partial(_times_on_gloo, setting, rank)
+            for title, rank in (("gloo DDP", None), (TORCH_POWERSGD.title, TORCH_POWERSGD.options["rank"]))
+        }
+        taken = by_turns(ways, plan.launches)
+        steps = {title: [times.step for times in found] for title, found in taken.items()}
+        for recipe in recipes:
+            name = f"{setting.name}: {recipe.title}"
+            yield measurement(f"{name}, step", "ms", steps[recipe.title], against=("dense", steps[recipes[0].title]))
+            found = taken[recipe.title]
+            yield measurement(f"{name}, wait", "ms", [times.wait for times in found])
+            if any(times.coding for times in found):
+                coding, limit = [times.coding for times in found], recipe.most_coding if plan.seeds > 1 else None
+                against = ("its step", steps[recipe.title])
+                yield measurement(f"{name}, coding", "ms", coding, against=against, at_most=limit)
+        title = TORCH_POWERSGD.title
+        yield measurement(
+            f"{setting.name}: gloo DDP, step", "ms", steps["gloo DDP"], against=("dense", steps[recipes[0].title])
+        )
+        yield measurement(f"{setting.name}: {title}, step", "ms", steps[title], against=("gloo DDP", steps["gloo DDP"]))
+        yield measurement(
+            f"{setting.name}: bytegrad beside {_TIMED_AGAINST}, step", "ms", steps["bytegrad"],
+            against=(_TIMED_AGAINST, steps[_TIMED_AGAINST]), note="claimed by its authors: 0.67",
+        )  # fmt: skip
+
+
+def _times_of(recipe: Recipe, setting: TrainingSetting) -> StepTimes:
+    """Of a Worker on each rank, over DDS and what one host shares."""
+    steady = replace(recipe, options={**recipe.options, **recipe.steady}, lr=_SMALL_LR)
+    config = {**EVERY_STEP, "max_steps": _WARM_UP_STEPS + setting.steps, **steady.settings()}
+    taken = steps_of(_timed(setting, config), _WARM_UP_STEPS)
+    step, wait = (1e3 * typical(of_ranks, taken[name]) for of_ranks, name in ((max, "step_s"), (min, "wait_s")))
+    if recipe.runs_beside:
+        return StepTimes(step, wait)
+    apart = steps_of(_timed(setting, {**config, "overlap": False}), _WARM_UP_STEPS)
+    return StepTimes(step, wait, sum(1e3 * typical(statistics.mean, apart[name]) for name in ("encode_s", "decode_s")))
+
+
+def _times_on_gloo(setting: TrainingSetting, powersgd_rank: int | None) -> StepTimes:
+    steps = _WARM_UP_STEPS + setting.steps
+    run = GlooRun(training=_timed(setting, {}), steps=steps, powersgd_rank=powersgd_rank)
+    found = run_ranks(train_on_gloo, setting.world, run)
+    return StepTimes(1e3 * typical(max, [rank.steps_s[_WARM_UP_STEPS:] for rank in found]))
+
+
+def _timed(setting: TrainingSetting, config: Mapping[str, Any]) -> Training:
+    return Training(
+        model=_MODELS[setting.model], batch_size=setting.batch_size, world=setting.world, config=dict(config),
+        samples=_SAMPLES, data="glyphs",
+    )  # fmt: skip
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--data-root", type=Path, help="folder that holds MNIST/raw; else $GRADBUS_DATA")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf,
+        help="begin no training after so long: rows then have fewer seeds, and another run trains what is missing",
+    )  # fmt: skip
+    parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer steps, one seed")
+    parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
+
+
+BENCHMARK = Benchmark(
+    __doc__ or "",
+    {
+        "accuracy": Part(
+            measure_accuracy,
+            "Compression: points of accuracy below dense after equal steps",
+            6000,
+            300,
+            needs_mnist=True,
+        ),
+        "bytes": Part(measure_bytes, "Compression: bytes that a rank sends in a step", 120, 20, needs_mnist=True),
+    },
+    options,
+)

@@ -1,0 +1,75 @@
+"""Stock DistributedDataParallel on gloo, as the reference of data-parallel benchmarks: dense, or PyTorch's PowerSGD."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradbus.experiments.bench.processes import BenchRank
+from gradbus.experiments.bench.training import Training
+from gradbus.runtime.dds import malloc
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlooRun:
+    """A run of so many steps with SGD.
+
+    Attributes:
+        powersgd_rank: of PyTorch's hook, which sends whole gradients in the first two steps; None: dense.
+        evaluates: whether rank 0 looks at the test set at the end.
+    """
+
+    training: Training
+    steps: int
+    lr: float = 0.05
+    momentum: float = 0.9
+    powersgd_rank: int | None = None
+    evaluates: bool = False
+
+
+class GlooTimes(NamedTuple):
+    """What a rank found: seconds of each step, and the share of the test set that is right, where it was asked for."""
+
+    steps_s: list[float]
+    accuracy: float | None
+
+
+def train_on_gloo(place: BenchRank) -> GlooTimes:
+    """The role of a rank. Its spec: GlooRun."""
+    run: GlooRun = place.spec
+    malloc.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing
+    place.start("gloo")
+    task = run.training.task()
+    model = task.build_model()
+    parallel = DistributedDataParallel(model)
+    if run.powersgd_rank is not None:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=run.powersgd_rank, start_powerSGD_iter=2, min_compression_rate=2
+        )
+        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=run.momentum)
+    seed = run.training.config.get("seed", 0)
+    taken: list[float] = []
+    epoch = 0
+    while len(taken) < run.steps:
+        began_s = time.perf_counter()
+        for batch in task.batches(rank=place.rank, world=place.world, epoch=epoch, seed=seed):
+            optimizer.zero_grad()
+            torch.autograd.backward(task.loss(parallel, batch))
+            optimizer.step()
+            ended_s = time.perf_counter()
+            taken.append(ended_s - began_s)
+            began_s = ended_s
+            if len(taken) == run.steps:
+                break
+        epoch += 1
+    found = task.evaluate(model) if run.evaluates and place.rank == 0 else None
+    dist.barrier()
+    dist.destroy_process_group()
+    return GlooTimes(taken, found.accuracy if found else None)

@@ -1,0 +1,124 @@
+"""How to train with each algorithm of the table: options and learning rates that a user would take, with the reason.
+
+An algorithm that is not named here is in the benchmark with its default options, at the learning rate of dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradbus.runtime.algorithms.base import ALGORITHMS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A way to train.
+
+    Attributes:
+        title: of the algorithm with these options. algorithm: its name; "" is PyTorch's own PowerSGD hook on gloo.
+        options: of the algorithm. lr, momentum: of SGD.
+        delay_steps: after so many steps a result is applied; None: as the algorithm has it.
+        why: these options and not others.
+        steady: options under which the first steps already are as the later ones, for figures of short runs.
+        most_points: percentage points of accuracy that it may be below dense. most_bytes: share of the bytes of dense
+            that it may send, on the CNN. most_models: bytes of the model that a rank may send in a step.
+        most_coding: share of a step that the algorithm may compute, on the CNN.
+    """
+
+    title: str
+    algorithm: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 0.05
+    momentum: float = 0.9
+    delay_steps: int | None = None
+    why: str = ""
+    steady: Mapping[str, Any] = field(default_factory=dict)
+    most_points: float | None = None
+    most_bytes: float | None = None
+    most_models: float | None = None
+    most_coding: float | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What a Worker is to be configured with."""
+        return {
+            "algorithm": {"name": self.algorithm, **self.options}, "delay_steps": self.delay_steps,
+            "optimizer": {"lr": self.lr, "momentum": self.momentum},
+        }  # fmt: skip
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether the exchange goes on while gradients are computed, so that its time is no part of the step."""
+        kind = ALGORITHMS.find(self.algorithm)
+        delay = kind.delay_steps if self.delay_steps is None else self.delay_steps
+        return bool(delay or kind.scope == "weights")
+
+
+_FROM_ADAM = "Adam's learning rate; a third of the steps is warm-up, so that the second moment has settled"
+_WARM_UP = {"warmup_steps": 117}
+_NO_WARM_UP = {"warmup_steps": 1}
+_NAMED = (
+    Recipe(title="dense fp32", algorithm="dense", why="the reference"),
+    Recipe(title="dense fp16", algorithm="dense", options={"wire": "fp16"}, most_bytes=0.5),
+    Recipe(title="dense bf16", algorithm="dense", options={"wire": "bf16"}, most_bytes=0.5),
+    Recipe(
+        title="dense, a step late", algorithm="dense", delay_steps=1, most_points=0.3, why="the three-stage pipeline"
+    ),
+    Recipe(title="powersgd rank 4", algorithm="powersgd", options={"rank": 4}, most_points=0.2),
+    Recipe(
+        title="powersgd rank 4, cut", algorithm="powersgd", options={"rank": 4, "max_aspect": 20},
+        most_points=0.2, most_bytes=1 / 50, why="the factors of a matrix that is long are smaller if it is cut",
+    ),
+    Recipe(
+        title="powersgd rank 1, cut", algorithm="powersgd", options={"rank": 1, "max_aspect": 20}, most_bytes=1 / 170
+    ),
+    Recipe(title="powersgd, adaptive rank", algorithm="adaptive-powersgd", why="rank 2 to 8, as the loss asks for"),
+    Recipe(title="hybrid", algorithm="hybrid", most_points=0.3, most_bytes=0.13, most_coding=0.05),
+    Recipe(title="bytegrad", algorithm="bytegrad", most_points=0.2, most_bytes=0.25 * 1.003),
+    Recipe(
+        title="dgc 0.1 %", algorithm="dgc", options={"density": 0.001, "warmup": "none"},
+        why="a warm-up goes by epochs, of which these runs have three",
+    ),
+    Recipe(title="topk 1 %", algorithm="topk", options={"density": 0.01}, most_points=0.4),
+    Recipe(
+        title="randomk 10 %", algorithm="randomk", lr=0.05, momentum=0.5,
+        why="entries wait for ten steps in the mean: momentum on top of that overshoots",
+    ),
+    Recipe(title="ef21 1 %", algorithm="ef21", options={"density": 0.01}, momentum=0.0, lr=0.05),
+    Recipe(
+        title="ef21-sgdm 1 %", algorithm="ef21", options={"density": 0.01, "eta": 0.05}, momentum=0.0, lr=0.3,
+        most_points=1.0, why="its average of gradients is the momentum, and shortens steps ten times less than SGD's",
+    ),
+    Recipe(
+        title="signsgd", algorithm="signsgd", lr=0.0003, momentum=0.9,
+        why="every entry moves by the learning rate, whatever its gradient",
+    ),
+    Recipe(
+        title="qadam", algorithm="qadam", options=_WARM_UP, steady=_NO_WARM_UP, lr=0.001, momentum=0.0,
+        most_points=0.3, why=_FROM_ADAM,
+    ),
+    Recipe(
+        title="onebit-adam", algorithm="onebit-adam", options=_WARM_UP, steady=_NO_WARM_UP, lr=0.001, momentum=0.0,
+        why=_FROM_ADAM,
+    ),
+    Recipe(
+        title="async averaging", algorithm="async-averaging", why="every four steps, applied a step later: the defaults"
+    ),
+    Recipe(title="decentralized all", algorithm="decentralized", options={"peers": "all"}, most_points=0.5),
+    Recipe(
+        title="decentralized shift-one", algorithm="decentralized", options={"peers": "shift-one"}, most_points=0.5,
+        most_models=1.0,
+    ),
+    Recipe(title="decentralized ring", algorithm="decentralized", options={"peers": "ring"}, most_points=0.5),
+    Recipe(title="decentralized choco", algorithm="decentralized", options={"peers": "choco"}, most_points=0.5),
+)  # fmt: skip
+TORCH_POWERSGD = Recipe(title="PyTorch's PowerSGD hook, rank 4, gloo", algorithm="", options={"rank": 4})
+
+
+def all_recipes() -> Iterator[Recipe]:
+    """Recipes of all algorithms of the table, in its order, dense first."""
+    table = sorted(ALGORITHMS.table, key=lambda name: (name != "dense", name))
+    for name in table:
+        named = [recipe for recipe in _NAMED if recipe.algorithm == name]
+        yield from named or [Recipe(title=name, algorithm=name)]
