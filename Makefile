@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test test-portable check lint format typecheck wheel smoke \
-	fuzz setup-fuzz setup-integrations bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
+	fuzz setup-fuzz setup-integrations bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
 	bench-attacks bench-compression conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
@@ -178,6 +178,12 @@ bench: $(STAMP)  ## every benchmark as one suite, and ratios against a stored ba
 
 bench-quick: $(STAMP)  ## the same with fewer sizes, in less than 3 minutes
 	@$(PY) -m gradbus.experiments.bench --quick $(ARGS)
+
+# Tables and plot of docs/benchmarks.md from a full run, the baseline from a quick one, as it is compared with quick ones.
+bench-renew: $(STAMP)  ## measure anew what docs/benchmarks.md and the baseline hold: half an hour, on a quiet machine
+	@$(PY) -m gradbus.experiments.bench --write-docs $(ARGS)
+	@$(PY) -m gradbus.experiments.bench --scale --write-docs $(ARGS)
+	@$(PY) -m gradbus.experiments.bench --quick --write-baseline $(ARGS)
 
 bench-scale: $(STAMP)  ## cost as work grows: clients, ranks, payloads, with the exponent and a plot of each
 	@$(PY) -m gradbus.experiments.bench --scale $(ARGS)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from gradbus.runtime.bus.handover import Handover, PromptWait
+from gradbus.runtime.bus.handover import Handover, InboxWait
 from gradbus.runtime.bus.receiver import Channel
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire.messages import ClientUpdate, Message, ModelBlob
@@ -43,7 +43,7 @@ class Subscription:
         self._consumed = consumed
         self._on_close = closed
         self._queue: deque[Item] = deque()
-        self._wait = PromptWait(handover, lambda: bool(self._queue) or self._closed)
+        self._wait = InboxWait(handover, lambda: bool(self._queue) or self._closed)
         self._closed = False
         self.fault = ""  # why nothing more comes, if something has gone wrong
 

@@ -25,7 +25,13 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import data_movement
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.formation import Member
-from gradbus.runtime.collectives.handle import CollectiveHandle, DeadlineTimer, InlineWait, TimedOut, collective_timeout
+from gradbus.runtime.collectives.handle import (
+    CollectiveHandle,
+    CollectiveWait,
+    DeadlineTimer,
+    TimedOut,
+    collective_timeout,
+)
 from gradbus.runtime.collectives.membership import DONE, Membership
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack, unpack_all
 from gradbus.runtime.collectives.operation import Operation
@@ -85,7 +91,7 @@ class Group:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._deadlines = DeadlineTimer(self._loop, lambda: self._engine.progress.wake_io_thread())
-        self._inline_wait = InlineWait(self._engine, self._loop)
+        self._wait = CollectiveWait(self._engine, self._loop)
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self.name = name
@@ -354,7 +360,7 @@ class Group:
             if not on_loop or not operation.is_sent:
                 engine.progress.wake_io_thread()
             self._deadlines.watch(operation, limit_s, timed_out, on_loop=on_loop)
-        return CollectiveHandle(operation, self._loop, self._inline_wait)
+        return CollectiveHandle(operation, self._loop, self._wait)
 
     def _arithmetic(self, tensor: Tensor, op: ReduceOp, divisor: int | None) -> Arithmetic:
         if divisor is not None and op != "mean":

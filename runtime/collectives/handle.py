@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from gradbus.runtime.bus.handover import TURN_S
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import BusClosed, CollectiveTimeout
+from gradbus.runtime.spinning import PollHistory
 
 POLLED_BYTES = 64 * 1024  # sent by a collective that is polled for
-TURN_S = 1e-3  # so long the loop goes without a turn where all that is awaited is there at once
-_MOST_SKIPPED = 63  # calls that are not polled for after some that were, in vain
 _FEW = 64
 
 T = TypeVar("T")
@@ -118,16 +118,15 @@ class _Deadline(NamedTuple):
             operation.fail(self.timed_out(operation, self.timeout_s))
 
 
-class InlineWait:
+class CollectiveWait:
     """The wait of an event loop's thread for a small collective: it polls for a moment before it sleeps in the loop, as
-    to be woken there takes longer than the collective. Where that was in vain, several of the next ones are not polled
-    for."""
+    to be woken there takes longer than the collective."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
         self._thread = threading.get_ident()
-        self._skip = self._skipped = 0
+        self._history = PollHistory()
         self._turn_s = 0.0
         self._waits_for_turn = False
 
@@ -142,17 +141,12 @@ class InlineWait:
         if engine.pending > 1 or not operation.is_sent or operation.sent_bytes > POLLED_BYTES:
             engine.progress.wake_io_thread()
             return
-        if self._skipped < self._skip:
-            self._skipped += 1
-            engine.progress.wake_io_thread()
-            return
-        engine.progress.poll_briefly(lambda: operation.settled)
-        self._skipped = 0
-        if operation.settled:
-            self._skip = 0
-        else:
-            self._skip = min(2 * self._skip + 1, _MOST_SKIPPED)
-            engine.progress.wake_io_thread()
+        if self._history.next_polls():
+            engine.progress.poll_briefly(lambda: operation.settled)
+            self._history.note_poll(found=operation.settled)
+            if operation.settled:
+                return
+        engine.progress.wake_io_thread()
 
     @property
     def loop_is_due(self) -> bool:
@@ -184,10 +178,10 @@ class CollectiveHandle(Generic[T]):
         asyncio.CancelledError: it was cancelled.
     """
 
-    def __init__(self, operation: Operation, loop: asyncio.AbstractEventLoop, inline_wait: InlineWait) -> None:
+    def __init__(self, operation: Operation, loop: asyncio.AbstractEventLoop, wait: CollectiveWait) -> None:
         self._operation = operation
         self._loop = loop
-        self._inline_wait = inline_wait
+        self._wait = wait
         self._future: asyncio.Future[T] | None = None
         self._is_used = False
 
@@ -204,11 +198,11 @@ class CollectiveHandle(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         self._is_used = True
         operation = self._operation
-        if self._future is None and self._inline_wait.is_here:
+        if self._future is None and self._wait.is_here:
             if not operation.settled:
-                self._inline_wait.poll(operation)
+                self._wait.poll(operation)
             if operation.settled and operation.error is None:
-                if self._inline_wait.loop_is_due:
+                if self._wait.loop_is_due:
                     yield
                 value: T = operation.value
                 return value

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradbus.runtime import spinning as module
-from gradbus.runtime.spinning import LONGEST_REST_S, STALL_S, Spinning
+from gradbus.runtime.spinning import LONGEST_REST_S, MOST_SKIPPED, STALL_S, PollHistory, Spinning
 
 
 def test_looking_pays_until_a_turn_was_lost() -> None:
@@ -47,3 +47,45 @@ def test_a_yield_that_takes_long_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> 
     assert spinning.yield_core()
     assert not spinning.yield_core()
     assert spinning.budget_s(2.0 + 4 * STALL_S, 1.0) == 0.0
+
+
+def sleeps_between_polls(history: PollHistory, polls: int) -> list[int]:
+    """How many waits sleep at once before each of these polls, which are all in vain."""
+    slept = []
+    for _ in range(polls):
+        slept.append(0)
+        while not history.next_polls():
+            slept[-1] += 1
+            history.note_sleep(is_short=False)
+        history.note_poll(found=False)
+    return slept
+
+
+def test_waits_poll_as_long_as_that_finds_something_and_ever_less_often_where_it_is_in_vain() -> None:
+    history = PollHistory()
+    for _ in range(5):
+        assert history.next_polls()
+        history.note_poll(found=True)
+    assert sleeps_between_polls(history, 9) == [0, 1, 3, 7, 15, 31, MOST_SKIPPED, MOST_SKIPPED, MOST_SKIPPED]
+
+
+def test_two_short_sleeps_in_a_row_make_the_next_wait_poll_again() -> None:
+    history = PollHistory()
+    sleeps_between_polls(history, 9)
+    for is_short in (True, False, True):
+        assert not history.next_polls()
+        history.note_sleep(is_short=is_short)
+    assert not history.next_polls()
+    history.note_sleep(is_short=True)
+    assert history.next_polls()
+
+
+def test_waits_for_what_is_large_sleep_until_sleeps_are_short() -> None:
+    history = PollHistory()
+    for _ in range(5):
+        history.sleep_next()
+        assert not history.next_polls()
+        history.note_sleep(is_short=False)
+    for _ in range(2):
+        history.note_sleep(is_short=True)
+    assert history.next_polls()

@@ -14,7 +14,8 @@ from bus_helpers import CLIENT, Run, reads
 
 import gradbus
 from gradbus.experiments.peer_link import END, HERE, PEER, ROOT, Link
-from gradbus.runtime.bus import handover, wait_loop
+from gradbus.runtime import spinning
+from gradbus.runtime.bus import wait_loop
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop
 from gradbus.runtime.dds.topics import collective_topic
@@ -38,7 +39,7 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         taken.append(time.monotonic() - began_s)
 
     monkeypatch.setattr(WaitLoop, "poll_inline", poll_inline)
-    monkeypatch.setattr(handover, "PROMPT_SLEEPS", 0)
+    monkeypatch.setattr(spinning, "MOST_SKIPPED", 0)
     return taken
 
 
