@@ -25,11 +25,17 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Share of correct answers, 0 to 1, mean loss, and number of samples of a test set."""
+    """What was found on a test set.
 
-    accuracy: float
+    Attributes:
+        accuracy: share of correct answers, 0 to 1; None for a task without such. loss: mean over its samples.
+        num_samples: how many they are. metrics: more numbers by name.
+    """
+
+    accuracy: float | None
     loss: float
     num_samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from gradbus.actors.federated.rounds import (
 )
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.state import RunContext, RunState
-from gradbus.actors.federated.task import EvalOutcome, FederatedTask
+from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
@@ -469,13 +469,13 @@ class Controller:
             downlink_residual_norm=self._publisher.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
             eval_s=time.perf_counter() - published_s, seconds=published_s - started_s,
-            accuracy=None if evaluation is None else evaluation.accuracy,
-            eval_loss=None if evaluation is None else evaluation.loss,
+            **evaluation,
         )  # fmt: skip
         self.progress.add(report)
         log.info(
-            "round done", round=round_id, accuracy=report.accuracy, loss=report.loss, clients=list(report.clients),
-            outcome=report.outcome, seconds=round(report.seconds, 3), bytes_shared=report.bytes_shared,
+            "round done", round=round_id, accuracy=report.accuracy, metrics=dict(report.metrics) or None,
+            loss=report.loss, clients=list(report.clients), outcome=report.outcome, seconds=round(report.seconds, 3),
+            bytes_shared=report.bytes_shared,
         )  # fmt: skip
         return report
 
@@ -532,20 +532,25 @@ class Controller:
         self._state.commit(report, self._publisher.held_apart)
         self._publisher.note_commit(report)
 
-    async def _evaluate_after(self, round_id: int) -> EvalOutcome | None:
-        """Quality of the current weights; None: it is not due after this round, or the task has no evaluation."""
+    async def _evaluate_after(self, round_id: int) -> dict[str, Any]:
+        """Quality of the current weights, as a report has it; empty: it is not due after this round, or the task has no
+        evaluation."""
         every = self._config.eval_every
         if not every or (round_id % every and round_id != self._config.rounds):
-            return None
+            return {}
         self.progress.phase = "evaluating"
         return await self._compute.run(self._evaluate)
 
-    def _evaluate(self) -> EvalOutcome | None:
+    def _evaluate(self) -> dict[str, Any]:
         self._model.hold(self._state.weights)
-        return self._task.evaluate(self._model.module)
+        found = self._task.evaluate(self._model.module)
+        if found is None:
+            return {}
+        metrics = {str(name): float(value) for name, value in getattr(found, "metrics", {}).items()}
+        return {"accuracy": found.accuracy, "eval_loss": found.loss, "metrics": metrics}
 
     async def _evaluate_resumed(self) -> None:
         """The round before a crash was committed, but may not have been evaluated."""
         last = self.progress.reports[-1] if self.progress.reports else None
-        if last and last.accuracy is None and (found := await self._evaluate_after(last.round_id)):
-            self.progress.amend(self._state.amend(last, accuracy=found.accuracy, eval_loss=found.loss))
+        if last and last.eval_loss is None and (found := await self._evaluate_after(last.round_id)):
+            self.progress.amend(self._state.amend(last, **found))

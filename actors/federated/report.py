@@ -187,7 +187,8 @@ class RoundReport:
         clients: ids whose updates count; updates: how many. expected: how many took part.
         num_samples: samples trained on, all clients together.
         loss: mean training loss, weighted by samples; None without one.
-        accuracy, eval_loss: of the global model on the test set; None if not evaluated.
+        accuracy, eval_loss: of the global model on the test set; None if not evaluated, or the task has none. metrics:
+            more numbers of that evaluation, by name.
         bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
         bytes_up_shared, bytes_down_shared: of these, what was read in shared memory and not sent over DDS.
         train_s, encode_s: of the slowest client.
@@ -236,6 +237,7 @@ class RoundReport:
     marks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     timeline: tuple[ClientTimeline, ...] = ()
     updates: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.updates:  # else it is known, also where the ids are not
@@ -251,7 +253,7 @@ class RoundReport:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
             **values, "clients": list(self.clients), "dropped": dict(self.dropped),
-            "strikes": [strike.to_json() for strike in self.strikes],
+            "metrics": dict(self.metrics), "strikes": [strike.to_json() for strike in self.strikes],
             "marks": {mark: list(clients) for mark, clients in self.marks.items()},
             "timeline": [client.to_json() for client in self.timeline],
         }  # fmt: skip

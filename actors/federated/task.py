@@ -24,9 +24,11 @@ class TrainOutcome(Protocol):
 class EvalOutcome(Protocol):
     """What evaluation gives back."""
 
+    # One more is looked for: ``metrics``, numbers by name, for those that a task finds beside the accuracy or without.
+
     @property
-    def accuracy(self) -> float:
-        """Share of right answers, 0 .. 1."""
+    def accuracy(self) -> float | None:
+        """Share of right answers, 0 .. 1; None for a task without such."""
 
     @property
     def loss(self) -> float:

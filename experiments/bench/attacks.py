@@ -92,6 +92,7 @@ class AttackScene:
         self._model.write(weights)
         outcome = self._honest.evaluate(self._model.module)
         assert outcome is not None, "MNIST has a test set"
+        assert outcome.accuracy is not None
         return 100.0 * outcome.accuracy
 
 

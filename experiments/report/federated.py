@@ -10,10 +10,11 @@ from statistics import median_high
 from gradbus.actors.federated.participation import FOR_GOOD, Strike
 from gradbus.actors.federated.report import MAX_CLIENTS, ClientTimeline, RoundReport
 from gradbus.actors.federated.rounds import Outcome
-from gradbus.experiments.amounts import duration, listed, percent, size
+from gradbus.experiments.amounts import duration, listed, size
 from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
+from gradbus.experiments.report.metric_parts import metric_columns, quality_tiles
 from gradbus.experiments.report.page import (
     Page,
     PageFigure,
@@ -77,7 +78,7 @@ def _tiles(run: RunFiles) -> list[Tile]:
     clients = {client for report in reports for client in report.clients}
     wanted, wall_s = run.setting("federated", "rounds"), run.summary.get("wall_s")
     return [
-        Tile("test accuracy", percent(sums["accuracy"]), f"best {percent(sums['best_accuracy'])}"),
+        *quality_tiles(reports),
         Tile("rounds", str(count), f"of {wanted}" if wanted else ""),
         Tile("clients", str(len(clients)), "whose updates count"),
         Tile("up", size(sums["bytes_up"]), f"{size(sums['bytes_up'] // count)} a round"),
@@ -163,6 +164,7 @@ def rounds_table(reports: Sequence[RoundReport]) -> PageTable:
         column("loss", [r.loss for r in reports], digits=4),
         column("accuracy", [r.accuracy for r in reports], unit="%", factor=0.01, digits=2),
         column("test loss", [r.eval_loss for r in reports], digits=4),
+        *metric_columns([r.metrics for r in reports]),
         byte_column("up", [r.bytes_up for r in reports]),
         byte_column("down", [r.bytes_down for r in reports]),
         time_column("train", [r.train_s for r in reports]),

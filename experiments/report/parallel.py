@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from gradbus.actors.data_parallel.report import EpochReport
-from gradbus.experiments.amounts import duration, number, percent, size
+from gradbus.experiments.amounts import duration, size
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
+from gradbus.experiments.report.metric_parts import metric_columns, quality_tiles
 from gradbus.experiments.report.page import (
-    Column,
     Page,
     PageFigure,
     PageTable,
@@ -24,7 +24,6 @@ from gradbus.experiments.report.page import (
     time_column,
 )
 from gradbus.experiments.rundir.reading import MAX_TRACES, RunFiles
-from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.profiling.summary import ProfileSummary
 
 
@@ -65,7 +64,7 @@ def _tiles(run: RunFiles) -> list[Tile]:
     epochs, last = run.epochs, run.epochs[-1]
     wanted, skipped = run.setting("parallel", "epochs"), sum(report.skipped_steps for report in epochs)
     tiles = [
-        *_quality_tiles(epochs),
+        *quality_tiles(epochs),
         Tile("epochs", str(len(epochs)), f"of {wanted}" if wanted else ""),
         Tile("steps", f"{last.step:,}", f"{skipped} skipped: NaN or infinity" if skipped else ""),
         Tile("step", duration(last.step_s_mean), "mean of the last epoch"),
@@ -78,17 +77,6 @@ def _tiles(run: RunFiles) -> list[Tile]:
     if isinstance(wall_s, int | float):
         eval_s = sum(profile.outside.get("eval_s", 0.0) for profile in run.profiles[:1])
         tiles.append(Tile("the run", duration(wall_s), f"of it evaluation {duration(eval_s)}"))
-    return tiles
-
-
-def _quality_tiles(epochs: Sequence[EpochReport]) -> list[Tile]:
-    """The accuracy, unless the task has other metrics alone, and the first of these."""
-    known = [report.accuracy for report in epochs if report.accuracy is not None]
-    metrics = next((report.metrics for report in reversed(epochs) if report.metrics), {})
-    tiles = [Tile(plain_line(name), number(value, 4), "test set") for name, value in list(metrics.items())[:3]]
-    if known or not tiles:
-        best = f"best {percent(max(known))}" if known else ""
-        tiles.insert(0, Tile("test accuracy", percent(known[-1] if known else None), best))
     return tiles
 
 
@@ -147,16 +135,6 @@ def ranks_table(profiles: Sequence[ProfileSummary]) -> PageTable:
     return column_table("ranks", columns, "ranks", title="Ranks: means per step", caption=caption)
 
 
-def _metric_columns(reports: Sequence[EpochReport]) -> list[Column]:
-    """One for each metric of the task: of the test set, then of training."""
-    found = [(r.metrics, {f"{name}, training": value for name, value in r.train_metrics.items()}) for r in reports]
-    return [
-        column(plain_line(name), [metrics.get(name) for metrics in of_reports], digits=4)
-        for of_reports in zip(*found, strict=True)
-        for name in dict.fromkeys(name for metrics in of_reports for name in metrics)
-    ]
-
-
 def epochs_table(reports: Sequence[EpochReport]) -> PageTable:
     """A row for each epoch."""
     parameters = column("parameters", [0] * len(reports))._replace(cells=[f"{r.params_hash:016x}" for r in reports])
@@ -166,7 +144,8 @@ def epochs_table(reports: Sequence[EpochReport]) -> PageTable:
         column("loss", [r.loss for r in reports], digits=4),
         column("accuracy", [r.accuracy for r in reports], unit="%", factor=0.01, digits=2),
         column("test loss", [r.eval_loss for r in reports], digits=4),
-        *_metric_columns(reports),
+        *metric_columns([r.metrics for r in reports]),
+        *metric_columns([r.train_metrics for r in reports], " (training)"),
         time_column("a step", [r.step_s_mean for r in reports]),
         time_column("waiting", [r.wait_s_mean for r in reports]),
         byte_column("sent per step", [r.bytes_out_per_step for r in reports]),

@@ -159,6 +159,7 @@ def round_values(report: RoundReport) -> Values:
         "accuracy": report.accuracy,
         "loss/train": report.loss,
         "loss/eval": report.eval_loss,
+        **{f"metrics/{name}": value for name, value in report.metrics.items()},
         "clients/updates": report.updates,
         "clients/expected": report.expected,
         "bytes/up": report.bytes_up,

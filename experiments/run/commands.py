@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradbus.experiments.amounts import number, percent, size
+from gradbus.experiments.amounts import size
 from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import BindMode, LoopName
 from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
@@ -23,7 +23,7 @@ from gradbus.experiments.run.console import Screen
 from gradbus.experiments.run.cores import as_ranges, bind
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.run.lifecycle import if_stopped, run_loop
-from gradbus.experiments.run.live import Display, EpochTable, Lines, epoch_line, round_display
+from gradbus.experiments.run.live import Display, EpochTable, Lines, epoch_line, quality, round_display
 from gradbus.experiments.run.rank_environment import find_place
 from gradbus.experiments.rundir.directory import ControllerDirectory, finished, new_path, open_log
 from gradbus.runtime.logs import get_logger
@@ -93,11 +93,12 @@ def controller_run(
 
 def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence[RoundReport], *, title: str) -> None:
     sums = run.summary
+    last = next((report for report in reversed(reports) if report.eval_loss is not None), reports[-1])
     draw_accuracy(run.path / "accuracy.png", reports, title=title)
     for one in sums["never_counted"]:
         screen.say(f"never counted: client {one['client']}, {plain_line(one['reason'])}")
     screen.say(
-        f"done: {sums['rounds']} rounds, accuracy {percent(sums['accuracy'])}, "
+        f"done: {sums['rounds']} rounds, {quality(last)}, "
         f"up {size(sums['bytes_up'])}, down {size(sums['bytes_down'])}; run directory {run.path}"
     )
 
@@ -174,10 +175,7 @@ def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str) -> N
         log.warning("picture not drawn", path=str(picture), error=str(error))
     width = None if screen.console.is_terminal else max(120, screen.console.width)  # a file has none
     screen.console.print(summary_table(outcome.profiles), width=width)
-    quality = [f"{plain_line(name)} {number(value, 4)}" for name, value in summary.metrics.items()]
-    if summary.accuracy is not None or not quality:
-        quality.insert(0, f"accuracy {percent(summary.accuracy)}")
     screen.say(
-        f"done: {summary.epochs} epochs, {summary.steps} steps, {', '.join(quality)}, "
+        f"done: {summary.epochs} epochs, {summary.steps} steps, {quality(summary)}, "
         f"sent {size(summary.bytes_out)}, received {size(summary.bytes_in)} by rank 0; run directory {outcome.path}"
     )

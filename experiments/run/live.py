@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -94,7 +94,7 @@ def round_line(report: RoundReport, rounds: int) -> str:
     shared = f" ({size(report.bytes_shared)} of it in memory)" if report.bytes_shared else ""
     return (
         f"round {report.round_id}/{rounds}: clients {report.updates}/{report.expected}, "
-        f"loss {number(report.loss, 4)}, accuracy {percent(report.accuracy)}, "
+        f"loss {number(report.loss, 4)}, {quality(report)}, "
         f"up {size(report.bytes_up)}, down {size(report.bytes_down)}{shared}, train {report.train_s:.2f} s, "
         f"wire {report.wire_s:.2f} s, aggregate {report.aggregate_s:.3f} s, total {report.seconds:.2f} s"
     )
@@ -136,7 +136,7 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
         "round": lambda report: str(report.round_id),
         "clients": lambda report: f"{report.updates}/{report.expected}",
         "loss": lambda report: number(report.loss, 4),
-        "accuracy": lambda report: percent(report.accuracy),
+        **quality_columns(reports),
         "up": lambda report: size(report.bytes_up),
         "down": lambda report: size(report.bytes_down),
         "in memory": lambda report: size(report.bytes_shared),
@@ -145,7 +145,15 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
         "aggregate s": lambda report: f"{report.aggregate_s:.3f}",
         "total s": lambda report: f"{report.seconds:.2f}",
     }
-    spare = ["in memory", "aggregate s", "wire s", "down", "train s", "loss"]
+    spare = [
+        "in memory",
+        "aggregate s",
+        "wire s",
+        "down",
+        "train s",
+        *reversed(list(quality_columns(reports))[1:]),
+        "loss",
+    ]
     if not any(report.bytes_shared for report in reports):
         del columns["in memory"], spare[0]
     return _fitted_table(columns, reports, width, spare=spare)
@@ -177,7 +185,7 @@ def epoch_line(report: EpochReport, epochs: int, *, of_all: bool = True) -> str:
     parts = [
         *([f"step {report.step}"] if of_all else []),
         f"loss {number(report.loss, 4)}",
-        *([f"{name} {cell(report)}" for name, cell in quality_columns([report]).items()] if of_all else []),
+        *([quality(report)] if of_all else []),
         f"step {_milliseconds(report.step_s_mean)} ms",
         f"wait {_milliseconds(report.wait_s_mean)} ms",
         f"sent {size(report.bytes_out_per_step)} per step",
@@ -224,10 +232,27 @@ def epochs_table(reports: Sequence[EpochReport], width: int | None = None) -> Ta
     )
 
 
-def quality_columns(reports: Sequence[EpochReport]) -> dict[str, Callable[[EpochReport], str]]:
+class Evaluated(Protocol):
+    """What the reports of rounds and epochs have in common."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of right answers."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Other numbers by name."""
+
+
+def quality(report: Evaluated) -> str:
+    """How good the model is, in words."""
+    return ", ".join(f"{name} {cell(report)}" for name, cell in quality_columns([report]).items())
+
+
+def quality_columns(reports: Sequence[Evaluated]) -> dict[str, Callable[[Evaluated], str]]:
     """How good the models are: the accuracy, unless the task has other metrics alone, and these by name."""
     names = list(dict.fromkeys(name for report in reports for name in report.metrics))[:MAX_SHOWN_METRICS]
-    columns: dict[str, Callable[[EpochReport], str]] = {}
+    columns: dict[str, Callable[[Evaluated], str]] = {}
     if not names or any(report.accuracy is not None for report in reports):
         columns["accuracy"] = lambda report: percent(report.accuracy)
     for name in names:
@@ -235,7 +260,7 @@ def quality_columns(reports: Sequence[EpochReport]) -> dict[str, Callable[[Epoch
     return columns
 
 
-def _metric(name: str, report: EpochReport) -> str:
+def _metric(name: str, report: Evaluated) -> str:
     return number(report.metrics.get(name), 4)
 
 

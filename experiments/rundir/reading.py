@@ -192,12 +192,16 @@ def _lines(path: Path, kind: type[T], key: Callable[[T], int], missing: list[str
 
 
 def _with_gaps(entry: Any) -> Any:
-    """A training loss that is null, or beyond what an axis can show, as NaN: the run diverged, or had none."""
+    """A metric or training loss that is null, or a loss beyond what an axis can show, as NaN: the run diverged, or had
+    none."""
     if isinstance(entry, dict):
         for name in ("loss", "eval_loss"):
             value = entry.get(name)
             if isinstance(value, int | float) and not abs(value) < MAX_LOSS:
                 entry[name] = math.nan
+        for name in ("metrics", "train_metrics"):
+            if isinstance(metrics := entry.get(name), dict):
+                entry[name] = {key: math.nan if value is None else value for key, value in metrics.items()}
         if entry.get("loss", 0) is None:
             entry["loss"] = math.nan
     return entry

@@ -13,7 +13,7 @@ from torch import nn
 
 import gradbus
 from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options
-from gradbus.models import ClassificationTask, TrainResult, glyphs
+from gradbus.models import ClassificationTask, EvalResult, TrainResult, glyphs
 from gradbus.runtime.config.federated import FederatedConfig, TrainingSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome, decode, encode
@@ -36,8 +36,8 @@ class Quadratic:
         steps(model, make_optimizer(model.parameters()))
         return TrainResult(8, 0.0)
 
-    def evaluate(self, model: nn.Module) -> None:
-        return None
+    def evaluate(self, model: nn.Module) -> EvalResult:
+        return EvalResult(None, 0.5, 8, {"rmse": 0.25})  # a regression has no accuracy
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -58,7 +58,7 @@ def travelled(training: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_run_trains_with_the_optimizer_and_the_schedule_of_its_controller() -> None:
     rules = FederatedConfig(
-        rounds=2, clients={"num": 1}, eval_every=0,
+        rounds=2, clients={"num": 1},
         training={
             "optimizer": {"name": "adamw", "lr": 0.1, "betas": [0.8, 0.9]}, "schedule": {"name": "cosine", "T_max": 4},
         },
@@ -70,7 +70,8 @@ def test_a_run_trains_with_the_optimizer_and_the_schedule_of_its_controller() ->
             controller = gradbus.Controller(bus, Quadratic(), rules)
             async with asyncio.TaskGroup() as group:
                 group.create_task(client())
-                await controller.run()
+                reports = await controller.run()
+            assert [(r.accuracy, r.eval_loss, r.metrics) for r in reports] == [(None, 0.5, {"rmse": 0.25})] * 2
             return await controller.state_dict()
 
     async def client() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.participation import Quarantine
 from gradbus.actors.federated.report import ClientTimeline, RoundReport
 from gradbus.experiments.amounts import duration
@@ -306,3 +307,24 @@ def test_of_a_long_table_the_first_and_the_last_rows_are_shown() -> None:
     table = row_table("rounds", ("round", ""), [[str(i), "x"] for i in range(10)], "rounds", most=4, file="all.jsonl")
     assert [row[0] for row in table.rows] == ["0", "1", "…", "8", "9"]
     assert table.caption == "6 rounds are left out; all.jsonl has all of them."
+
+
+def test_metrics_of_a_task_without_an_accuracy_are_in_the_page_beside_the_losses(tmp_path: Path) -> None:
+    rounds, epochs, metrics = tmp_path / "rounds", tmp_path / "epochs", {"rmse": 0.125, "worst": math.nan}
+    for folder, name, report in (
+        (rounds, "rounds", RoundReport(round_id=1, loss=0.5, eval_loss=0.4, metrics=metrics)),
+        (epochs, "epochs", EpochReport(
+            epoch=0, step=3, loss=0.5, eval_loss=0.4, metrics=metrics, train_metrics={"mae": 0.75},
+        )),
+    ):  # fmt: skip
+        folder.mkdir()
+        (folder / f"{name}.jsonl").write_text(json_text(report.to_json()) + "\n")
+        run = read_run(folder)
+        assert not any("left out" in line for line in run.missing)
+        html = without_figures(run)
+        (row,) = rows_of(html, name)
+        assert "0.1250" in row
+        assert "test accuracy" not in html
+        assert re.search(r"rmse", html)
+    assert "0.7500" in row
+    assert "mae (training)" in html

@@ -191,3 +191,14 @@ def test_a_run_without_a_folder_does_not_load_tensorboard() -> None:
     code = "import sys; from gradbus.experiments.run import commands; print('tensorboard' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout == "False\n"
+
+
+def test_metrics_of_a_task_have_curves_of_their_own(tmp_path: Path) -> None:
+    with Scalars(tmp_path / "epochs") as scalars:
+        scalars.begin(0)
+        scalars.epoch(EpochReport(epoch=0, step=3, loss=1.0, metrics={"rmse": 0.25}, train_metrics={"mae": 0.5}))
+    shown = curves(tmp_path / "epochs")
+    assert (shown["metrics/rmse"], shown["metrics/train/mae"]) == ({3: 0.25}, {3: 0.5})
+    with Scalars(tmp_path / "rounds") as scalars:
+        scalars.rounds([RoundReport(round_id=1, metrics={"rmse": 0.25})])
+    assert curves(tmp_path / "rounds")["metrics/rmse"] == {1: 0.25}
