@@ -121,8 +121,9 @@ class LockstepTraining:
         sent = sum(self.lockstep.cost.bytes_out)
         mean, distance = self.mean_model()
         found = self._task.evaluate(mean) if evaluates else None
+        accuracy = None if found is None else found.accuracy
         return TrainingOutcome(
-            accuracy=math.nan if found is None else found.accuracy, distance=distance,
+            accuracy=math.nan if accuracy is None else accuracy, distance=distance,
             bytes_per_step=sent / self.world / steps, loss=self.loss,
             late_bytes=(sent - first_half) / self.world / (steps - steps // 2),
         )  # fmt: skip
