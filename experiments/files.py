@@ -74,7 +74,8 @@ class TaskSettings(Settings):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of torch's threads in this process. Workers without this setting share the cores of their machine."""
     device: str = "cpu"
-    """Device of the model and the data, as torch names it."""
+    """Device of the model and the data, as torch names it. A worker takes of several the one with its number on this
+    machine (`LOCAL_RANK`), unless it is named: `cuda:1`."""
 
 
 class ControllerFile(Settings):

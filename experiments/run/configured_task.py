@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -147,6 +148,15 @@ def _stop_if_asked(*_: Any) -> None:
         raise models.TrainingStopped(0)
 
 
+def local_device(name: str, local_rank: str) -> str:
+    """The device of a rank: its own of several of a machine, in turn, where ``name`` is that of torch's accelerator and
+    has no number. ``local_rank``: the variable LOCAL_RANK, or ""."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or name != accelerator.type or not local_rank.isdecimal():
+        return name
+    return f"{name}:{int(local_rank) % torch.accelerator.device_count()}"
+
+
 def _classification(settings: TaskSettings) -> models.ClassificationTask:
     model = _function(settings.model, key="task.model")
     if settings.model_options:
@@ -155,7 +165,7 @@ def _classification(settings: TaskSettings) -> models.ClassificationTask:
     return models.ClassificationTask(
         model, _source(settings), settings.partition, settings.num_clients, train_fn=train_fn,
         batch_size=settings.batch_size, momentum=settings.momentum, weight_decay=settings.weight_decay,
-        seed=settings.seed, device=settings.device,
+        seed=settings.seed, device=local_device(settings.device, os.environ.get("LOCAL_RANK", "")),
     )  # fmt: skip
 
 

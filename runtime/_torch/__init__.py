@@ -6,7 +6,7 @@ Everything that is written against torch.distributed (DistributedDataParallel, F
 over the collectives of gradbus. Where the others are found is torch's own affair (``env://``, torchrun, any store); how
 DDS reaches them is set by the environment: ``GRADBUS_BUS__DOMAIN=3``, ``GRADBUS_BUS__INTERFACE=eth0`` and so on.
 
-torch finds the backend by itself, through the entry point ``torch.distributed.backends``. CPU tensors only.
+torch finds the backend by itself, through the entry point ``torch.distributed.backends``.
 
 The functions here are for those who come from Horovod. Calls are matched by name, in whatever order a rank makes them:
 

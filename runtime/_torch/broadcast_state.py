@@ -12,7 +12,7 @@ from torch import Tensor
 from gradbus.runtime.collectives.tensors import check_sendable, describe, empty_like_described
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.backend import DdsBackend
-from gradbus.torch.functions import check_on_cpu, check_root, current, gather_objects, share_object, start_broadcast
+from gradbus.torch.functions import check_reachable, check_root, current, gather_objects, share_object, start_broadcast
 
 # What a rank takes as the optimizer state of another one, in bytes: Adam has 2 x the parameters, LBFGS up to 200 x.
 _STATE_PER_PARAMETERS = 256
@@ -30,7 +30,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
         params: ``model.state_dict()`` or ``model.named_parameters()``.
 
     Raises:
-        ValueError: something is no tensor of the CPU; or, on all ranks, their names, shapes and dtypes differ.
+        ValueError: something is no tensor that can be sent; or, on all ranks, their names, shapes and dtypes differ.
         DistBackendError: a rank is lost or late.
     """
     backend = current()
@@ -38,7 +38,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     tensors = dict(params.items() if isinstance(params, Mapping) else params)
     for name, tensor in tensors.items():
         what = f"broadcast_parameters: {name!r}"
-        check_on_cpu(tensor, what if isinstance(tensor, Tensor) else f"{what} (use broadcast_object for it)")
+        check_reachable(tensor, what if isinstance(tensor, Tensor) else f"{what} (use broadcast_object for it)")
         check_sendable(tensor)
     _check_equal(backend, {name: describe(tensor) for name, tensor in tensors.items()})
     _broadcast_all(backend, tensors.items(), _PARAMETERS, root_rank)

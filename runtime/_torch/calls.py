@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -17,6 +17,7 @@ from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.arithmetic import ReduceOp as EngineOp
 from gradbus.runtime.collectives.data_movement import AllGatherOperation, Barrier
 from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.staging import copier
 from gradbus.runtime.collectives.tensors import dtype_name, plain
 from gradbus.torch.shapes import (
     are_ready,
@@ -80,12 +81,11 @@ def together(calls: Sequence[CollectiveCall], value: Sequence[Tensor] = ()) -> C
 
 def copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Callable[[], object]]:
     """Functions that copy each second tensor into the first, where they are not the same memory."""
-    needed = [(into, source) for into, source in pairs if into is not source and into.data_ptr() != source.data_ptr()]
-    return [partial(_copy, into, source) for into, source in needed]
-
-
-def _copy(into: Tensor, source: Tensor) -> None:
-    into.detach().copy_(source.view(into.shape))
+    return [
+        copier(into, source)
+        for into, source in pairs
+        if into is not source and not (into.is_cpu and into.data_ptr() == source.data_ptr())
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -280,7 +280,7 @@ class CollectiveCalls:
         """The output of rank r gets the combination of all ``tensors[r]``."""
         self._check_count("tensors", tensors)
         check(*tensors)
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        flat = plain(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
         return self._reduce_scatter(output, flat, tensors, [tensor.numel() for tensor in tensors], op)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, op: Any) -> CollectiveCall:

@@ -2,7 +2,7 @@
 
 Ranks may make these calls in any order: those of one name belong together, the first call of a rank to the first of
 each other one, the second to the second. Without a name, calls of one kind, operation, dtype and shape are counted, and
-among those the order matters. Autograd records nothing. CPU tensors only.
+among those the order matters. Autograd records nothing.
 
 They go past c10d, which matches by order, straight to the engine of the default process group. Their names cannot meet
 those of c10d.
@@ -21,6 +21,7 @@ from torch import Tensor
 from gradbus.runtime.collectives.data_movement import AllGatherOperation, BroadcastOperation
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack
 from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.staging import can_be_staged
 from gradbus.runtime.collectives.tensors import check_sendable
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.backend import DdsBackend, checked_warning_s
@@ -130,7 +131,7 @@ def allreduce_(tensor: Tensor, name: str | None = None, op: str = "mean") -> Ten
 
 def allreduce_async(tensor: Tensor, name: str | None = None, op: str = "mean") -> Handle[Tensor]:
     """The same as :func:`allreduce`; the tensor may be changed at once."""
-    check_on_cpu(tensor, _what("allreduce", name))
+    check_reachable(tensor, _what("allreduce", name))
     return allreduce_async_(tensor.detach().clone(), name, op)
 
 
@@ -143,7 +144,7 @@ def allreduce_async_(tensor: Tensor, name: str | None = None, op: str = "mean") 
     """
     if op not in OPS:
         raise ValueError(f"op {op!r}: expected one of {', '.join(OPS)}")
-    check_on_cpu(tensor, _what("allreduce", name))
+    check_reachable(tensor, _what("allreduce", name))
     space, label = _place(name, f"allreduce {op} {shape_of(tensor)}")
     return start_reduction(current(), tensor, space, label, op)
 
@@ -166,7 +167,7 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle[Tensor]:
     Raises:
         ValueError: a tensor that cannot be sent. RuntimeError: there is no process group of this backend.
     """
-    check_on_cpu(tensor, _what("allgather", name))
+    check_reachable(tensor, _what("allgather", name))
     check_sendable(tensor)
     source = tensor.detach()
     source = source.reshape(1) if source.dim() == 0 else source.contiguous()
@@ -180,7 +181,7 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle[Tensor]:
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
     """The root's tensor, in new memory. Dtype and shape are those of this rank's."""
-    check_on_cpu(tensor, _what("broadcast", name))
+    check_reachable(tensor, _what("broadcast", name))
     return broadcast_async_(tensor.detach().clone(), root_rank, name).wait()
 
 
@@ -196,7 +197,7 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) ->
         ValueError: no such rank, or a tensor that cannot be sent.
         RuntimeError: there is no process group of this backend.
     """
-    check_on_cpu(tensor, _what("broadcast", name))
+    check_reachable(tensor, _what("broadcast", name))
     space, label = _place(name, f"broadcast {root_rank} {shape_of(tensor)}")
     return start_broadcast(current(), tensor, space, label, root_rank)
 
@@ -338,14 +339,14 @@ def shape_of(tensor: Tensor, *, ragged: bool = False) -> str:
     return _within(f"{dtype} [{','.join(sizes)}]", _MAX_SHAPE_BYTES)
 
 
-def check_on_cpu(tensor: Tensor, what: str) -> None:
+def check_reachable(tensor: Tensor, what: str) -> None:
     """Raises ValueError: it is no tensor, or lies where the backend does not reach."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{what}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
+    if not can_be_staged(tensor):
         raise ValueError(
-            f"{what}: the tensor is on {tensor.device}, and backend {NAME!r} moves tensors of the CPU alone. Move it "
-            f"there first: tensor.cpu()"
+            f"{what}: the tensor is on {tensor.device}, and backend {NAME!r} moves tensors of the CPU and of torch's "
+            f"accelerator. Move it there first: tensor.cpu()"
         )
 
 

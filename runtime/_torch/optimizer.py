@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradbus.torch.backend import DdsBackend
-from gradbus.torch.functions import Handle, check_on_cpu, current, start_reduction
+from gradbus.torch.functions import Handle, check_reachable, current, start_reduction
 
 
 class Compression(Protocol):
@@ -112,7 +112,7 @@ class GradientReduction:
             if not parameter.requires_grad:
                 continue
             name = self._names.setdefault(parameter, f"{fallback}.{number}")
-            check_on_cpu(parameter, f"parameter {name!r}")
+            check_reachable(parameter, f"parameter {name!r}")
             self._left[parameter] = self._options.passes
             _owners[id(parameter)] = self
             leaf: Any = parameter  # this method has no types

@@ -153,7 +153,7 @@ def _all_gather(payload: Tensor, group: dist.ProcessGroup | None) -> Finish:
     """Sizes may differ: they are gathered first, then payloads as long as the longest one."""
     payload = payload.detach().contiguous()
     world = dist.get_world_size(group)
-    shape = torch.tensor(payload.shape, dtype=torch.int64)
+    shape = torch.tensor(payload.shape, dtype=torch.int64, device=payload.device)
     shapes = [torch.empty_like(shape) for _ in range(world)]
     dist.all_gather(shapes, shape, group=group)
     if any(int(one.min()) < 0 for one in shapes if one.numel()):
@@ -161,7 +161,7 @@ def _all_gather(payload: Tensor, group: dist.ProcessGroup | None) -> Finish:
     sizes = [math.prod(one.tolist()) for one in shapes]
     if max(sizes) * payload.element_size() > MAX_PAYLOAD_BYTES:
         raise CollectiveError(f"all_gather: a rank announces {max(sizes)} entries, at most {MAX_PAYLOAD_BYTES} bytes")
-    sent = torch.zeros(max(sizes), dtype=payload.dtype)
+    sent = torch.zeros(max(sizes), dtype=payload.dtype, device=payload.device)
     sent[: payload.numel()] = payload.reshape(-1)
     parts = [torch.empty_like(sent) for _ in range(world)]
     work = dist.all_gather(parts, sent, group=group, async_op=True)

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gradbus.runtime.collectives.staging import host_tensor
 from gradbus.runtime.collectives.tensors import MAX_DIMS, can_be_sent, check_sendable, dtype_name, is_plain
 
 _MAX_TEXT = 48  # characters of shapes, in frames
@@ -16,11 +17,6 @@ _MAX_TEXT = 48  # characters of shapes, in frames
 def check(*tensors: Tensor) -> None:
     """Raises ValueError for a tensor that cannot be sent or filled; the text has the remedy."""
     for tensor in tensors:
-        if not tensor.is_cpu:
-            raise ValueError(
-                f"backend 'dds' moves tensors of the CPU, this one is on {tensor.device}. Give it tensor.cpu(), or "
-                f'each kind of device a backend of its own: init_process_group("cpu:dds,cuda:nccl")'
-            )
         check_sendable(tensor)
 
 
@@ -52,9 +48,10 @@ def _is_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def staging_tensor(tensor: Tensor) -> Tensor:
-    """Plain memory for what is to come into a tensor: its own, or, if that is strided, new memory to be copied."""
+    """Plain memory for what is to come into a tensor: its own, or, if that is strided or on an accelerator, new memory
+    to be copied."""
     if not is_plain(tensor):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return host_tensor(tensor.shape, tensor.dtype, tensor.device)
     return tensor.detach() if tensor.requires_grad else tensor
 
 

@@ -286,7 +286,7 @@ class DdsWork(Work):
         with queue.lock:
             if self._future is not None:
                 return self._future
-            self._trigger = Future()
+            self._trigger = Future(devices=[tensor.device for tensor in self.call.value if not tensor.is_cpu])
             future = self._future = self._trigger.then(self._outcome)
             ended = self.ended
             if not ended:

@@ -7,14 +7,14 @@ that no rank took is an error where it was sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gradbus.runtime.collectives.operation import IntoMemory, Operation, Stream
+from gradbus.runtime.collectives.staging import copier, host_tensor
 from gradbus.runtime.collectives.tensors import (
     NOTHING,
     Bytes,
@@ -269,6 +269,7 @@ class BroadcastOperation(Operation):
         self._max_bytes = max_bytes
         self._new: NewPayload | None = None
         self._target: Tensor | None = None
+        self._copy: Callable[[], object] | None = None
         if isinstance(payload, Tensor):
             check_sendable(payload)
             what = f"tensor {describe(payload)}"
@@ -287,7 +288,8 @@ class BroadcastOperation(Operation):
                 self.send(None, 0, OutgoingPayload(self._payload).memory)
         elif isinstance(self._payload, Tensor):
             tensor = self._payload.detach()
-            self._target = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._target = tensor if is_plain(tensor) else host_tensor(tensor.shape, tensor.dtype, tensor.device)
+            self._copy = None if self._target is tensor else copier(tensor, self._target)
             self.expect(self._root, 0, IntoMemory(as_bytes(self._target)))
         else:
             self._new = NewPayload(self._max_bytes)
@@ -298,13 +300,13 @@ class BroadcastOperation(Operation):
             self.acknowledge(self._root)
 
     def release(self) -> None:
-        self._payload = self._target = self._new = None
+        self._payload = self._target = self._new = self._copy = None
 
     def result(self) -> Any:
         if not isinstance(self._payload, Tensor):
             return self._new.value if self._new is not None else payload_bytes(self._payload).tobytes()
-        if self._target is not None and not is_plain(self._payload):
-            self._payload.detach().copy_(self._target)
+        if self._copy is not None:
+            self._copy()
         return self._payload
 
 

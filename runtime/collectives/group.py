@@ -18,7 +18,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import Tensor
 
 from gradbus.runtime.bus.bus import Bus
@@ -40,6 +39,7 @@ from gradbus.runtime.collectives.reductions import (
     ReduceScatterOperation,
     ReduceToRoot,
     all_reduce,
+    new_result,
     shard_bounds,
 )
 from gradbus.runtime.collectives.tensors import check_sendable, plain
@@ -166,8 +166,9 @@ class Group:
         check_sendable(tensor)
         self._check_rank("root", root)
         source = plain(tensor)
-        out = torch.empty(tensor.shape, dtype=tensor.dtype) if self.rank == root else source
-        operation = ReduceToRoot(source, out, root, self._arithmetic(tensor, op, None), self.rank, self.world)
+        wanted, out = new_result(tensor.shape, tensor) if self.rank == root else (source, source)
+        arithmetic = self._arithmetic(tensor, op, None)
+        operation = ReduceToRoot(source, out, root, arithmetic, self.rank, self.world, wanted=wanted)
         return self._start(operation, name, round_id, timeout_s)
 
     def reduce_scatter(
@@ -180,9 +181,10 @@ class Group:
         rows = shard_bounds(tensor.shape[0], self.world)
         row_elems = tensor[0].numel() if tensor.shape[0] else 0
         mine = (rows[self.rank + 1] - rows[self.rank], *tensor.shape[1:])
+        wanted, out = new_result(mine, tensor)
         operation = ReduceScatterOperation(
-            plain(tensor), torch.empty(mine, dtype=tensor.dtype), [row * row_elems for row in rows],
-            self._arithmetic(tensor, op, None), self.rank, self.world,
+            plain(tensor), out, [row * row_elems for row in rows], self._arithmetic(tensor, op, None), self.rank,
+            self.world, wanted=wanted,
         )  # fmt: skip
         return self._start(operation, name, round_id, timeout_s)
 

@@ -14,7 +14,7 @@ through it, so the links are busy all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.operation import IntoMemory, Operation, Stream
+from gradbus.runtime.collectives.staging import copier, host_tensor
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes, as_bytes, is_plain, plain
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire.frames import CHUNK_BYTES
@@ -118,6 +119,7 @@ class Reduction(Operation):
         self.arithmetic = arithmetic
         self.tensor = out
         self.wanted = out if wanted is None else wanted
+        self._copy = None if self.wanted is out else copier(self.wanted, out)
         self.itemsize = arithmetic.itemsize
         self.out = as_bytes(out)
         self.in_place = tensor.data_ptr() == out.data_ptr() and len(self.out) > 0
@@ -134,10 +136,11 @@ class Reduction(Operation):
     def release(self) -> None:
         self.own = self.out = NOTHING
         self.tensor = self.wanted = _NO_TENSOR
+        self._copy = None
 
     def result(self) -> Tensor | None:
-        if self.wanted is not self.tensor:
-            self.wanted.copy_(self.tensor.view(self.wanted.shape))
+        if self._copy is not None:
+            self._copy()
         return self.wanted
 
     @property
@@ -293,10 +296,11 @@ class ReduceScatterOperation(Reduction):
     """Everybody gets one shard of the result."""
 
     def __init__(
-        self, tensor: Tensor, out: Tensor, bounds: list[int], arithmetic: Arithmetic, rank: int, world: int
-    ) -> None:
+        self, tensor: Tensor, out: Tensor, bounds: list[int], arithmetic: Arithmetic, rank: int, world: int, *,
+        wanted: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """``bounds``: in elements, of the shards of the flat vector. ``out``: the own shard."""
-        super().__init__("reduce_scatter", tensor, out, arithmetic, rank, world)
+        super().__init__("reduce_scatter", tensor, out, arithmetic, rank, world, wanted=wanted)
         self.bounds = [edge * self.itemsize for edge in bounds]
 
     def set_up(self) -> None:
@@ -314,8 +318,11 @@ class ReduceScatterOperation(Reduction):
 class ReduceToRoot(Reduction):
     """Everybody sends to one rank, which adds up."""
 
-    def __init__(self, tensor: Tensor, out: Tensor, root: int, arithmetic: Arithmetic, rank: int, world: int) -> None:
-        super().__init__(f"reduce->{root}", tensor, out, arithmetic, rank, world)
+    def __init__(
+        self, tensor: Tensor, out: Tensor, root: int, arithmetic: Arithmetic, rank: int, world: int, *,
+        wanted: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(f"reduce->{root}", tensor, out, arithmetic, rank, world, wanted=wanted)
         self.root = root
 
     def set_up(self) -> None:
@@ -362,7 +369,7 @@ def all_reduce(
     """The operation, and with it memory for the result where ``out`` is none that can be used as it is."""
     source = plain(tensor)
     if out is None:
-        wanted = target = torch.empty(source.shape, dtype=source.dtype)
+        wanted, target = new_result(source.shape, tensor)
     else:
         wanted = out.detach() if out.requires_grad else out
         if is_plain(wanted):
@@ -370,9 +377,15 @@ def all_reduce(
             if _overlap_in_part(source, target):
                 source = source.clone()
         else:
-            target = torch.empty(source.shape, dtype=source.dtype)
+            target = host_tensor(source.shape, source.dtype, wanted.device)
     chosen = choose(algorithm, world, source.nbytes)
     return _KINDS[chosen](f"all_reduce {chosen}", source, target, arithmetic, rank, world, wanted=wanted)
+
+
+def new_result(shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """New memory for a result: with a tensor's dtype and on its device, and memory of the CPU; one if that is it."""
+    host = host_tensor(shape, like.dtype, like.device)
+    return (host if like.is_cpu else torch.empty(shape, dtype=like.dtype, device=like.device)), host
 
 
 def _overlap_in_part(one: Tensor, other: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradbus.runtime.collectives.staging import can_be_staged, to_host
 from gradbus.runtime.errors import CollectiveError
 
 MAX_DIMS = 16
@@ -70,13 +71,17 @@ def empty_like_described(text: str, max_bytes: int) -> Tensor:
 
 
 def check_sendable(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor whose values do not lie in plain memory."""
+    """Raises ValueError for a tensor whose values do not lie in memory that can be reached."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_meta:
         where = "meta tensors" if tensor.is_meta else f"tensors of layout {tensor.layout}"
         raise ValueError(f"{where} have no values in plain memory; make the tensor dense first")
     dtype_name(tensor.dtype)
+    if not can_be_staged(tensor):
+        raise ValueError(
+            f"a tensor on {tensor.device}, which is no accelerator that torch uses here; give tensor.cpu()"
+        )
     if tensor.dim() > MAX_DIMS:
         raise ValueError(f"a tensor of {tensor.dim()} dimensions, at most {MAX_DIMS}")
 
@@ -90,7 +95,10 @@ def plain(tensor: Tensor) -> Tensor:
     """The same values in plain memory: the tensor itself, or a copy of one that is strided, or on another device."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    if is_plain(tensor):
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous() if tensor.is_cpu else to_host(tensor)
 
 
 def as_bytes(tensor: Tensor) -> Bytes:

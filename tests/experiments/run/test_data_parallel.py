@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch.command import plan
-from gradbus.experiments.run.configured_task import ConfiguredShardTask
+from gradbus.experiments.run.configured_task import ConfiguredShardTask, local_device
 from gradbus.experiments.run.data_parallel import check_equal_facts
 from gradbus.experiments.run.rank_environment import RankPlace, find_place
 from gradbus.runtime import errors
@@ -147,3 +148,22 @@ def test_the_number_of_ranks_may_be_in_the_configuration(tmp_path: Path) -> None
 def _no_rank_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {"RANK", "WORLD", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "local_rank", "wanted"),
+    [
+        ("cuda", "1", "cuda:1"), ("cuda", "2", "cuda:0"), ("cuda:1", "0", "cuda:1"), ("cpu", "1", "cpu"),
+        ("cuda", "", "cuda"),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_machine_take_its_devices_in_turn(
+    monkeypatch: pytest.MonkeyPatch, name: str, local_rank: str, wanted: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert local_device(name, local_rank) == wanted
+
+
+def test_without_an_accelerator_a_device_stays_as_it_is_named() -> None:
+    assert torch.cuda.is_available() or local_device("cuda", "1") == "cuda"

@@ -249,7 +249,8 @@ def test_what_one_rank_gave_it_gets_back_in_memory_of_its_own(run: Run, place: d
     run(lambda: as_ranks(place, 2, script))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 def test_tensors_on_a_gpu_are_copied_to_and_fro(run: Run, place: dict[str, Any]) -> None:
     async def script(group: Group) -> None:
         mine = vector(group.rank).cuda()

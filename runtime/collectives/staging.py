@@ -1,0 +1,55 @@
+"""Tensors of an accelerator, which the bus cannot reach: copied through pinned memory, on a stream of their own.
+
+The thread that copies waits for it. So the result is good for every thread and every stream, and what the device has
+been given to do meanwhile goes on beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+
+def can_be_staged(tensor: Tensor) -> bool:
+    """Whether its device is the CPU, or what torch calls the current accelerator: that has streams, and pins memory."""
+    accelerator = None if tensor.is_cpu else torch.accelerator.current_accelerator()
+    return tensor.is_cpu or (accelerator is not None and tensor.device.type == accelerator.type)
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory of the CPU for what comes from a device or goes there: pinned, unless that is the CPU itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The values of a device's tensor in contiguous memory of the CPU, when all has been computed that this thread's
+    stream was given before."""
+    host = host_tensor(tensor.shape, tensor.dtype, tensor.device)
+    _copy(host, tensor, tensor.device, torch.accelerator.current_stream(tensor.device).record_event())
+    return host
+
+
+def copier(into: Tensor, host: Tensor) -> Callable[[], object]:
+    """A function, for any thread, that copies from memory of the CPU, of as many elements, into a tensor of whatever
+    device. There it waits for what this thread's stream has been given before this call: that may still read it."""
+    into, host = into.detach(), host.view(into.shape)
+    if into.is_cpu:
+        return partial(into.copy_, host)
+    free = torch.accelerator.current_stream(into.device).record_event()
+    return partial(_copy, into, host, into.device, free)
+
+
+def _copy(into: Tensor, source: Tensor, device: torch.device, ready: torch.Event) -> None:
+    stream = _stream(device)
+    stream.wait_event(ready)
+    with stream:
+        into.copy_(source, non_blocking=True)
+    stream.synchronize()
+
+
+@lru_cache(maxsize=64)
+def _stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
