@@ -216,6 +216,15 @@ def test_an_entry_that_is_wrong_is_told_with_its_place_and_what_was_expected(tmp
     assert str(caught.value) == (f"{path.name}: meta.history.1.bytes_up: Input should be a valid integer, got ['many']")
 
 
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    rank(tmp_path, "dense")
+    document = json.loads(newest(tmp_path).read_text())
+    document["meta"]["settings"] = {"seed": 0, "accumulation_steps": 1, "exchange": "dense", "exchange_options": "{}"}
+    sign(newest(tmp_path), document)
+    with pytest.raises(CheckpointError, match=r"earlier version.*parallel\.exchange='dense'.*another checkpoint\.dir"):
+        rank(tmp_path, "dense")
+
+
 def test_a_wrong_checkpoint_counts_as_damaged_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
     federated(tmp_path)
     document = json.loads(newest(tmp_path).read_text())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ddp_scene import Outcome, data, make_task, single_process, small_mlp, succeeded, train, vector
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from gradbus.actors import Worker
 from gradbus.models import ClassificationTask
-from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
 from gradbus.runtime.algorithms.dense import Dense
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.collectives import Group
@@ -123,6 +125,64 @@ def test_the_programs_of_a_step_go_from_phase_to_phase_while_the_next_one_is_com
     assert_all_equal(outcomes, single_process(make_task(), 2, delay_steps=1, max_steps=4))
     assert len(Waits.seen) == 2 * 4 * 1
     assert all(Waits.seen)
+
+
+class Listens(Algorithm):
+    """The mean of gradients, or of weights; keeps the losses that it is given."""
+
+    choice = "listens"
+    needs_loss = True
+
+    def __init__(self, place: Place, options: Any) -> None:
+        super().__init__(place, options)
+        self.losses: list[float] = []
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        if bucket.index == 0:
+            self.losses.append(step.loss)
+        yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat, divisor=step.active)
+
+
+class ListensToWeights(Listens):
+    """The same, of weights, after the optimizer's step."""
+
+    choice = "listens-to-weights"
+    scope = "weights"
+    equal_replicas = False
+
+
+class Overlapping(ListensToWeights):
+    """The same, while gradients are computed."""
+
+    choice = "overlapping"
+    overlaps = True
+
+
+class Told(ClassificationTask):
+    """Keeps the losses of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__(small_mlp, data(), batch_size=16)
+        self.losses: list[float] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Listens, ListensToWeights, Overlapping])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_algorithm_is_given_the_mean_loss_of_the_last_step_with_equal_bits(kind: type[Listens], delay: int) -> None:
+    tasks = Told(), Told()
+    algorithms = [lambda place: kind(place, kind.Options())] * 2
+    outcomes = succeeded(train(*tasks, algorithms=algorithms, epochs=1, delay_steps=delay))
+    told = [outcome.worker._training.algorithm.losses for outcome in outcomes]  # type: ignore[attr-defined]
+    assert np.array_equal(told[0], told[1], equal_nan=True)
+    means = [sum(pair) / 2 for pair in zip(tasks[0].losses, tasks[1].losses, strict=True)]
+    late = 0 if kind is ListensToWeights and not delay else 1  # weights after the step: its own loss is there already
+    assert all(map(math.isnan, told[0][:late]))
+    assert told[0][late:] == pytest.approx([*means[: 7 - late]])
 
 
 class Fails(Algorithm):

@@ -20,9 +20,18 @@ MORTAL = {"lease_s": 3.0}
 TOLD_WITHIN_S = 3.0 + 10.0
 
 
-@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
-def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(algorithm: str) -> None:
-    with ddp_ranks(3, algorithm=algorithm, **LONG, **STEADY) as ranks:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "dense"},
+        {"algorithm": "dgc"},
+        {"algorithm": "powersgd", "delay_steps": 1},  # several phases, in the background
+        {"algorithm": "decentralized", "algorithm__peers": "choco"},
+    ],
+    ids=str,
+)
+def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(settings: dict[str, Any]) -> None:
+    with ddp_ranks(3, **settings, **LONG, **STEADY) as ranks:
         nodes = ranks.start_all(rank_1=MORTAL)
         for node in nodes:
             node.wait_for("batch", number=20)
