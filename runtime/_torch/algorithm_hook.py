@@ -206,6 +206,8 @@ class AlgorithmHook:
         for key, parameter in self._parameters.items():
             if not parameter.is_cpu:
                 raise ConfigError(f"{name}: parameter {key} is on {parameter.device}, expected on the CPU")
+            if parameter.dtype != torch.float32:
+                raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected torch.float32")
         if scope == "weights" and not self._optimizers:
             raise ConfigError(f"{name} averages weights: it needs the optimizers of the model")
         if not isinstance(self.delay_steps, int) or self.delay_steps < 0:

@@ -47,7 +47,8 @@ class Step:
         number: counts from 0 over the whole run. epoch: from 0.
         active: ranks that have data in this step; means of gradients are over these.
         loss: the mean over these ranks of the last step that was not skipped, with equal bits on all ranks; NaN before
-            the first one, and for algorithms without ``needs_loss``.
+            the first one, and for algorithms without ``needs_loss``. Where weights are exchanged after the optimizer's
+            step that is this one.
     """
 
     number: int
@@ -62,7 +63,8 @@ class TensorBucket:
 
     Attributes:
         index: of the bucket, equal on all ranks.
-        flat: float32, shape (n,): memory that holds all tensors one after the other, in their order.
+        flat: shape (n,), float32, see :attr:`Algorithm.any_dtype`: memory that holds all tensors one after the other,
+            in their order.
         tensors: views of it in the shape of the parameters, by name.
     """
 
@@ -187,6 +189,11 @@ class Algorithm(ABC):
         """Whether what it does depends on the epoch, which a script of one's own then has to tell."""
         return False
 
+    @property
+    def any_dtype(self) -> bool:
+        """Whether tensors of a bucket may have any floating-point type, one for all; else they are float32."""
+        return False
+
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         """Refuse what the algorithm cannot work with, before a run starts.
 
@@ -198,7 +205,7 @@ class Algorithm(ABC):
             ConfigError: with the reason, and what to do.
         """
         for name, parameter in parameters.items():
-            if parameter.dtype != torch.float32:
+            if parameter.dtype != torch.float32 and not (self.any_dtype and parameter.is_floating_point()):
                 raise ConfigError(f"{self.choice}: parameter {name} is {parameter.dtype}, expected torch.float32")
         if not self.makes_steps:
             return

@@ -52,6 +52,10 @@ class Dense(Algorithm):
 
     options: Any
 
+    @property
+    def any_dtype(self) -> bool:
+        return self.options.wire == "fp32" and self.options.route not in ROUTES
+
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         super().check(parameters, optimizer)
         if self.options.topology is not None:

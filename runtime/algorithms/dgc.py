@@ -125,6 +125,11 @@ class Dgc(Algorithm):
         """Whether there is a warm-up."""
         return bool(self._schedule)
 
+    @property
+    def any_dtype(self) -> bool:
+        """Whatever the type of the gradients, what is kept and sent is float32."""
+        return True
+
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         super().check(parameters, optimizer)
         self._parameters = parameters

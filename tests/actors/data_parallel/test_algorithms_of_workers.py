@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import Outcome, make_task, succeeded, train
+from ddp_scene import Outcome, make_task, single_process, succeeded, train, vector
+from torch import Tensor, nn
 
 from gradbus.runtime.algorithms.base import ALGORITHMS
+from gradbus.runtime.errors import ConfigError
 
 SGD = {"optimizer__momentum": 0.0}
 # Of each what lets it do within these steps all that it does; and settings without which it cannot work.
@@ -37,6 +39,41 @@ def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
     """All that a rank would save."""
     training = outcome.worker._training
     return {**training.own_state(), **training.shared_state()}
+
+
+class Double(nn.Module):
+    """A model of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(784, 10).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.flatten(1).double())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "dgc"])
+def test_models_of_other_types_are_for_algorithms_that_can(algorithm: str) -> None:
+    for outcome in succeeded(train(make_task(Double), algorithm=algorithm, hash_every=1)):
+        assert torch.equal(outcome.parameters, vector(single_process(make_task(Double), 2, algorithm=algorithm)))
+    with pytest.raises(ConfigError, match=r"topk: parameter net\.weight is torch\.float64, expected torch\.float32"):
+        succeeded(train(make_task(Double), world=1, algorithm="topk"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"algorithm": "qadam"}, "qadam computes the steps itself: it needs torch.optim.SGD without momentum"),
+        ({"algorithm": "onebit-adam", **SGD, "optimizer__clip_norm": 1.0}, "makes steps, not gradients: .*clip_norm"),
+        ({"algorithm": "dense", "algorithm__topology": {"ranks": [{"host": "a"}]}}, "topology"),
+        ({"algorithm": "no_such_package:Algorithm"}, "there is no module 'no_such_package'"),
+        ({"algorithm": "gradbus.models:DataSplit"}, "is no Algorithm"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_before_the_first_step(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        succeeded(train(make_task(), world=1, **settings))
 
 
 @pytest.mark.parametrize("case", CASES)
