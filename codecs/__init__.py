@@ -11,7 +11,7 @@ is apart: :func:`dgc_step`, ``docs/dgc.md``.
 from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed, SparseBlock
 from gradbus.codecs.dgc.config import PAPER_WARMUP, DgcConfig, DgcLayout, geometric_warmup, warmup_density
 from gradbus.codecs.dgc.sgd import DenseMomentum, DgcSgd, dense_momentum_step
-from gradbus.codecs.dgc.step import DgcState, dgc_step, take_back
+from gradbus.codecs.dgc.step import DgcState, dgc_step, undo_step
 from gradbus.codecs.dgc.wire import DgcMean, DgcMessage, combine_dgc, decode_dgc, max_dgc_bytes
 from gradbus.codecs.errors import CodecError, DimMismatchError, NonFiniteError
 from gradbus.codecs.feedback import add_into, residual_step
@@ -52,7 +52,7 @@ __all__ = [
     "max_dgc_bytes",
     "parse",
     "residual_step",
-    "take_back",
     "top_k",
+    "undo_step",
     "warmup_density",
 ]

@@ -9,7 +9,7 @@ the authors' implementation.
     payload, state = dgc_step([p.grad for p in params], state, config, density=warmup_density(epoch))
     mean = combine_dgc(payloads_of_all_ranks, layout)     # in rank order, the own one among them
     if mean.skipped_by:
-        state = take_back(payload, state)                 # NaN or infinity: no rank steps
+        state = undo_step(payload, state)                 # NaN or infinity: no rank steps
     else:
         dense = dense_momentum_step(mean, dense, config)
         mean.write_to(params)
@@ -147,7 +147,7 @@ def dgc_step(
 
 
 @torch.no_grad()
-def take_back(payload: Payload, state: DgcState) -> DgcState:
+def undo_step(payload: Payload, state: DgcState) -> DgcState:
     """Undo a step that all ranks skip: the entries in the own ``payload`` are added to the residual again.
 
     The gradients of dense tensors are dropped with the step, as is momentum that was masked. Consumes ``state``.

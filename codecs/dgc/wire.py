@@ -150,7 +150,7 @@ class DgcMean:
     """The mean over all ranks, bit-equal on each of them.
 
     flat: float32, shape (dim,); zero if the step is to be skipped. skipped_by: the ranks that had NaN or infinity; if
-    there are any, no rank may use the step, and each calls :func:`gradbus.codecs.take_back`.
+    there are any, no rank may use the step, and each calls :func:`gradbus.codecs.undo_step`.
     """
 
     layout: DgcLayout

@@ -272,7 +272,7 @@ class AlgorithmHook:
         """The loss of this rank's batch: call it after ``backward()``, in each step, for algorithms that need it."""
         self._reported = float(loss.detach()) if isinstance(loss, Tensor) else loss
 
-    def take_back(self) -> None:
+    def undo_step(self) -> None:
         """The gradients of the last exchange were not used, as when a loss scaler has left the step out. Call it on all
         ranks, before the next one. Without effect with a delay, or after the optimizers' step."""
         self._on_queue(self._conclude, self._run, True)

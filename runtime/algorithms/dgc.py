@@ -184,7 +184,7 @@ class Dgc(Algorithm):
 
     def roll_back(self) -> None:
         if self._sent:
-            self._state = codecs.take_back(self._sent, self._state)
+            self._state = codecs.undo_step(self._sent, self._state)
         self._put_back({name[2:] for name in self._before})
 
     def _put_back(self, names: Set[str]) -> None:

@@ -171,7 +171,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_makes_all_ranks_skip(
     mean = codecs.combine_dgc([fine, payload, fine, payload], LAYOUT)
     assert mean.skipped_by == (1, 3)
     assert not mean.flat.any()
-    assert codecs.take_back(payload, after) is after
+    assert codecs.undo_step(payload, after) is after
 
 
 def test_a_skipped_step_leaves_nothing_unsaid() -> None:
@@ -180,11 +180,11 @@ def test_a_skipped_step_leaves_nothing_unsaid() -> None:
     for seed in range(4):
         grads = binary_gradients(seed)
         payload, state = codecs.dgc_step(grads, state, config(momentum=0.0, value_dtype="fp16"))
-        state = codecs.take_back(payload, state)
+        state = codecs.undo_step(payload, state)
         total += flat_sparse(grads)
     assert torch.equal(state.V, total)
     payload, state = codecs.dgc_step([None] * 3, state, config(momentum=0.0), density=1.0)
-    assert torch.equal(codecs.take_back(payload, state).V, total)
+    assert torch.equal(codecs.undo_step(payload, state).V, total)
 
 
 def test_large_gradients_whose_sum_overflows_are_finite() -> None:

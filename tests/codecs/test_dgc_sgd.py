@@ -218,7 +218,7 @@ def test_replicas_of_four_ranks_stay_bit_equal() -> None:
         if step == 7:
             assert codecs.combine_dgc(payloads, ranks[0].layout).skipped_by == (2,)
             for rank, payload in zip(ranks, payloads, strict=True):
-                rank.state = codecs.take_back(payload, rank.state)
+                rank.state = codecs.undo_step(payload, rank.state)
             continue
         for rank in ranks:
             rank.receive(payloads)

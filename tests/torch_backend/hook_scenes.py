@@ -241,7 +241,7 @@ def taken_back(place: RankLocation) -> dict[str, float]:
         )
         run.optimizer.zero_grad()
         run.loss(place, 2).backward()
-        run.state.take_back()
+        run.state.undo_step()
         after = memory_of(run)
         for key, old in before.items():
             kind, _, name = key.partition("/")

@@ -86,7 +86,7 @@ class Plain:
         mean = codecs.combine_dgc(payloads, self.layout)
         if mean.skipped_by:
             taken = zip(payloads, self.states, strict=True)
-            self.states = [codecs.take_back(payload, state) for payload, state in taken]
+            self.states = [codecs.undo_step(payload, state) for payload, state in taken]
             return
         self.dense = codecs.dense_momentum_step(mean, self.dense, self.config)
         mean.write_to(self.parameters.values())
