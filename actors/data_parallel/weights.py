@@ -65,6 +65,11 @@ class WeightStepper(Stepper):
         await self._apply_before(None, profile)
         return [step]
 
+    async def drain(self) -> list[TrainingStep]:
+        """As above; the steps were made, and returned, when their gradients were there: none is left."""
+        await super().drain()
+        return []
+
     # On the compute thread
 
     @torch.no_grad()

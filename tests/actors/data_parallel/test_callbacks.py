@@ -97,6 +97,24 @@ def test_callbacks_follow_steps_epochs_and_evaluations_on_the_compute_thread() -
     assert follower.threads != {threading.current_thread().name}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"delay_steps": 1},
+        {"algorithm": "decentralized"},
+        {"algorithm": {"name": "async-averaging", "every_steps": 1}},
+    ],
+    ids=str,
+)
+def test_each_step_is_reported_and_counted_once_also_where_results_come_late(settings: dict[str, Any]) -> None:
+    followers = [Follower(), Follower()]
+    outcomes = succeeded(train(Regression(), epochs=1, callbacks=[[one] for one in followers], **settings))
+    steps = [[report for what, report in one.calls if what == "step"] for one in followers]
+    assert [[report.step for report in mine] for mine in steps] == [list(range(1, STEPS + 1))] * 2
+    losses = [report.loss for mine in steps for report in mine]
+    assert outcomes[0].reports[-1].loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
 def test_a_callback_of_one_rank_ends_the_run_on_all_ranks_after_the_same_step() -> None:
     outcomes = succeeded(train(Regression(), world=3, epochs=5, callbacks=[[], [EndsAt(step=3)], []]))
     assert [outcome.worker.step for outcome in outcomes] == [4, 4, 4]
