@@ -581,11 +581,20 @@ class AlgorithmHook:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, on all ranks. Buckets of DDP may differ from those it was saved with.
+        """The inverse, on all ranks at the same time. Buckets of DDP may differ from those it was saved with.
 
         Raises:
-            ValueError: it is of another algorithm, model or rank, or damaged.
+            ValueError: it is of another algorithm, model or rank, or damaged, here or on another rank; or the states of
+                the ranks are of different steps.
         """
+        try:
+            self._load(state)
+        except ValueError as error:
+            self._compare({"refused": str(error)})
+            raise
+        self._compare({"steps": str(self._number)})
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         expected: dict[str, Any] = {
             "algorithm": self._name,
             "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},

@@ -24,7 +24,11 @@ from gradbus.runtime.algorithms.requests import (
     joined_results,
     simple_requests,
 )
+from gradbus.runtime.collectives.data_movement import AllGatherOperation
 from gradbus.runtime.errors import CollectiveError
+from gradbus.torch.calls import CollectiveCall
+from gradbus.torch.functions import start
+from gradbus.torch.process_group import DdsProcessGroup
 
 R = TypeVar("R")
 Finish = Callable[[], Any]  # waits, and returns the result of a request
@@ -150,8 +154,14 @@ def _all_reduce(request: AllReduce, group: dist.ProcessGroup | None) -> Finish:
 
 
 def _all_gather(payload: Tensor, group: dist.ProcessGroup | None) -> Finish:
-    """Sizes may differ: they are gathered first, then payloads as long as the longest one."""
+    """Sizes may differ. "dds" takes them as they come; else they are gathered first, then payloads as long as the
+    longest one."""
     payload = payload.detach().contiguous()
+    whole = group or dist.group.WORLD
+    if isinstance(whole, DdsProcessGroup):
+        gather = AllGatherOperation(payload, whole.rank(), whole.size(), MAX_PAYLOAD_BYTES)
+        call = CollectiveCall("all_gather of a program", [gather])
+        return _after([start(whole.dds, call, "program", "all_gather")], lambda: gather.value)
     world = dist.get_world_size(group)
     shape = torch.tensor(payload.shape, dtype=torch.int64, device=payload.device)
     shapes = [torch.empty_like(shape) for _ in range(world)]

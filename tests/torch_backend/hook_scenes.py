@@ -312,6 +312,9 @@ def _mistakes(place: RankLocation) -> Iterator[tuple[str, str]]:
     )
     bf16 = hooks.Bf16HookState(named)
     bf16.load_state_dict({**bf16.state_dict(), "world": 3})  # nothing in it belongs to a rank
+    yield "steps", told(lambda: bf16.load_state_dict({**bf16.state_dict(), "steps": 5 * place.rank}))
+    only_one = {**bf16.state_dict(), "algorithm": "dense" if place.rank else "densest"}
+    yield "one rank", told(lambda: bf16.load_state_dict(only_one))
 
 
 class NeedsLoss(Dense):
