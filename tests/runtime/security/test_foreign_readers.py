@@ -178,13 +178,13 @@ def test_collectives_over_dds_go_on_beside_a_stranger_and_blame_no_rank(
 
     async def rank(bus: Bus, number: int, process: subprocess.Popen[str]) -> None:
         values = torch.full((1 << 20,), number + 1.0)
-        async with gradbus.join_group(bus, rank=number, world=2, timeout_s=20, collective_timeout_s=8) as group:
+        async with gradbus.join_group(bus, rank=number, world=2, timeout_s=20, collective_timeout_s=20) as group:
             if number == 0:  # its reader of what goes to all, and of what goes to rank 0
                 await asyncio.to_thread(reads, process, "train/frame")
                 there.set()
             await there.wait()  # a machine that is busy takes its time
             await group.barrier("the stranger is there")
-            for step in range(20):
+            for step in range(12):  # one of the first waits until the stranger is excluded
                 assert torch.all(await group.all_reduce(f"step {step}", values, op="sum") == 3)
             left_s = time.monotonic()
         # It waits until the others have taken over its last words, and strangers do not: 5 s, if they count.
