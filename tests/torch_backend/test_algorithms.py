@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @cache
 def trained(backend: str, world: int) -> list[dict[str, Any]]:
-    return play("algorithm_scenes", "every_algorithm", world, backend)
+    return play("algorithm_scenes", "every_algorithm", world, backend, timeout_s=150.0)
 
 
 def largest_difference(here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
