@@ -43,7 +43,7 @@ LIMITED_BY = {
 }  # fmt: skip
 # The folders of runtime: each imports from itself and from those before it in this list.
 RUNTIME_ORDER = (
-    "runtime", "runtime/optimization", "runtime/algorithms", "runtime/in_network", "runtime/wire", "runtime/config",
+    "runtime", "runtime/optimization", "runtime/in_network", "runtime/algorithms", "runtime/wire", "runtime/config",
     "runtime/profiling",
     "runtime/shm", "runtime/dds", "runtime/testing",
     "runtime/security", "runtime/security/identity", "runtime/bus", "runtime/collectives",

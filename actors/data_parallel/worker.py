@@ -9,6 +9,7 @@ thread of its own, never on the event loop.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -43,6 +44,7 @@ from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, Trai
 from gradbus.actors.data_parallel.weights import WeightStepper
 from gradbus.runtime.checkpoint import Checkpoint, copy_state
 from gradbus.runtime.collectives import Group
+from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, TrainingDiverged
@@ -109,6 +111,7 @@ class Worker:
         self._restored_batches: int | None = None  # of this rank in the epoch that a resume goes on with
         self._checked = False  # the parameters have been compared in this process
         self._has_started = False
+        self._aggregator = contextlib.AsyncExitStack()
         self._seconds = 0.0
         # Made by _open:
         self._replicas: Replicas
@@ -179,6 +182,7 @@ class Worker:
         self._has_started, started_s = True, time.perf_counter()
         try:
             await self._open()
+            await self._join_aggregator()
             self._on_open()
             while not self._is_done:
                 report = await self._one_epoch()
@@ -197,6 +201,7 @@ class Worker:
             self._votes.cancel()
             if hasattr(self, "_stepper"):
                 await self._stepper.close()
+            await self._aggregator.aclose()
             self._compute.close()
             self._training.close()
             self.profile.close()
@@ -255,6 +260,13 @@ class Worker:
         self._stepper = self._make_stepper()
         self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
         self._log.info("started", world=group.world, step=self.step, algorithm=str(label))
+
+    async def _join_aggregator(self) -> None:
+        """Where sums of the algorithm go through one. Raises ConfigError: it refuses. BarrierTimeout: it is not there."""
+        options = self._training.algorithm.in_network
+        if options is not None:
+            joining = join_aggregator(self._group, options, timeout_s=self._config.timeouts.join_s)
+            await self._aggregator.enter_async_context(joining)
 
     def _make_stepper(self) -> Stepper:
         training = self._training

@@ -355,7 +355,7 @@ def _all_reduce(request: AllReduce, rank: int, world: int) -> Program[Tensor]:
     x, op, divisor = request.tensor.detach(), request.op, request.divisor
     others = _others(rank, world)
     flat = x.reshape(-1)
-    if choose(request.route, world, x.nbytes) == "direct":
+    if choose("auto" if request.route == "in-network" else request.route, world, x.nbytes) == "direct":
         came = yield Swap("all", dict.fromkeys(others, flat), {peer: torch.empty_like(flat) for peer in others})
         total = _reduced(_in_order(rank, flat, came), op, divisor)
     else:

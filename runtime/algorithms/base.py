@@ -22,6 +22,7 @@ from gradbus.runtime.choices import ALGORITHMS as ALGORITHMS
 from gradbus.runtime.choices import Choice
 from gradbus.runtime.choices import Options as Options
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.in_network.options import InNetworkOptions
 
 Scope: TypeAlias = Literal["bucket", "step", "weights"]
 
@@ -239,6 +240,11 @@ class Algorithm(ABC):
         Where NaN or infinity is in the tensors of any rank the result is not finite on any rank. Then, and only then,
         all ranks roll the step back.
         """
+
+    @property
+    def in_network(self) -> InNetworkOptions | None:
+        """How its sums use an aggregator, which the driver is to join; None: there is none."""
+        return None
 
     def commit(self) -> None:
         """All buckets of the step have been exchanged, and are finite."""

@@ -41,7 +41,9 @@ class AllReduce:
         out: memory for the result, of the same shape and dtype; may be ``tensor``. None: new memory.
         divisor: of the mean; None: the number of ranks.
         route: how a driver that has the choice has parts travel; all of them add in rank order, to the same bits.
-            ``direct``: everybody to everybody; ``shards``: each rank adds up a part, and sends it to all.
+            ``direct``: everybody to everybody; ``shards``: each rank adds up a part, and sends it to all;
+            ``in-network``: of int32 and op ``sum`` alone, through the aggregator that the driver has joined; without
+            one, as ``auto``. All ranks make such requests in the same order.
     """
 
     name: str
@@ -49,7 +51,7 @@ class AllReduce:
     op: ReduceOp = "sum"
     out: Tensor | None = None
     divisor: int | None = None
-    route: Literal["auto", "direct", "shards"] = "auto"
+    route: Literal["auto", "direct", "shards", "in-network"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

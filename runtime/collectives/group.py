@@ -85,7 +85,7 @@ class Group:
     """
 
     def __init__(self, bus: Bus, membership: Membership, name: str, timeout_s: float, max_bytes: int) -> None:
-        self._bus = bus
+        self.bus = bus
         self._membership = membership
         self._engine = membership.engine
         self._loop = asyncio.get_running_loop()
@@ -95,6 +95,7 @@ class Group:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self.name = name
+        self.in_network: Any = None  # the InNetworkSum of its ranks, while they have joined an aggregator
         self.farewell = DONE
         self.rank = membership.identity.sender
         self.world = membership.formation.world
@@ -341,7 +342,7 @@ class Group:
         if not _NAME.fullmatch(text):
             text = f"{self.name[:31]}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
         return join_group(
-            self._bus, rank=list(ranks).index(self.rank), world=len(ranks), name=name or text, timeout_s=timeout_s,
+            self.bus, rank=list(ranks).index(self.rank), world=len(ranks), name=name or text, timeout_s=timeout_s,
             collective_timeout_s=self._timeout_s, max_payload_bytes=self._max_bytes,
         )  # fmt: skip
 

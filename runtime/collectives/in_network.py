@@ -9,64 +9,85 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradbus.codecs.fixed_point import CHECKSUM_MODULUS, linear_checksum
-from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.collectives.packet_streams import PacketStreams
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.in_network.encoding import MAX_WORLD
+from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, RetransmissionTimes
 from gradbus.runtime.in_network.worker import PeerSilent, RingWorker, WorkerConfig
 from gradbus.runtime.logs import get_logger
-
-Route: TypeAlias = Literal["ina", "ra-ina", "ra-ina-inline"]
 
 GROUP = "in_network"
 
 log = get_logger("in_network")
 
 
-@dataclass(frozen=True, slots=True)
-class InNetworkOptions:
-    """How workers use the aggregator, equal on all of them.
-
-    Attributes:
-        route: ``ina``: all blocks go to the aggregator, which has fixed lanes for them. ``ra-ina``: groups start on a
-            ring, and those that the aggregator has slots for go there. ``ra-ina-inline``: the same, and packets of the
-            ring pass through the aggregator, as through a switch: for experiments.
-        block_elems: entries of a block. window_groups: groups of N blocks that are under way at once.
-        timeout_s: without progress for so long the aggregator counts as lost. retransmit_s: first repetition.
-        verifies: whether sums are checked by a checksum that the aggregator does not know.
-        loss: for experiments, probability that a packet is dropped by its sender.
-    """
-
-    route: Route = "ra-ina"
-    block_elems: int = 1 << 16
-    window_groups: int = 4
-    timeout_s: float = 5.0
-    retransmit_s: float = 0.5
-    verifies: bool = True
-    loss: float = 0.0
-
-
 class AggregatorLost(CollectiveError):
     """The aggregator is gone, silent, or has told a wrong sum. Sums are made without it from now on."""
+
+
+class InNetworkHandle:
+    """The awaitable handle of a sum, with what :class:`~.handle.CollectiveHandle` has. It may be started by any thread,
+    and is awaited on the loop.
+
+    Attributes:
+        name: it was started with. started_s, finished_s: by ``time.perf_counter``. sent_bytes: in packets, about, where
+            several sums are under way.
+    """
+
+    received_bytes = 0
+    missing: tuple[int, ...] = ()
+
+    def __init__(self, sums: InNetworkSum, name: str, values: Tensor, out: Tensor | None) -> None:
+        self.name = name
+        self.started_s = time.perf_counter()
+        self.finished_s: float | None = None
+        self.sent_bytes = 0
+        self._sums = sums
+        self._future = asyncio.run_coroutine_threadsafe(self._run(values, out), sums.loop)
+
+    async def _run(self, values: Tensor, out: Tensor | None) -> Tensor:
+        before = self._sums.streams.sent_bytes
+        try:
+            total, overflowed = await self._sums.all_reduce(values.view(-1))
+        finally:
+            self.finished_s = time.perf_counter()
+            self.sent_bytes = self._sums.streams.sent_bytes - before
+        if overflowed:
+            raise CollectiveError(
+                f"{self.name}: a sum has left int32, which none of the integers of codecs.fixed_point does: some rank "
+                f"sends others. All ranks know of it"
+            )
+        return total.view(values.shape) if out is None else out.copy_(total.view(out.shape))
+
+    def __await__(self) -> Generator[Any, None, Tensor]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def done(self) -> bool:
+        """Whether it has ended, with or without an error."""
+        return self._future.done()
+
+    def cancel(self) -> None:
+        """End it on this rank."""
+        self._future.cancel()
 
 
 class InNetworkSum:
     """Sums of int32 vectors over the workers. One sum at a time, in the same order on all of them.
 
     Attributes:
+        loop: that it runs on. streams: what is sent to whom.
         uses_aggregator: whether it is still there. sums_without: sums that were made, or ended, without it.
-        streams: what is sent to whom.
     """
 
     streams: PacketStreams
@@ -89,12 +110,17 @@ class InNetworkSum:
                 times=times,
             )
         )
+        self.loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.uses_aggregator = True
         self.sums_without = 0
+
+    def start(self, name: str, values: Tensor, out: Tensor | None = None) -> InNetworkHandle:
+        """Begin a sum, from any thread. Raises as :meth:`all_reduce`, on await; CollectiveError: it left int32."""
+        return InNetworkHandle(self, name, values, out)
 
     async def all_reduce(self, values: Tensor) -> tuple[Tensor, bool]:
         """The sum of all workers' vectors.
@@ -230,9 +256,9 @@ class InNetworkSum:
 
 @asynccontextmanager
 async def join_aggregator(
-    bus: Bus, workers: Group, options: InNetworkOptions | None = None, *, timeout_s: float = 60.0
+    workers: Group, options: InNetworkOptions | None = None, *, timeout_s: float = 60.0
 ) -> AsyncIterator[InNetworkSum]:
-    """Join the aggregator of this job with all workers of a group.
+    """Join the aggregator of this job with all workers of a group; ``workers.in_network`` is it meanwhile.
 
     Raises:
         ConfigError: workers have different options, or the aggregator refuses them, with its numbers.
@@ -244,7 +270,7 @@ async def join_aggregator(
     seed = await workers.broadcast_object("in_network/seed", secrets.randbits(62), root=0)
     rank, world = workers.rank, workers.world
     async with join_group(
-        bus, rank=rank, world=world + 1, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0
+        workers.bus, rank=rank, world=world + 1, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0
     ) as network:
         plain = {field: getattr(options, field) for field in ("route", "block_elems", "window_groups")}
         plans: list[dict[str, Any]] = await network.all_gather_object("plans", plain)
@@ -261,7 +287,9 @@ async def join_aggregator(
             loss=options.loss,
         )  # fmt: skip
         async with streams as sums.streams:
+            workers.in_network = sums
             try:
                 yield sums
             finally:
+                workers.in_network = None
                 sums.close()

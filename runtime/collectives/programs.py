@@ -103,7 +103,10 @@ class ProgramRun(Generic[R]):
     def _start(self, request: Request) -> list[CollectiveHandle[Any]]:
         group, options = self._group, self._options
         match request:
+            case AllReduce(name, tensor, _, out, _, "in-network") if group.in_network is not None:
+                return [group.in_network.start(self._called(name), tensor, out)]
             case AllReduce(name, tensor, op, out, divisor, route):
+                route = "auto" if route == "in-network" else route
                 options = {**options, "divisor": divisor, "algorithm": route}
                 return [group.all_reduce(self._called(name), tensor, op=op, out=out, **options)]
             case ReduceScatter(name, tensor, op):

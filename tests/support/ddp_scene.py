@@ -67,6 +67,11 @@ def vector(model: nn.Module) -> Tensor:
 Play = Callable[[Group, Worker], Awaitable[None]]
 
 
+def new_place() -> dict[str, Any]:
+    """Job and domain of a run."""
+    return {"job": f"ddp-{os.getpid()}-{next(_numbers)}", "domain": new_domain()}
+
+
 def train(
     *tasks: Any,
     world: int = 2,
@@ -74,6 +79,7 @@ def train(
     algorithms: Sequence[Any] = (),
     callbacks: Sequence[Sequence[Any]] = (),
     play: Play | None = None,
+    place: dict[str, Any] | None = None,
     timeout_s: float = 60.0,
     **settings: Any,
 ) -> list[Outcome]:
@@ -81,17 +87,18 @@ def train(
 
     ``algorithms``, ``callbacks``: of each rank, where one has any.
     ``play``: called for each rank in place of ``Worker.run()``. An error of a rank is in its outcome.
+    ``place``: job and domain; by default those of no other run.
     """
     torch.set_num_threads(1)
     tasks = tasks if len(tasks) > 1 else tasks * world
     configs = configs or [DataParallelConfig(**nested(settings))] * len(tasks)
-    job, domain = f"ddp-{os.getpid()}-{next(_numbers)}", new_domain()
+    place = place or new_place()
 
     async def one(rank: int) -> Outcome:
         outcome: Outcome | None = None
         try:
             async with (
-                gradbus.connect(job=job, domain=domain) as bus,
+                gradbus.connect(**place) as bus,
                 join_group(bus, rank=rank, world=len(tasks), timeout_s=20.0, collective_timeout_s=20.0) as group,
             ):
                 make_algorithm = algorithms[rank] if algorithms else None

@@ -37,7 +37,7 @@ async def job(place: dict[str, Any], world: int, actor: AggregatorActor, options
         async with (
             gradbus.connect(**place) as bus,
             gradbus.join_group(bus, rank=rank, world=world) as group,
-            join_aggregator(bus, group, options) as sums,
+            join_aggregator(group, options) as sums,
         ):
             return await program(rank, sums)
 
@@ -89,7 +89,7 @@ def test_a_sum_goes_on_without_an_aggregator_that_leaves(place: dict[str, Any], 
             async with (
                 gradbus.connect(**place) as bus,
                 gradbus.join_group(bus, rank=rank, world=world) as group,
-                join_aggregator(bus, group, options(route)) as sums,
+                join_aggregator(group, options(route)) as sums,
             ):
                 first = await sums.all_reduce(values(rank))
                 await group.barrier("one")
