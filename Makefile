@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp report doctor test test-portable check lint format typecheck wheel smoke \
+.PHONY: help setup demo run-controller run-client run-ddp run-aggregator report doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
 	bench-attacks bench-compression conformance figures faults soak lock clean distclean
 
@@ -96,6 +96,10 @@ run-ddp: CONFIG ?= $(DDP)
 run-ddp: WORLD ?= $(or $(WORLD_SIZE),$(if $(filter $(DDP),$(CONFIG)),2))
 run-ddp: $(STAMP)  ## data-parallel training: all ranks with WORLD=2, or one process per rank: make run-ddp WORLD=2 RANK=0
 	@$(BIN)/gradbus $(if $(RANK),worker --rank $(RANK) $(WORLD:%=--world %),run $(WORLD:%=-n %) --) $(CONFIG) $(ARGS)
+
+run-aggregator: CONFIG ?= experiments/configs/aggregator.conf.json
+run-aggregator: $(STAMP)  ## add the gradients of data-parallel jobs: then make run-ddp CONFIG=experiments/configs/ddp-aggregator.conf.json
+	@$(BIN)/gradbus aggregator $(CONFIG) $(ARGS)
 
 report: $(STAMP)  ## one HTML file of what a run has left: make report RUN=runs/...
 	@test -n "$(RUN)$(ARGS)" || { echo "make report: which run? make report RUN=runs/<job>-<time>" >&2; exit 2; }

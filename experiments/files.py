@@ -1,4 +1,4 @@
-"""Configuration files of a controller, a client and a worker: one file each, with sections.
+"""Configuration files of a controller, a client, a worker and an aggregator: one file each, with sections.
 
 The text below each setting is what ``gradbus config reference`` and ``docs/settings.md`` show.
 
@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -21,8 +21,9 @@ from gradbus.experiments.run.rank_environment import MAX_WORLD
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
-from gradbus.runtime.config.settings import NonNegative, Settings, load_settings, read_settings
+from gradbus.runtime.config.settings import NonNegative, Positive, Settings, load_settings, read_settings
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.in_network.encoding import MAX_WORLD as MAX_AGGREGATED_WORLD
 
 Options = dict[str, Any]
 """Keyword arguments of the function that a setting names."""
@@ -133,8 +134,40 @@ class WorkerFile(Settings):
         return self
 
 
-F = TypeVar("F", ControllerFile, ClientFile, WorkerFile)
-_SECTIONS = {*ControllerFile.model_fields, *ClientFile.model_fields, *WorkerFile.model_fields}
+class AggregatorSettings(Settings):
+    """The memory of an aggregator, and the jobs that share it."""
+
+    world: Annotated[int, Field(ge=1, le=MAX_AGGREGATED_WORLD)] = 2
+    """Number of workers of the job."""
+    jobs: dict[str, Annotated[int, Field(ge=1, le=MAX_AGGREGATED_WORLD)]] = Field(default={})
+    """Number of workers by the name of their job, for several jobs that share the slots. {}: bus.job alone, of `world`
+    workers."""
+    slots: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
+    """Number of blocks that it holds, of all jobs together. 0: it never adds, and rings go past it."""
+    block_elems: Annotated[int, Field(ge=1, le=1 << 22)] = 1 << 16
+    """Number of int32 entries of a block; workers need the same."""
+    allocation: Literal["scan", "hash"] = "scan"
+    """How a group of blocks of route ra-ina finds slots: `scan` takes the first free ones in a row, `hash` looks at one
+    place, as a switch does."""
+    max_groups_per_job: Annotated[int, Field(ge=1)] = 1 << 20
+    """Number of groups of one job that may hold slots at once."""
+    retransmit_s: Positive = 0.5
+    """Seconds after which a worker that has not acknowledged a sum gets it again."""
+    join_s: Positive = 60.0
+    """Seconds that it waits for the workers of a job."""
+
+
+class AggregatorFile(Settings):
+    """A configuration file of an aggregator."""
+
+    bus: BusSettings = BusSettings()
+    aggregator: AggregatorSettings = AggregatorSettings()
+
+
+F = TypeVar("F", ControllerFile, ClientFile, WorkerFile, AggregatorFile)
+_SECTIONS = {
+    *ControllerFile.model_fields, *ClientFile.model_fields, *WorkerFile.model_fields, *AggregatorFile.model_fields
+}  # fmt: skip
 
 
 def load(
@@ -173,7 +206,7 @@ def load(
 def _owner_of(kind: type[Settings], path: Path | None) -> str:
     """Return the command whose configuration this file is, if it has a section that only another kind has, or settings
     of clients without the section of this kind; else ""."""
-    owners = {"federated": "controller", "client": "client", "parallel": "worker"}
+    owners = {"federated": "controller", "client": "client", "parallel": "worker", "aggregator": "aggregator"}
     sections: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # of which the caller has an error already
         sections = {} if path is None else read_settings(path)

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile
+from gradbus.experiments.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile
 from gradbus.runtime.config.settings import Settings
 
-FILES: dict[str, type[Settings]] = {"controller": ControllerFile, "client": ClientFile, "worker": WorkerFile}
+FILES: dict[str, type[Settings]] = {
+    "controller": ControllerFile, "client": ClientFile, "worker": WorkerFile, "aggregator": AggregatorFile,
+}  # fmt: skip
 
 _PAGE = """\
 # Settings

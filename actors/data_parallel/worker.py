@@ -262,7 +262,7 @@ class Worker:
         self._log.info("started", world=group.world, step=self.step, algorithm=str(label))
 
     async def _join_aggregator(self) -> None:
-        """Where sums of the algorithm go through one. Raises ConfigError: it refuses. BarrierTimeout: it is not there."""
+        """Where sums of the algorithm go through one. Raises ConfigError: it refuses; BarrierTimeout: there is none."""
         options = self._training.algorithm.in_network
         if options is not None:
             joining = join_aggregator(self._group, options, timeout_s=self._config.timeouts.join_s)

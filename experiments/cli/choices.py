@@ -11,7 +11,7 @@ from typing import Literal
 CodecName = Literal["fp32", "q8", "s4", "sq8"]
 Network = Literal["loopback", "network"]
 FileFormat = Literal["safetensors", "torch"]
-FileKind = Literal["controller", "client", "worker"]
+FileKind = Literal["controller", "client", "worker", "aggregator"]
 BindMode = Literal["auto", "cores", "none"]
 LoopName = Literal["uvloop", "asyncio"]
 LogStyle = Literal["auto", "console", "json"]

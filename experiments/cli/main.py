@@ -1,4 +1,4 @@
-"""The command line: the commands that train, ``gradbus demo | controller | client | worker | run``, and all others.
+"""The command line: what trains, ``gradbus demo | controller | client | aggregator | worker | run``, and all others.
 
 What is imported here decides how long ``gradbus --help`` takes; torch and DDS are imported inside the commands.
 """
@@ -156,6 +156,26 @@ def client(
     from gradbus.experiments.run.federated import run_client
 
     run_loop(lambda: run_client(file, client_id), loop)
+
+
+@app.command()
+@command("aggregator")
+def aggregator(
+    config: Config,
+    insecure: Insecure = False,
+    overrides: Overrides = None,
+    log_level: Level = "info",
+    log_style: Style = "auto",
+    loop: Loop = "uvloop",
+    full_traceback: FullTraceback = False,
+) -> None:
+    """Add the gradients of data-parallel jobs in their network, so that each worker sends its own once."""
+    from gradbus.experiments.run.commands import aggregator_run
+    from gradbus.experiments.run.console import Screen
+
+    aggregator_run(
+        config, settings_of(overrides, insecure=insecure), Screen(live=False, level=log_level, style=log_style), loop
+    )
 
 
 @app.command()

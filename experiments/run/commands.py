@@ -1,4 +1,4 @@
-"""The commands ``demo``, ``controller`` and ``worker``: read the settings, run, and print what came of it.
+"""The commands ``demo``, ``controller``, ``aggregator`` and ``worker``: read the settings, run, print the outcome.
 
 What takes seconds to import (torch) is imported once the settings are known to be right.
 """
@@ -17,7 +17,7 @@ from gradbus.experiments.amounts import size
 from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import BindMode, LoopName
 from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
-from gradbus.experiments.files import ControllerFile, WorkerFile, load
+from gradbus.experiments.files import AggregatorFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.report.scalars import open_scalars
 from gradbus.experiments.run.console import Screen
 from gradbus.experiments.run.cores import as_ranges, bind
@@ -101,6 +101,28 @@ def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence
         f"done: {sums['rounds']} rounds, {quality(last)}, "
         f"up {size(sums['bytes_up'])}, down {size(sums['bytes_down'])}; run directory {run.path}"
     )
+
+
+# -- an aggregator -----------------------------------------------------------------------------------------------------
+
+
+def aggregator_run(config: Path | None, overrides: Sequence[str], screen: Screen, loop: LoopName) -> None:
+    """``gradbus aggregator``."""
+    file = load(AggregatorFile, config, overrides=overrides)
+    jobs = file.aggregator.jobs or {file.bus.job: file.aggregator.world}
+    for world in jobs.values():
+        check(file.bus, rank=world)
+    screen.configure_logs()
+    from gradbus.experiments.run.aggregator import run_aggregator
+
+    held = size(4 * file.aggregator.slots * file.aggregator.block_elems)
+    names = ", ".join(f"{job} of {world} workers" for job, world in jobs.items())
+    screen.say(f"aggregator with {file.aggregator.slots} slots ({held}) for {names}")
+    try:
+        run_loop(lambda: run_aggregator(file), loop)
+    except ExceptionGroup as group:
+        raise single_error(group) from None
+    screen.say("done: the workers of all jobs have left")
 
 
 # -- a rank of a data-parallel run -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Generator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from gradbus.codecs.fixed_point import CHECKSUM_MODULUS, linear_checksum
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.collectives.packet_streams import PacketStreams
-from gradbus.runtime.errors import CollectiveError, ConfigError
+from gradbus.runtime.errors import BarrierTimeout, CollectiveError, ConfigError
 from gradbus.runtime.in_network.encoding import MAX_WORLD
 from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, RetransmissionTimes
@@ -269,9 +269,21 @@ async def join_aggregator(
         raise ConfigError(f"in-network aggregation is for up to {MAX_WORLD} workers, this group has {workers.world}")
     seed = await workers.broadcast_object("in_network/seed", secrets.randbits(62), root=0)
     rank, world = workers.rank, workers.world
-    async with join_group(
+    network_group = join_group(
         workers.bus, rank=rank, world=world + 1, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0
-    ) as network:
+    )
+    async with AsyncExitStack() as stack:
+        try:
+            network = await stack.enter_async_context(network_group)
+        except BarrierTimeout as error:
+            if error.missing != (world,):
+                raise
+            raise BarrierTimeout(
+                "in-network aggregation", missing=error.missing, ready=error.ready, needed=error.needed,
+                timeout_s=timeout_s,
+                hint=f"Rank {world} is the aggregator: start it with 'gradbus aggregator CONFIG', for the same job and "
+                f"{world} workers. Or set parallel.algorithm.route to 'direct'",
+            ) from None  # fmt: skip
         plain = {field: getattr(options, field) for field in ("route", "block_elems", "window_groups")}
         plans: list[dict[str, Any]] = await network.all_gather_object("plans", plain)
         answer: dict[str, Any] = await network.broadcast_object("answer", None, root=world)

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.experiments.files import ClientFile, ControllerFile, load
+from gradbus.experiments.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.runtime.config.job_name import user_name
 from gradbus.runtime.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "configs"
-EXAMPLES = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("ddp"))  # see parallel_pieces
+# Those of ranks: see parallel_pieces.
+EXAMPLES = sorted(path.name for path in FOLDER.glob("*.json") if path.name.startswith(("controller", "client")))
 
 
 def kind_of(name: str) -> type[ControllerFile] | type[ClientFile]:
@@ -28,6 +29,15 @@ def test_there_is_an_example_for_each_codec_and_each_way_of_running() -> None:
     codecs = {f"controller.{codec}.conf.json" for codec in ("q8", "s4", "sq8")}
     pairs = {f"{side}{way}.conf.json" for side in ("controller", "client") for way in ("", ".non-iid", ".two-machines")}
     assert set(EXAMPLES) == codecs | pairs
+
+
+def test_the_example_of_an_aggregator_serves_the_job_of_the_workers_beside_it(configs: Path) -> None:
+    aggregator = load(AggregatorFile, configs / "aggregator.conf.json")
+    workers = load(WorkerFile, configs / "ddp-aggregator.conf.json")
+    assert aggregator.bus.job == workers.bus.job
+    assert workers.parallel.algorithm.options["route"] == "ra-ina"
+    with pytest.raises(ConfigError, match="gradbus aggregator"):
+        load(WorkerFile, configs / "aggregator.conf.json")
 
 
 @pytest.mark.parametrize("way", ["", ".non-iid", ".two-machines"])
