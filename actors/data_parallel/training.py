@@ -19,6 +19,7 @@ from gradbus.actors.data_parallel.callbacks import StepReport
 from gradbus.actors.data_parallel.exchange import StepExchange
 from gradbus.actors.data_parallel.metrics import MetricSums, combined
 from gradbus.actors.data_parallel.optimization import RunOptimizer
+from gradbus.actors.data_parallel.prediction import check_prediction, weights_ahead
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
@@ -123,7 +124,7 @@ class TrainingStep:
 
     Attributes:
         number, epoch: count from 0. active: ranks with data. batches: of this rank. memory: which set of it is used.
-        exchange: its programs.
+        exchange: its programs. steps_before: that are still to be applied when its gradients are computed.
         loss: sum over this rank's batches, on the device of the model. gradients: the buckets.
         is_finite: whether loss and gradients of this rank are, as far as is known.
         skipped_by: None: the step counts. Else it was skipped, for these ranks were not finite; empty: it is not known
@@ -141,6 +142,7 @@ class TrainingStep:
     exchange: StepExchange
     loss: Tensor
     gradients: Sequence[TensorBucket] = ()
+    steps_before: int = 0
     is_finite: bool = True
     skipped_by: tuple[int, ...] | None = None
     status: Tensor | None = None
@@ -199,6 +201,9 @@ class ShardTraining:
         self.algorithm, self.label = start_algorithm(config, self._group, self.trained, self._make_algorithm)
         self.optimizer = RunOptimizer(config, self._task, self.model, self.trained, self.algorithm)
         self.delay_steps = self.algorithm.delay_steps if config.delay_steps is None else config.delay_steps
+        if config.predicts_weights:
+            is_of_weights = self.algorithm.scope == "weights"
+            check_prediction(self.optimizer.optimizer, self.delay_steps, exchanges_weights=is_of_weights)
         sets = 1 if self.algorithm.scope == "weights" else self.delay_steps + 1
         self._gradients = GradientBuckets(
             self.trained, self._launch, sets=sets,
@@ -256,7 +261,8 @@ class ShardTraining:
         """
         self._on_bucket, self._step = on_bucket, step
         self._loss_is_finite: Tensor | None = None
-        with profile.span("compute"):
+        ahead = step.steps_before if self._config.predicts_weights else 0
+        with profile.span("compute"), weights_ahead(self.optimizer.optimizer, ahead):
             step.gradients = self._gradients.begin(step.memory)
             self._buffers[step.memory].keep()
             for number in range(step.batches):

@@ -83,6 +83,7 @@ PLANS = {
     "quick": CompressionPlan(
         settings=[TrainingSetting("MLP", 4, 128, 60)], seeds=1, sending=[TrainingSetting("CNN", 2, 16, 8)],
         timing=[TrainingSetting("CNN", 2, 64, 12)], launches=1,
+        timed=["dense fp32", _TIMED_AGAINST, "hybrid", "bytegrad", "topk 1 %", "dgc 0.1 %", "signsgd"],
     ),
     "full": CompressionPlan(
         settings=[TrainingSetting("MLP", 4, 128, 351), TrainingSetting("CNN", 2, 16, 100),
@@ -96,6 +97,8 @@ PLANS = {
 def accuracy_key(recipe: Recipe, setting: TrainingSetting, data: str, seed: int) -> str:
     """What decides the accuracy, as text: a result is kept by it."""
     fields = {name: value for name, value in asdict(recipe).items() if name in _DECIDES}
+    if recipe.predicts_weights:
+        fields["predicts_weights"] = True
     return json.dumps({**fields, **asdict(setting), "data": data, "seed": seed}, sort_keys=True)
 
 
@@ -148,7 +151,7 @@ def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
     for setting, recipe in itertools.product(plan.settings, _compared()):
         own, dense = percent.get((setting, recipe.title), {}), percent.get((setting, _compared()[0].title), {})
         if own.keys() & dense.keys():
-            yield _below_dense(recipe, setting, own, dense, asks=chosen.effort == "full")
+            yield _below_dense(recipe, setting, own, dense, asks=chosen.effort == "full" and setting.model == "MLP")
 
 
 def _by_limit(recipes: Sequence[Recipe]) -> tuple[list[Recipe], list[Recipe]]:

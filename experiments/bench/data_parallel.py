@@ -85,7 +85,7 @@ def steps_of(run: Training, skip: int) -> dict[str, list[list[float]]]:
     """Seconds and bytes of each step, after the first ones: by the name of the amount, a list for each rank."""
     found = train(run)
     return {
-        name: [[window[name] for window in rank["windows"][skip:]] for rank in found]
+        name: [[window.get(name, 0.0) for window in rank["windows"][skip:]] for rank in found]
         for name in ("step_s", "encode_s", "wait_s", "decode_s", "bytes_out")
     }
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gradbus import models
 from gradbus.actors.data_parallel.buckets import assign_buckets
 from gradbus.actors.data_parallel.optimization import RunOptimizer
+from gradbus.actors.data_parallel.prediction import weights_ahead
 from gradbus.codecs.base import are_finite
 from gradbus.experiments.bench.recipes import Recipe
 from gradbus.experiments.simulate.lockstep import Lockstep, reduced
@@ -77,7 +78,7 @@ class LockstepTraining:
         first = self.algorithms[0]
         self._delay = first.delay_steps if recipe.delay_steps is None else recipe.delay_steps
         self._late: deque[_Late] = deque()  # oldest first
-        self._predicts = self._delay > 0 and first.scope != "weights" and recipe.momentum > 0
+        self._predicts = recipe.predicts_weights
         self.models: list[nn.Module] = [task.build_model() for _ in range(1 if first.equal_replicas else world)]
         self._task, self._seed = task, seed
         self._parameters = [_trained(model) for model in self.models]
@@ -159,30 +160,11 @@ class LockstepTraining:
         model = self.models[rank % len(self.models)]
         model.train()
         gradients.attach(self._of(rank))
-        before = self._predict(rank % len(self.models)) if self._predicts else []
-        loss = self._task.loss(model, batch)
-        torch.autograd.backward(loss)
-        with torch.no_grad():
-            for parameter, kept in before:
-                parameter.copy_(kept)
+        optimizer = self._optimizers[rank % len(self.models)].optimizer
+        with weights_ahead(optimizer, len(self._late) if self._predicts else 0):
+            loss = self._task.loss(model, batch)
+            torch.autograd.backward(loss)
         return loss.detach()
-
-    @torch.no_grad()
-    def _predict(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """Move a model to where the momentum takes it in the steps that are late, as ``predicts_weights`` does.
-
-        Returns:
-            The parameters, and what they were.
-        """
-        optimizer, before = self._optimizers[index].optimizer, []
-        (settings,) = optimizer.param_groups
-        share = sum(settings["momentum"] ** (step + 1) for step in range(self._delay))
-        for parameter in settings["params"]:
-            momentum = optimizer.state.get(parameter, {}).get("momentum_buffer")
-            if momentum is not None:
-                before.append((parameter, parameter.detach().clone()))
-                parameter.add_(momentum, alpha=-settings["lr"] * share)
-        return before
 
     def _step_of_gradients(self, step: Step) -> None:
         """Step with what this step has exchanged, or with what a step before has, if results are late."""

@@ -38,7 +38,7 @@ def test_every_algorithm_of_the_table_has_a_recipe_whose_options_it_takes() -> N
 
 @pytest.mark.parametrize(
     "title",
-    ["dense fp32", "powersgd, adaptive rank", "dgc 0.1 %", "qadam", "decentralized ring",
+    ["dense fp32", "dense, a step late", "powersgd, adaptive rank", "dgc 0.1 %", "qadam", "decentralized ring",
      "async averaging"],
 )  # fmt: skip
 def test_a_training_in_lockstep_has_the_bits_of_ranks_that_are_deployed(title: str) -> None:
