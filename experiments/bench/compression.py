@@ -328,7 +328,6 @@ BENCHMARK = Benchmark(
             needs_mnist=True,
         ),
         "bytes": Part(measure_bytes, "Compression: bytes that a rank sends in a step", 120, 20, needs_mnist=True),
-        "time": Part(measure_time, "Compression: time of a step, of waiting and of coding", 1500, 240),
     },
     options,
 )
