@@ -24,6 +24,7 @@ from gradbus.experiments.bench import (
     document,
     federated,
     growth,
+    ladder,
     scale,
     sealing,
 )
@@ -78,6 +79,7 @@ BENCHMARKS = {
     "collectives": collectives.BENCHMARK,
     "attacks": attacks.BENCHMARK,
     "codecs": codecs.BENCHMARK,
+    "ladder": ladder.BENCHMARK,
     "sealing": sealing.BENCHMARK,
     "compression": compression.BENCHMARK._replace(options=_compression_options),
 }

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from inspect import iscoroutine
 from multiprocessing.connection import Connection, wait
@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from gradbus.experiments.namespaces import Host, enter_host
 from gradbus.runtime import logs
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.security import Level, Security
 
 LEASE_S = 10.0  # a busy machine must not look like a death
 DOMAIN = 22
@@ -131,6 +133,8 @@ class BenchRank:
     Attributes:
         job: its name, which no other run has. port: of the store, in the process of the benchmark.
         spec: what the benchmark asks of all ranks.
+        hosts: network namespaces; equally many ranks on each, one after the other. Empty: on
+            this machine.
     """
 
     rank: int
@@ -139,6 +143,12 @@ class BenchRank:
     port: int
     transport: Transport
     spec: Any
+    hosts: tuple[Host, ...] = ()
+
+    @property
+    def host(self) -> Host | None:
+        """Where this rank is; None: on this machine. Ranks of one host follow one another."""
+        return self.hosts[self.rank * len(self.hosts) // self.world] if self.hosts else None
 
     def start(self, backend: str, timeout_s: float = 60.0) -> dist.ProcessGroup:
         """Make the default process group of ``torch.distributed``, and return it."""
@@ -162,8 +172,15 @@ class BenchRank:
     async def group(self, network: NetworkConfig | None = None) -> AsyncIterator[Group]:
         """The ranks as a :class:`Group` of a bus of their own; none leaves it while another one still works."""
         bus_network = network or NetworkConfig(lease_s=LEASE_S)
+        security: Level | Security = "user"
+        if self.host is not None:
+            security = Security(insecure=True)  # nobody else is on these networks
+            bus_network = replace(
+                bus_network, profile="network", interface=self.host.interface,
+                peers=tuple(host.address for host in self.hosts),
+            )  # fmt: skip
         async with (
-            connect(self.job, domain=DOMAIN, network=bus_network) as bus,
+            connect(self.job, domain=DOMAIN, network=bus_network, security=security) as bus,
             join_group(bus, rank=self.rank, world=self.world) as group,
         ):
             yield group
@@ -191,13 +208,14 @@ def unsealed_group() -> dist.ProcessGroup:
 
 def run_ranks(
     role: Callable[[BenchRank], Any], world: int, spec: Any = None, *, transport: Transport = "one-host",
-    timeout_s: float = 120.0,
+    timeout_s: float = 120.0, hosts: tuple[Host, ...] = (),
 ) -> list[Any]:  # fmt: skip
     """Start all ranks and return what they found, in rank order.
 
     Args:
         role: what each of them does: a function or coroutine function of a module.
         transport: one-host: what the backend picks by itself. dds-only: shared memory is switched off.
+        hosts: network namespaces that the ranks are on, equally many on each; they have no torch.distributed there.
 
     Raises:
         ProcessFailed: one of them failed or died, or some had not ended in time. The others are ended.
@@ -206,11 +224,14 @@ def run_ranks(
     job = f"bench-{os.getpid()}-{next(_runs)}"
     with Processes() as processes:
         for rank in range(world):
-            processes.start(f"rank {rank}", _rank, role, BenchRank(rank, world, job, store.port, transport, spec))
+            place = BenchRank(rank, world, job, store.port, transport, spec, hosts)
+            processes.start(f"rank {rank}", _rank, role, place)
         return processes.results(timeout_s)
 
 
 def _rank(role: Callable[[BenchRank], Any], place: BenchRank) -> Any:
+    if place.host is not None:
+        enter_host(place.host)  # before any thread of DDS
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo", "GRADBUS_BUS__DOMAIN": str(DOMAIN), "GRADBUS_BUS__LEASE_S": f"{LEASE_S:g}",
     }  # fmt: skip

@@ -1,0 +1,104 @@
+"""What is won by one measure after the other where the link is slow: star, ring, compression, overlap; and by hosts.
+
+Ranks are processes in network namespaces of this machine, whose links to a switch are limited to a rate (tbf), and so
+slow that the processors here are not the bottleneck. ``make bench-ladder``; it needs the right to make namespaces.
+
+``hosts``: two hosts of two ranks at 1 Gbit/s, the route over hosts beside reduce-scatter and gather over all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.processes import BenchRank, run_ranks
+from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.bench.timing import in_turns
+from gradbus.experiments.namespaces import hosts_on_a_switch, sent_bytes
+from gradbus.runtime.algorithms.base import Place
+from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.algorithms.routes import hierarchical
+from gradbus.runtime.collectives.programs import run_program
+from gradbus.runtime.compute import ComputeThread
+
+HOSTS_RATE_MBIT_S = 1000.0
+HOSTS_NUMEL = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutesPlan:
+    """Which ways are timed, how often, on vectors of ``numel`` float32."""
+
+    ways: tuple[str, ...]
+    repeats: int
+    numel: int = HOSTS_NUMEL
+
+
+def _by_shards(place: Place, x: torch.Tensor) -> Program[torch.Tensor]:
+    total: torch.Tensor = yield AllReduce("sum", x, route="shards")
+    return total
+
+
+WAYS: Mapping[str, Callable[[Place, torch.Tensor], Program[torch.Tensor]]] = {
+    "shards": _by_shards, "hierarchical": hierarchical,
+}  # fmt: skip
+
+
+async def time_routes(place: BenchRank) -> list[tuple[str, float, int]]:
+    """The role of a rank: way, seconds, and bytes that left its host in that time, of each turn. Its spec: RoutesPlan.
+
+    Every rank of a host counts for the whole host.
+    """
+    plan: RoutesPlan = place.spec
+    assert place.host is not None
+    compute, found = ComputeThread(f"rank-{place.rank}"), []
+    at = Place(
+        place.rank, place.world, tuple(f"host {r * len(place.hosts) // place.world}" for r in range(place.world))
+    )
+    x = torch.full((plan.numel,), float(place.rank))
+    try:
+        async with place.group() as group:
+            for number, way in enumerate((*plan.ways, *in_turns(plan.ways, plan.repeats))):
+                await group.barrier(f"before {number}")
+                before, began_s = sent_bytes(place.host.interface), time.perf_counter()
+                total = await run_program(group, WAYS[way](at, x), f"{way} {number}", compute=compute.run)
+                taken_s = time.perf_counter() - began_s
+                assert float(total[0]) == float(total[-1]) == sum(range(place.world))
+                await group.barrier(f"after {number}")  # all of it has left
+                if number >= len(plan.ways):  # the first turn warms up
+                    found.append((way, taken_s, sent_bytes(place.host.interface) - before))
+    finally:
+        compute.close()
+    return found
+
+
+def measure_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """The route over hosts against reduce-scatter and gather over all, by turns."""
+    repeats = {"tiny": 1, "quick": 5, "full": 15}[chosen.effort]
+    plan = RoutesPlan(ways=tuple(WAYS), repeats=repeats)
+    with hosts_on_a_switch(2, HOSTS_RATE_MBIT_S) as hosts:
+        ranks: list[list[tuple[str, float, int]]] = run_ranks(time_routes, 4, plan, hosts=hosts, timeout_s=300.0)
+    ms: dict[str, list[float]] = {way: [] for way in WAYS}
+    sent: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turns in zip(*ranks, strict=True):
+        way = turns[0][0]
+        ms[way].append(1e3 * max(taken_s for _, taken_s, _ in turns))
+        sent[way].append(max(size for _, _, size in turns) / 1e6)
+    size_mb = 4 * plan.numel / 1e6
+    title = f"all-reduce of {size_mb:.1f} MB, 2 hosts of 2 ranks, 1 Gbit/s"
+    shards = ("shards", ms["shards"])
+    yield measurement(f"{title}, hierarchical", "ms", ms["hierarchical"], against=shards, at_most=1 / 1.5)
+    note = f"payload 2 (M - 1) / M K = {size_mb:.1f} MB; the rest are headers and what was sent again"
+    against = ("shards", sent["shards"])
+    yield measurement(f"{title}: bytes", "MB", sent["hierarchical"], against=against, at_most=0.6, note=note)
+
+
+BENCHMARK = Benchmark(
+    __doc__ or "",
+    {"hosts": Part(measure_hosts, "hierarchical on two hosts", 60, 30)},
+)
