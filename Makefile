@@ -20,9 +20,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp run-aggregator report doctor test test-portable check lint format typecheck wheel smoke \
+.PHONY: help setup demo run-controller run-client run-ddp run-aggregator report simulate doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
-	bench-attacks bench-compression conformance figures faults soak lock clean distclean
+	bench-attacks bench-compression bench-ladder conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -104,6 +104,10 @@ run-aggregator: $(STAMP)  ## add the gradients of data-parallel jobs: then make 
 report: $(STAMP)  ## one HTML file of what a run has left: make report RUN=runs/...
 	@test -n "$(RUN)$(ARGS)" || { echo "make report: which run? make report RUN=runs/<job>-<time>" >&2; exit 2; }
 	@$(BIN)/gradbus report $(RUN) $(ARGS)
+
+simulate: CONFIG ?= experiments/configs/simulate.conf.json
+simulate: $(STAMP)  ## steps of training on a model of a network: make simulate CONFIG=my.json
+	@$(BIN)/gradbus simulate $(CONFIG) $(ARGS)
 
 doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 	@$(BIN)/gradbus doctor $(ARGS)
@@ -213,6 +217,9 @@ bench-codecs: $(STAMP)  ## speed, size and error of every codec
 
 bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
 	@$(PY) -m gradbus.experiments.bench sealing $(ARGS)
+
+bench-ladder: $(STAMP)  ## what star, ring, compression and overlap make of a slow link, in namespaces and simulated
+	@$(PY) -m gradbus.experiments.bench ladder $(ARGS)
 
 bench-profile: $(STAMP)  ## where the time of a collective goes, thread by thread, beside gloo
 	@$(TOOL) call_profile $(ARGS)

@@ -18,6 +18,7 @@ import torch
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.bench.rungs import RUNGS, TARGET, LadderPlan, climb
 from gradbus.experiments.bench.timing import in_turns
 from gradbus.experiments.namespaces import hosts_on_a_switch, sent_bytes
 from gradbus.runtime.algorithms.base import Place
@@ -98,7 +99,39 @@ def measure_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
     yield measurement(f"{title}: bytes", "MB", sent["hierarchical"], against=against, at_most=0.6, note=note)
 
 
+def measure_rungs(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Each rung against the first one."""
+    plan = PLANS[chosen.effort]
+    found = [climb(rung, plan) for rung in RUNGS]
+    star = found[0]
+    for one in found:
+        target = f"{TARGET:.0%} after {one.to_target_s:.0f} s" if one.to_target_s else f"{TARGET:.0%} not reached"
+        note = (
+            f"{1 - one.compute_s / one.step_s:.0%} exchange, {one.samples_s:.0f} samples/s, "
+            f"{one.bytes_out / 1e6:.2f} MB a rank, {target} ({one.steps} steps); "
+            f"simulated {1e3 * one.simulated_step_s:.0f} ms"
+        )
+        name = f"step of the CNN, {plan.world} hosts, {plan.rate_mbit_s:g} Mbit/s: {one.rung}"
+        yield measurement(name, "ms", [1e3 * one.step_s], against=("star", [1e3 * star.step_s]), note=note)
+
+
+PLANS = {
+    "tiny": LadderPlan(world=2, samples=128, batch_size=16, epochs=1, data="glyphs"),
+    "quick": LadderPlan(samples=2048, epochs=2),
+    "full": LadderPlan(),
+}
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer steps")
+    parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
+
+
 BENCHMARK = Benchmark(
     __doc__ or "",
-    {"hosts": Part(measure_hosts, "hierarchical on two hosts", 60, 30)},
+    {
+        "rungs": Part(measure_rungs, "star, ring, compression, overlap at 200 Mbit/s", 300, 60, needs_mnist=True),
+        "hosts": Part(measure_hosts, "hierarchical on two hosts at 1 Gbit/s", 60, 30),
+    },
+    _options,
 )

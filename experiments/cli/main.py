@@ -5,6 +5,7 @@ What is imported here decides how long ``gradbus --help`` takes; torch and DDS a
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -262,6 +263,26 @@ def run(
         return launch_run(arguments, parsed.params, ranks=ranks, grace_s=grace_s)
 
     raise typer.Exit(guard("run", launch))
+
+
+@app.command()
+@command("simulate")
+def simulate(
+    config: Config,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the figures there as CSV.", show_default=False)
+    ] = None,
+) -> None:
+    """Simulate steps of data-parallel training on a network of hosts and racks, for worlds of 2 to 1,024 ranks.
+
+    One process on this machine, and no network. It needs the package simpy: pip install "gradbus[simulate]".
+    """
+    from gradbus.experiments.simulate.command import run
+    from gradbus.experiments.simulate.settings import read_simulation
+
+    add_current_directory_to_path()
+    run(read_simulation(config, overrides or ()), out)
 
 
 for _commands in (inspection, settings, keys):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from gradbus.experiments.figures import federated, parallel
+from gradbus.experiments.figures import federated, ladder, parallel
 from gradbus.experiments.figures.canvas import PublishedFile
 from gradbus.experiments.figures.plan import Scale
 from gradbus.experiments.figures.store import StoredRun
@@ -48,6 +48,9 @@ CATALOGUE: Mapping[str, FigureEntry] = {
     ),
     "parallel_wait": FigureEntry(
         "Data parallel: communication time of a step", "ranks", ("parallel", "overlapped"), parallel.draw_wait
+    ),
+    "ladder": FigureEntry(
+        "Data parallel: the ladder on a slow link", "ladder", ("ladder",), ladder.draw_ladder
     ),
     "federated_bytes": FigureEntry(
         "Federated: bytes of a round, up and down", "rounds", ("codecs", "old_bytes"), federated.draw_bytes,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 CODECS = ("fp32", "q8", "s4", "sq8")
 EXCHANGES = ("dense", "int8", "dgc")
+RUNGS = ("star", "ring", "compression", "overlap")
 
 Data = Literal["mnist", "glyphs"]
 
@@ -71,7 +72,28 @@ class ParallelRun:
         return f"parallel-{self.exchange}{'-overlap' if self.overlap else ''}-seed{self.seed}"
 
 
-AnyRun = FederatedRun | ParallelRun
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderRun:
+    """One rung of the ladder on a slow link, see :mod:`gradbus.experiments.bench.rungs`.
+
+    Attributes:
+        samples: of the training set. epochs: at most, each evaluated at its end.
+    """
+
+    kind: ClassVar[str] = "ladder"
+    rung: str
+    samples: int = 12_800
+    epochs: int = 6
+    seed: int = 0
+    data: Data = "mnist"
+
+    @property
+    def label(self) -> str:
+        """A short name, good as a part of a file name."""
+        return f"ladder-{self.rung}-seed{self.seed}"
+
+
+AnyRun = FederatedRun | ParallelRun | LadderRun
 
 
 def settings_of(run: AnyRun) -> dict[str, Any]:
@@ -86,6 +108,7 @@ class Scale:
     Attributes:
         seeds: of runs with equal shares. skewed_seeds: of those with unequal ones, which are evaluated only in every
             second round. samples: of a client and round. train_samples: of data-parallel training, None for all.
+        ladder_samples, ladder_epochs: of each rung of the ladder.
         timed_rounds: of runs that only measure time; 0: take it from those that are evaluated.
     """
 
@@ -98,16 +121,18 @@ class Scale:
     epochs: int
     warmup: int
     train_samples: int | None
+    ladder_samples: int
+    ladder_epochs: int
     data: Data = "mnist"
 
 
 FULL = Scale(
     name="full", rounds=10, samples=6000, seeds=3, skewed_seeds=2, timed_rounds=6,
-    epochs=10, warmup=3, train_samples=None,
+    epochs=10, warmup=3, train_samples=None, ladder_samples=12_800, ladder_epochs=6,
 )  # fmt: skip
 QUICK = Scale(
     name="quick", rounds=2, samples=500, seeds=1, skewed_seeds=1, timed_rounds=0,
-    epochs=3, warmup=1, train_samples=None,
+    epochs=3, warmup=1, train_samples=None, ladder_samples=1024, ladder_epochs=2,
 )  # fmt: skip
 
 
@@ -141,6 +166,10 @@ def make_plan(scale: Scale) -> Plan:
     skewed = partial(whole, partition="dirichlet:0.5", eval_every=1 if scale.rounds < 10 else 2)
     return {
         "old_bytes": tuple(old(codec=codec) for codec in CODECS),
+        "ladder": tuple(
+            LadderRun(rung=rung, samples=scale.ladder_samples, epochs=scale.ladder_epochs, data=scale.data)
+            for rung in RUNGS
+        ),
         "overlapped": (parallel(exchange="dense", overlap=True),),  # as it is by default
         # Every exchange, sending after the backward pass.
         "parallel": tuple(

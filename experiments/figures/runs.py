@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import gradbus
 from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
+from gradbus.experiments.bench.rungs import LadderPlan, Rung, climb
 from gradbus.experiments.bench.training import Training
-from gradbus.experiments.figures.plan import AnyRun, FederatedRun, ParallelRun
+from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, ParallelRun
+from gradbus.experiments.namespaces import NoNamespaces
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.models import mnist_mlp
 from gradbus.runtime.dds.network import NetworkConfig
@@ -35,10 +37,13 @@ class RunFailed(GradbusError):
 
 def execute(run: AnyRun, folder: Path) -> None:
     """Do a run in an empty folder. Raises RunFailed."""
-    if isinstance(run, FederatedRun):
-        run_federated(run, folder)
-    else:
-        run_parallel(run, folder)
+    match run:
+        case FederatedRun():
+            run_federated(run, folder)
+        case ParallelRun():
+            run_parallel(run, folder)
+        case LadderRun():
+            run_ladder(run, folder)
 
 
 def command(run: FederatedRun, run_dir: Path) -> list[str]:
@@ -84,6 +89,22 @@ def run_federated(run: FederatedRun, folder: Path) -> None:
         last = " | ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:])
         raise RunFailed(f"{run.label}: gradbus demo ended with exit code {code}: {last or 'no output'}; see {log}")
     shutil.rmtree(folder / "run" / "state", ignore_errors=True)  # checkpoints: nobody resumes these runs
+
+
+def run_ladder(run: LadderRun, folder: Path) -> None:
+    """Do the run; ``ladder.json`` is then in ``folder``: what it has come to, or why it cannot be done here.
+
+    Raises:
+        RunFailed: a rank failed, or took too long.
+    """
+    plan = LadderPlan(samples=run.samples, epochs=run.epochs, seed=run.seed, data=run.data)
+    try:
+        found = climb(cast(Rung, run.rung), plan, timeout_s=_TIMEOUT_S).to_json()
+    except NoNamespaces as error:
+        found = {"missing": str(error)}
+    except ProcessFailed as error:
+        raise RunFailed(f"{run.label}: {str(error).strip().splitlines()[-1]}") from None
+    (folder / "ladder.json").write_text(json_text(found) + "\n", encoding="utf-8")
 
 
 class _Spec(NamedTuple):

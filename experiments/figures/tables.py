@@ -17,9 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.report import RoundReport
-from gradbus.experiments.figures.plan import FederatedRun, ParallelRun
+from gradbus.experiments.figures.plan import FederatedRun, LadderRun, ParallelRun
 from gradbus.experiments.figures.store import StoredRun
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profiling.summary import read_summary
 
 
@@ -117,7 +118,29 @@ class RankRow(_ParallelRow):
     load_per_core: float = Field(ge=0)
 
 
-TABLES: Mapping[str, type[TableRow]] = {"rounds": RoundRow, "updates": UpdateRow, "epochs": EpochRow, "ranks": RankRow}
+class LadderRow(TableRow):
+    """A rung of the ladder: see :class:`gradbus.experiments.bench.rungs.RungTimes`. Times in seconds.
+
+    Attributes:
+        load_per_core: see :class:`RoundRow`.
+    """
+
+    rung: str
+    seed: int
+    step_s: float = Field(gt=0)
+    compute_s: float = Field(ge=0)
+    simulated_step_s: float = Field(gt=0)
+    bytes_out: float = Field(gt=0)
+    samples_s: float = Field(gt=0)
+    steps: int = Field(ge=1)
+    accuracy: float | None
+    to_target_s: float | None
+    load_per_core: float = Field(ge=0)
+
+
+TABLES: Mapping[str, type[TableRow]] = {
+    "rounds": RoundRow, "updates": UpdateRow, "epochs": EpochRow, "ranks": RankRow, "ladder": LadderRow,
+}  # fmt: skip
 
 R = TypeVar("R", bound=TableRow)
 T = TypeVar("T")
@@ -135,6 +158,8 @@ def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRo
         match done.run:
             case FederatedRun() as run:
                 _add_rounds(tables, group, run, done.path, load)
+            case LadderRun() as run:
+                tables["ladder"] += _ladder_rows(run, done.path, load)
             case ParallelRun() as run:
                 for rank in range(run.world):
                     tables["epochs"] += _epoch_rows(run, done.path, rank)
@@ -165,6 +190,17 @@ def _epoch_rows(run: ParallelRun, folder: Path, rank: int) -> Iterator[TableRow]
         more = {"epoch": report.epoch + 1, "steps": report.step - before, "bytes_per_step": report.bytes_out_per_step}
         before = report.step
         yield _row(EpochRow, where, {**_fields_of(report), **_way(run), **more, "rank": rank})
+
+
+def _ladder_rows(run: LadderRun, folder: Path, load: float) -> Iterator[TableRow]:
+    """One row; none where the run could not be done on this machine."""
+    path = folder / "ladder.json"
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path} cannot be read: {error}. Remove {folder} and run again") from None
+    if "missing" not in found:
+        yield _row(LadderRow, str(path), {**found, "seed": run.seed, "load_per_core": load})
 
 
 def _fields_of(report: Any) -> dict[str, Any]:

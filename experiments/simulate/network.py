@@ -307,9 +307,8 @@ class _Run:
                 )  # fmt: skip
             case AllReduce(name):
                 program = _all_reduce(request, rank, world)
-                _Run(
-                    self.network, rank, program, self._once(name), lambda result: self.complete(index, result)
-                ).advance(None)
+                full_name = f"{self._name}/{self._once(name)}"
+                _Run(self.network, rank, program, full_name, lambda total: self.complete(index, total)).advance(None)
             case _:
                 raise AssertionError(f"no simple request: {request}")
 

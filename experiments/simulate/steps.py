@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +138,7 @@ def simulate_steps(
 def _rank(
     network: NetworkModel, rank: int, algorithm: Algorithm, work: StepWork, buckets: _Buckets,
     factors: Sequence[float], ends: list[float],
-) -> Iterator[Any]:  # fmt: skip
+) -> Generator[Any, Any, None]:  # fmt: skip
     """What one rank does, as a process of SimPy."""
     env, world = network.env, network.topology.world
 
@@ -174,9 +174,7 @@ class _Buckets:
         """``seed``: of the values; None: sizes alone."""
         self._shapes, self._seed = work.shapes, seed
         like = [torch.empty(shape, device="meta") for shape in work.shapes.values()]
-        self.plan = assign_buckets(
-            like, bucket_bytes=work.bucket_bytes, first_bucket_bytes=work.first_bucket_bytes
-        )
+        self.plan = assign_buckets(like, bucket_bytes=work.bucket_bytes, first_bucket_bytes=work.first_bucket_bytes)
         # A bucket is full when the last of its parameters, the first one in the model, has its gradient; buckets follow
         # one another in this order but for single large parameters, which are sent when they are there.
         there_s = np.cumsum(np.asarray(work.backward_s)[::-1])[::-1]

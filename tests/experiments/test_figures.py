@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
+from gradbus.experiments.bench.rungs import RungTimes
 from gradbus.experiments.figures import __main__ as program
 from gradbus.experiments.figures import index
 from gradbus.experiments.figures.canvas import PublishedFile, published, stars
@@ -23,7 +25,9 @@ from gradbus.experiments.figures.plan import (
     EXCHANGES,
     FULL,
     QUICK,
+    RUNGS,
     FederatedRun,
+    LadderRun,
     ParallelRun,
     make_plan,
     runs_of,
@@ -38,6 +42,7 @@ pytestmark = pytest.mark.slow  # real processes: a controller with two clients, 
 
 FEDERATED = FederatedRun(codec="sq8", downlink="sq8", rounds=2, samples=32, data="glyphs")
 PARALLEL = ParallelRun(exchange="dgc", epochs=2, warmup=1, samples=256, batch_size=32, data="glyphs")
+LADDER = [LadderRun(rung=rung, samples=256, epochs=1, data="glyphs") for rung in RUNGS]
 Tables = dict[str, list[Any]]
 
 
@@ -46,7 +51,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Stored
     """A run of each kind: real processes, over DDS."""
     store = Store(tmp_path_factory.mktemp("runs"))
     return [("timing", store.ensure(FEDERATED, lambda folder: execute(FEDERATED, folder))[0]),
-            ("parallel", store.ensure(PARALLEL, lambda folder: execute(PARALLEL, folder))[0])]  # fmt: skip
+            ("parallel", store.ensure(PARALLEL, lambda folder: execute(PARALLEL, folder))[0]),
+            *(("ladder", store.ensure(run, partial(write_rung, run))[0]) for run in LADDER)]  # fmt: skip
+
+
+def write_rung(run: LadderRun, folder: Path) -> None:
+    """What a rung leaves; real ones need network namespaces, and are run in test_ladder.py."""
+    found = RungTimes(
+        rung=run.rung, step_s=0.4, compute_s=0.1, bytes_out=7e6, samples_s=640.0, steps=200, accuracy=0.975,
+        to_target_s=None if run.rung == "star" else 80.0, simulated_step_s=0.38,
+    )  # fmt: skip
+    (folder / "ladder.json").write_text(json.dumps(found.to_json()), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +78,10 @@ def tables(finished: list[tuple[str, StoredRun]]) -> Tables:
     ]
     return {
         name: [row.model_copy(update=update) for update in updates for row in found[name]]
-        for name, updates in (("rounds", federated), ("updates", federated), ("epochs", parallel), ("ranks", parallel))
-    }
+        for name, updates in (
+            ("rounds", federated), ("updates", federated), ("epochs", parallel), ("ranks", parallel), ("ladder", [{}]),
+        )
+    }  # fmt: skip
 
 
 def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, StoredRun]]) -> None:
@@ -106,6 +123,7 @@ SERIES: dict[str, Sequence[str]] = {
     "parallel_bytes": ("dense fp32", "int8\n(baseline of the original)", "DGC 0.1 %"),
     "parallel_accuracy": ("dense fp32", "int8 (baseline of the original)", "DGC 0.1 %"),
     "parallel_wait": ("dense,\noverlap", "dense", "int8\n(original)", "DGC\n0.1 %", "mean", "maximum"),
+    "ladder": ("star", "ring", "ByteGrad", "ByteGrad,\noverlap", "75%", "80 s", "not\nreached", "simulated"),
     "federated_bytes": (*CODECS, "version 1, models in plain float32", "version 2, the codec both ways"),
     "federated_dds": CODECS,
     "federated_time": (*CODECS, "train", "encode", "wire", "decode and add", "aggregate", "checkpoint, publish"),

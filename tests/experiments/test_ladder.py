@@ -1,0 +1,39 @@
+"""The ladder's real runs: ranks in network namespaces with links of a given rate."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from gradbus.experiments.bench import ladder
+from gradbus.experiments.bench.rungs import climb
+from gradbus.experiments.namespaces import NoNamespaces
+
+pytestmark = [pytest.mark.slow, pytest.mark.netns]
+
+
+@pytest.mark.timeout(240)
+def test_over_hosts_half_of_the_bytes_leave_a_host() -> None:
+    """2 (M - 1) / M K for two hosts: the vector once. By shards over all ranks it is twice."""
+    try:
+        _, sent = ladder.measure_hosts(argparse.Namespace(effort="tiny"))
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    assert sent.against is not None
+    payload_mb = 4 * ladder.HOSTS_NUMEL / 1e6
+    assert payload_mb < min(sent.samples) < 1.5 * payload_mb  # headers, and what was sent again
+    assert 2 * payload_mb < min(sent.against.samples)
+
+
+@pytest.mark.timeout(240)
+def test_a_rung_is_run_and_simulated() -> None:
+    try:
+        found = climb("ring", ladder.PLANS["tiny"])
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    assert found.steps == 4
+    assert found.bytes_out == pytest.approx(4 * 1_199_882, rel=0.01)  # 2 (N - 1) / N of the CNN, for two ranks
+    # At 200 Mbit/s these bytes take 0.19 s, beside what is computed.
+    assert found.compute_s + 0.19 <= found.simulated_step_s < found.compute_s + 0.25
+    assert found.to_target_s is None
