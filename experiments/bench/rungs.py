@@ -19,7 +19,7 @@ from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.training import Data, Training
 from gradbus.experiments.namespaces import hosts_on_a_switch
 from gradbus.experiments.simulate.network import NetworkModel
-from gradbus.experiments.simulate.steps import StepTimes, StepWork, measure_work, simulate_steps
+from gradbus.experiments.simulate.steps import SimulatedSteps, StepWork, measure_work, simulate_steps
 from gradbus.experiments.simulate.topology import LinkSpec, cluster
 from gradbus.runtime.choices import Choice
 
@@ -117,7 +117,7 @@ def climb(rung: Rung, plan: LadderPlan, *, timeout_s: float = 900.0) -> RungTime
     )  # fmt: skip
 
 
-def simulate(rung: Rung, plan: LadderPlan, compute_s: float) -> StepTimes:
+def simulate(rung: Rung, plan: LadderPlan, compute_s: float) -> SimulatedSteps:
     """The rung on a model of these links. ``compute_s``: of a step, spread over it as a pass of this model is here."""
     work = _scaled(measure_work(models.mnist_cnn(0), torch.randn(plan.batch_size, 1, 28, 28)), compute_s)
     work = replace(work, overlap=RUNGS[rung]["overlap"], batch_size=plan.batch_size)

@@ -16,7 +16,7 @@ from rich.table import Table
 from gradbus.experiments.simulate.lockstep import Deadlock, Mismatch
 from gradbus.experiments.simulate.network import NetworkModel
 from gradbus.experiments.simulate.settings import SimulationSettings
-from gradbus.experiments.simulate.steps import StepTimes, StepWork, Stragglers, measure_work, simulate_steps
+from gradbus.experiments.simulate.steps import SimulatedSteps, StepWork, Stragglers, measure_work, simulate_steps
 from gradbus.experiments.simulate.topology import NetworkTopology, cluster
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
@@ -56,7 +56,7 @@ def topology_of(settings: SimulationSettings, world: int) -> NetworkTopology:
         raise ConfigError(f"simulate.worlds: {error}: change it, or simulate.topology.ranks_per_host") from None
 
 
-def simulate(settings: SimulationSettings) -> Iterator[StepTimes]:
+def simulate(settings: SimulationSettings) -> Iterator[SimulatedSteps]:
     """One simulation for each world.
 
     Raises:
@@ -105,7 +105,7 @@ def run(settings: SimulationSettings, out: Path | None) -> None:
         print(f"written: {out}")
 
 
-def write_csv(path: Path, found: Sequence[StepTimes]) -> None:
+def write_csv(path: Path, found: Sequence[SimulatedSteps]) -> None:
     """A line for each simulation, with COLUMNS; times in seconds, the median step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:

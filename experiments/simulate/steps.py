@@ -64,7 +64,7 @@ class Stragglers:
 
 
 @dataclass(slots=True)
-class StepTimes:
+class SimulatedSteps:
     """What was simulated.
 
     Attributes:
@@ -105,7 +105,7 @@ class StepTimes:
 def simulate_steps(
     network: NetworkModel, choice: Choice, work: StepWork, steps: int, *, stragglers: Stragglers | None = None,
     values: bool = False, seed: int = 0,
-) -> StepTimes:  # fmt: skip
+) -> SimulatedSteps:  # fmt: skip
     """Run so many steps of all ranks.
 
     Args:
@@ -127,7 +127,7 @@ def simulate_steps(
         network.env.process(_rank(network, rank, algorithm, work, buckets, factors.tolist(), ends[rank]))
     network.run_all()
     last = [max(times) for times in zip(*ends, strict=True)]
-    found = StepTimes(topology.world, work.compute_s, work.batch_size)
+    found = SimulatedSteps(topology.world, work.compute_s, work.batch_size)
     found.step_s = [end - begin for begin, end in zip([0.0, *last], last, strict=False)]
     found.bytes_out = max(np.subtract(network.bytes_out, began_bytes)) / steps
     busiest = max(topology.links.values(), key=lambda link: link.busy_s)

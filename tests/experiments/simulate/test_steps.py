@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.simulate.network import NetworkModel
 from gradbus.experiments.simulate.settings import read_simulation
-from gradbus.experiments.simulate.steps import StepTimes, StepWork, Stragglers, measure_work, simulate_steps
+from gradbus.experiments.simulate.steps import SimulatedSteps, StepWork, Stragglers, measure_work, simulate_steps
 from gradbus.experiments.simulate.topology import LinkSpec, cluster
 from gradbus.runtime.choices import ALGORITHMS, Choice
 from gradbus.runtime.errors import ConfigError
@@ -27,7 +27,7 @@ WORK = StepWork(shapes=SHAPES, forward_s=0.1, backward_s=[0.2, 0.05, 0.01], upda
 SIZE = 4 * 1_011_000
 
 
-def simulate(name: str, *, world: int = 4, work: StepWork = WORK, **options: Any) -> StepTimes:
+def simulate(name: str, *, world: int = 4, work: StepWork = WORK, **options: Any) -> SimulatedSteps:
     more = {key: options.pop(key) for key in ("stragglers", "values", "seed") if key in options}
     choice = Choice.model_validate({"name": name, **options})
     return simulate_steps(NetworkModel(cluster(world, network=WIRE)), choice, work, 3, **more)
