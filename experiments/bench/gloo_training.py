@@ -47,7 +47,9 @@ def train_on_gloo(place: BenchRank) -> GlooTimes:
     place.start("gloo")
     task = run.training.task()
     model = task.build_model()
-    parallel = DistributedDataParallel(model)
+    # One bucket for the hook: with several, its collectives come in another order on each rank, and gloo takes one for
+    # another ("op.preamble.length <= op.nbytes").
+    parallel = DistributedDataParallel(model, bucket_cap_mb=None if run.powersgd_rank is None else 1000)
     if run.powersgd_rank is not None:
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=run.powersgd_rank, start_powerSGD_iter=2, min_compression_rate=2

@@ -144,3 +144,13 @@ def test_pytorchs_own_hook_is_trained_on_gloo() -> None:
     found = compression._train_on_gloo(TrainingSetting("MLP", 2, 4, 4), "glyphs", None, 0)
     assert 0 <= found["accuracy"] <= 1
     assert TORCH_POWERSGD.title not in RECIPES
+
+
+@pytest.mark.slow
+def test_steps_of_real_processes_are_timed_beside_those_on_gloo(tmp_path: Path) -> None:
+    assert bench.main(["compression", "--tiny", "--part", "time", "--out", "t.json"]) == 0
+    run = Results.load(tmp_path / "t.json").run("time")
+    assert run is not None
+    names = {one.name for one in run.figures}
+    assert {"MLP, world 2: bytegrad, coding", "MLP, world 2: bytegrad beside powersgd rank 4, step"} <= names
+    assert all(min(one.samples) > 0 for one in run.figures if one.name.endswith(", step"))
