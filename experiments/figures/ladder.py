@@ -38,8 +38,8 @@ def draw_ladder(rows: Sequence[LadderRow], scale: Scale) -> Figure:
     for axes in (steps, target):
         canvas.name_bars(axes, [_NAMES[rung] for rung in RUNGS], fontsize=9.5)
         axes.margins(y=0.12)
-    style.label(steps, x="", y="step", y_unit=unit.name)
-    style.label(target, x="", y="time to 97 %", y_unit="s")
+    style.label(steps, x="exchange of gradients", y="step", y_unit=unit.name)
+    style.label(target, x="exchange of gradients", y="time to 97 %", y_unit="s")
     steps.legend(fontsize=9)
     samples = ", ".join(f"{_NAMES[row.rung]} {row.samples_s:.0f}".replace("\n", " ") for row in found)
     return canvas.finish(

@@ -45,6 +45,7 @@ ELSEWHERE = {
         "make run-ddp", ".venv/bin/torchrun --standalone *", "gradbus worker my.json *",
     ),
     "tests/experiments/run/test_status.py": ("gradbus status *",),
+    "tests/experiments/simulate/test_steps.py": ("gradbus simulate *", "make simulate *"),
     "tests/experiments/test_history.py": ("gradbus check *",),
     "tests/experiments/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),

@@ -155,9 +155,9 @@ def test_a_figure_lacking_a_series_is_not_drawn(entry: FigureEntry, tables: Tabl
     some = [
         row
         for row in tables[entry.table]
-        if getattr(row, "codec", None) != "s4" and getattr(row, "exchange", None) != "dgc"
+        if {getattr(row, name, None) for name in ("codec", "exchange", "rung")}.isdisjoint({"s4", "dgc", "ring"})
     ]
-    with style.drawing(), pytest.raises(BadData, match=r"no rows of .*(s4|dgc|DGC)"):
+    with style.drawing(), pytest.raises(BadData, match=r"no rows of .*(s4|dgc|DGC|ring)"):
         entry.draw(some, QUICK)
 
 
@@ -219,7 +219,7 @@ def test_a_number_that_cannot_be_is_named(
 
 
 def test_a_run_without_its_files_is_named(finished: list[tuple[str, StoredRun]], tmp_path: Path) -> None:
-    for (group, done), name in zip(finished, ("rounds.jsonl", "epochs-rank-0.jsonl"), strict=True):
+    for (group, done), name in zip(finished[:3], ("rounds.jsonl", "epochs-rank-0.jsonl", "ladder.json"), strict=True):
         with pytest.raises(BadData, match=name):
             collect([(group, replace(done, path=tmp_path))])
 
@@ -271,7 +271,7 @@ def test_the_program_draws_all_figures_and_an_index_that_names_data_and_command(
     assert page.count("command: `make figures QUICK=1`") == len(CATALOGUE)
     for group, run in runs_of(make_plan(QUICK)):
         assert f"| {group} | [{run.label}](../../runs/figures/{run.label}-" in page
-    assert "8 figures in" in capsys.readouterr().out
+    assert "9 figures in" in capsys.readouterr().out
 
 
 def test_copies_for_the_documents_are_small_and_never_quick(
