@@ -26,13 +26,20 @@ class Found:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
+@torch.no_grad()
+def draw_weights(model: nn.Module) -> None:
+    """The same at every call: by a generator of its own, as other ranks build theirs on other threads meanwhile."""
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
 class Regression:
     """All ranks together see a batch of :data:`BATCH` samples in each step, in an order that follows from the epoch."""
 
     def build_model(self) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        draw_weights(model)
         model[2].requires_grad_(False)
         return model
 
