@@ -28,7 +28,7 @@ from gradbus.runtime.collectives.programs import run_program
 from gradbus.runtime.compute import ComputeThread
 
 HOSTS_RATE_MBIT_S = 1000.0
-HOSTS_NUMEL = 4 << 20
+HOSTS_NUMEL, TINY_NUMEL = 4 << 20, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class RoutesPlan:
 
     ways: tuple[str, ...]
     repeats: int
-    numel: int = HOSTS_NUMEL
+    numel: int
 
 
 def _by_shards(place: Place, x: torch.Tensor) -> Program[torch.Tensor]:
@@ -81,7 +81,8 @@ async def time_routes(place: BenchRank) -> list[tuple[str, float, int]]:
 def measure_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """The route over hosts against reduce-scatter and gather over all, by turns."""
     repeats = {"tiny": 1, "quick": 5, "full": 15}[chosen.effort]
-    plan = RoutesPlan(ways=tuple(WAYS), repeats=repeats)
+    numel = TINY_NUMEL if chosen.effort == "tiny" else HOSTS_NUMEL
+    plan = RoutesPlan(ways=tuple(WAYS), repeats=repeats, numel=numel)
     with hosts_on_a_switch(2, HOSTS_RATE_MBIT_S) as hosts:
         ranks: list[list[tuple[str, float, int]]] = run_ranks(time_routes, 4, plan, hosts=hosts, timeout_s=300.0)
     ms: dict[str, list[float]] = {way: [] for way in WAYS}
