@@ -23,7 +23,9 @@ class StepExchange:
             when nothing was left to compute, and when the last handle ended.
     """
 
-    __slots__ = ("_group", "_round_id", "_runs", "_sent_s", "_timeout_s", "_waiting", "ended", "waits")
+    __slots__ = (
+        "_group", "_is_cancelled", "_round_id", "_runs", "_sent_s", "_timeout_s", "_waiting", "ended", "waits",
+    )  # fmt: skip
 
     def __init__(self, group: Group, *, round_id: int, timeout_s: float) -> None:
         """``timeout_s``: of each request."""
@@ -35,12 +37,18 @@ class StepExchange:
         self.ended: list[CollectiveHandle[Any]] = []
         self.waits: list[tuple[float, float]] = []
         self._sent_s = 0.0
+        self._is_cancelled = False
 
     def start(self, name: str, program: Program[Any]) -> None:
-        """Run a program to its first request. ``name``: equal on all ranks, and of no other program of the step."""
+        """Run a program to its first request. ``name``: equal on all ranks, and of no other program of the step.
+
+        After :meth:`cancel` nothing is started, whatever thread this is called on.
+        """
         run = ProgramRun(self._group, program, name, round_id=self._round_id, timeout_s=self._timeout_s)
         self._runs.append(run)
-        if run.start():
+        if self._is_cancelled:  # asked when cancel() can see the run: one of the two finds the other
+            run.cancel()
+        elif run.start():
             self._waiting.append(run)
 
     @property
@@ -74,5 +82,6 @@ class StepExchange:
 
     def cancel(self) -> None:
         """Give up: buffers are given back, what has ended stays as it is."""
+        self._is_cancelled = True
         for run in self._runs:
             run.cancel()

@@ -40,7 +40,7 @@ class Stepper(ABC):
     """Makes steps, one after the other.
 
     Attributes:
-        mean_loss: of the last step that was not skipped, over the ranks; NaN if the algorithm does not need it.
+        mean_loss: of the last step that was not skipped, over the ranks that made it; NaN if nobody needs it.
         wait_s, bytes_out: seconds that this rank waited for others, and payload handed to DDS, so far.
     """
 
@@ -97,16 +97,17 @@ class Stepper(ABC):
 
     # Programs
 
-    def _step_of(self, step: TrainingStep) -> Step:
-        return Step(step.number, step.epoch, step.active, self.mean_loss)
+    def _step_of(self, step: TrainingStep, *, with_loss: bool = True) -> Step:
+        return Step(step.number, step.epoch, step.active, self.mean_loss if with_loss else math.nan)
 
     def _program(self, step: TrainingStep, bucket: TensorBucket) -> Program[None]:
-        return self._algorithm.exchange(bucket, self._step_of(step))
+        return self._algorithm.exchange(bucket, step.told or self._step_of(step))
 
     def _take_status(self, step: TrainingStep) -> Tensor:
         """This rank's, to be summed up."""
-        loss = float(step.loss) / step.batches if step.batches else 0.0
-        step.status = torch.tensor([float(not step.is_finite), loss], dtype=torch.float64)
+        counts = step.batches > 0 and self._training.own_is_finite(step)
+        loss = float(step.loss) / step.batches if counts else 0.0
+        step.status = torch.tensor([float(not step.is_finite), loss, float(counts)], dtype=torch.float64)
         return step.status
 
     def _share_loss(self, step: TrainingStep) -> None:
@@ -115,8 +116,9 @@ class Stepper(ABC):
             step.exchange.start("loss", summed(self._take_status(step)))
 
     def _note_loss(self, step: TrainingStep) -> None:
-        if self._algorithm.needs_loss and step.status is not None and step.skipped_by is None:
-            self.mean_loss = float(step.status[1]) / step.active
+        """The status is that of all ranks. The loss follows from it alone, so it has equal bits on all of them."""
+        if self._algorithm.needs_loss and step.status is not None and step.status[2]:
+            self.mean_loss = float(step.status[1] / step.status[2])
 
     def _opened(self, exchange: StepExchange) -> None:
         self._exchanges.append(exchange)

@@ -24,7 +24,7 @@ from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, TensorBucket
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group
@@ -129,7 +129,9 @@ class TrainingStep:
         is_finite: whether loss and gradients of this rank are, as far as is known.
         skipped_by: None: the step counts. Else it was skipped, for these ranks were not finite; empty: it is not known
             which.
-        status: of all ranks, float64, shape (2,): how many were not finite, and the sum of their mean losses.
+        status: of all ranks, float64, shape (3,): how many were not finite, the sum of the mean losses of those whose
+            loss is finite, and how many these are.
+        told: what the algorithm is told of it, where that must not change until its programs start.
         metrics: of this rank's batches.
         weights: a copy of them, which is exchanged; before: as they were.
     """
@@ -149,6 +151,7 @@ class TrainingStep:
     metrics: MetricSums = field(default_factory=MetricSums)
     weights: TensorBucket | None = None
     before: Tensor | None = None
+    told: Step | None = None
 
 
 class ShardTraining:
@@ -204,6 +207,10 @@ class ShardTraining:
         if config.predicts_weights:
             is_of_weights = self.algorithm.scope == "weights"
             check_prediction(self.optimizer.optimizer, self.delay_steps, exchanges_weights=is_of_weights)
+        self._finite_names = [f"parameter/{name}" for name in self.trained] + [
+            f"buffer/{name}" for name, buffer in self.model.named_buffers()
+            if buffer.is_floating_point() and are_finite([buffer])
+        ]  # fmt: skip
         sets = 1 if self.algorithm.scope == "weights" else self.delay_steps + 1
         self._gradients = GradientBuckets(
             self.trained, self._launch, sets=sets,
@@ -304,6 +311,9 @@ class ShardTraining:
         if step.skipped_by is not None:
             self._looks = True
             self._buffers[step.memory].put_back()
+            for number, buffers in enumerate(self._buffers):
+                if number != step.memory:  # steps that were computed since have kept what this one had spoiled
+                    buffers.keep()
             self.optimizer.step_has_ended()
             return
         self._loss_sum += step.loss
@@ -320,9 +330,13 @@ class ShardTraining:
         """Whether this rank's losses and gradients of the step were finite, as far as is known."""
         return step.is_finite and bool(step.loss.isfinite())
 
-    def model_is_finite(self) -> bool:
+    def weights_are_finite(self) -> bool:
         """Whether all that is trained is finite. What is frozen may be a mask."""
         return are_finite([p.detach() for p in self.trained.values()])
+
+    def model_is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
+        """The same of a model's :func:`model_tensors`, and whether the buffers are that were at the start."""
+        return are_finite([tensors[name] for name in self._finite_names])
 
     def loss_sum(self) -> float:
         """Of this rank's batches of this epoch, without those of steps that were skipped."""

@@ -35,11 +35,13 @@ class WeightStepper(Stepper):
     async def step(self, plan: EpochPlan, position: Position, profile: StepProfile) -> list[TrainingStep]:
         training, run = self._training, self._compute.run
         step = training.new_step(plan, position)
-        is_due = self._algorithm.is_due(self._step_of(step))
+        # With a delay the loss before may be known on one rank already, and on another not yet.
+        is_due = self._algorithm.is_due(self._step_of(step, with_loss=not self._delay))
         is_early = is_due and self._algorithm.overlaps and not self._delay
         if is_due:
             self._opened(step.exchange)
         if is_early:
+            step.told = self._step_of(step)  # before this step's own loss, which may be there when its program starts
             await run(self._copy_weights, step)
             self._launch(step)
         if self._delay or not is_due:
@@ -95,7 +97,7 @@ class WeightStepper(Stepper):
 
     def _step_together(self, step: TrainingStep, agreement: StepExchange, profile: StepProfile) -> None:
         self._compute_gradients(step, profile)
-        step.is_finite = step.is_finite and self._training.model_is_finite()
+        step.is_finite = step.is_finite and self._training.weights_are_finite()
         self._take_status(step)
         agreement.start("status", self._agree(step) if self._algorithm.overlaps else self._all_of(step, profile))
         agreement.all_sent()
@@ -105,7 +107,8 @@ class WeightStepper(Stepper):
         yield from summed(step.status)
         if step.status[0]:
             step.skipped_by = ()
-        self._note_loss(step)
+        else:
+            self._note_loss(step)
 
     def _all_of(self, step: TrainingStep, profile: StepProfile) -> Program[None]:
         """Agree, step, exchange."""

@@ -98,6 +98,7 @@ class Worker:
         self._callbacks = Callbacks(callbacks, config.callbacks)
         self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
         self._votes_after_steps = self._votes_after_epochs = False  # some rank has callbacks
+        self._wants_end = False  # a callback of this rank, since the last vote
         self._is_stopped = False  # callbacks want it
         self._training = ShardTraining(config, group, task, self._compute.should_stop, make_algorithm=make_algorithm)
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{group.rank}.jsonl"
@@ -359,8 +360,8 @@ class Worker:
         await self._count(applied)
         await self._count_votes()
         if self._votes_after_steps:
-            ending = await self._compute.run(self._after_steps, applied)
-            self._votes.cast(bool(ending), "step", step=position.step)
+            await self._compute.run(self._after_steps, applied)
+            self._vote("step", position.step)
         clock.steps += 1
         clock.step_s += time.perf_counter() - started_s
         every = self._config.hash_every if self._are_equal else 0
@@ -373,23 +374,29 @@ class Worker:
         """Apply what is on its way."""
         applied = await self._stepper.drain()
         await self._count(applied)
-        if applied and self._callbacks.follow_steps:
+        if applied:
             await self._compute.run(self._after_steps, applied)
 
     # Callbacks
 
-    def _after_steps(self, applied: Sequence[TrainingStep]) -> list[str]:
-        """Call those that follow steps. Returns the names of those that want the run to end."""
+    def _after_steps(self, applied: Sequence[TrainingStep]) -> None:
+        """Call those that follow steps. Whether one wants the run to end is said in the next vote."""
         if not self._callbacks.follow_steps:
-            return []
-        return [name for step in applied for name in self._callbacks.call("on_step", self._training.report_of(step))]
+            return
+        for step in applied:
+            self._wants_end |= bool(self._callbacks.call("on_step", self._training.report_of(step)))
+
+    def _vote(self, name: str, step: int) -> None:
+        self._votes.cast(self._wants_end, name, step=step)
+        self._wants_end = False
 
     async def _after_epoch(self, report: EpochReport) -> None:
         if not self._votes_after_epochs:
             return
         methods = ("on_evaluation", "on_epoch") if report.test_samples else ("on_epoch",)
-        ending = [await self._compute.run(self._callbacks.call, method, report) for method in methods]
-        self._votes.cast(any(ending), "epoch", step=report.step)
+        for method in methods:
+            self._wants_end |= bool(await self._compute.run(self._callbacks.call, method, report))
+        self._vote("epoch", report.step)
         await self._count_votes()
 
     async def _count_votes(self) -> None:
@@ -446,11 +453,12 @@ class Worker:
             f"({config.max_nonfinite_steps}) says how many may be, 0: any number", ranks,
         )  # fmt: skip
 
-    async def _check_model(self) -> None:
-        """Nothing that is not finite is reported as a model, or saved. Raises TrainingDiverged."""
-        if not await self._compute.run(self._training.model_is_finite):
+    async def _check_model(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing that is not finite is reported as a model, or saved. ``tensors``: equal on all ranks, so that all
+        raise TrainingDiverged, or none."""
+        if not await self._compute.run(self._training.model_is_finite, tensors):
             raise TrainingDiverged(
-                self.step, "the parameters have NaN or infinity",
+                self.step, "the parameters or buffers have NaN or infinity",
                 f"Lower optimizer.lr ({self._training.optimizer.lr:g}), or set optimizer.clip_norm; checkpoints from "
                 f"before are as they were",
             )  # fmt: skip
@@ -471,13 +479,14 @@ class Worker:
     async def _report_epoch(self, clock: _Clock, finished: bool) -> EpochReport:
         """What the ranks have learnt together."""
         config, position = self._config, self._position
-        await self._check_model()
         await self._compute.run(self._training.note_sums, position)
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
             mean, before = None, {}
+            await self._check_model(model_tensors(self.model))
         else:
             mean = await self._replicas.mean(position.step)
+            await self._check_model(mean.tensors)
             before = await self._compute.run(self._replicas.exchange_with, mean.tensors)
         every, is_last = config.eval_every_epochs, self._ends_early or position.epoch + 1 >= config.epochs
         counts = None
@@ -537,13 +546,13 @@ class Worker:
         started_s = time.perf_counter()
         await self._drain()
         if position.epoch_step:
-            await self._check_model()
             await self._compute.run(self._training.note_sums, position)
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
             model: Mapping[str, Tensor] = model_tensors(self.model)
         else:
             model = (await self._replicas.mean(position.step)).tensors
+        await self._check_model(model)
         if self._training.algorithm.needs_loss and not math.isnan(self._stepper.mean_loss):
             position.mean_loss = self._stepper.mean_loss
         await self._barrier("worker/save")

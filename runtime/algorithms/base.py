@@ -230,6 +230,7 @@ class Algorithm(ABC):
         """Of scope ``weights``: whether there is an exchange in this step, equal on all ranks.
 
         A step without one sends nothing at all. A rank whose gradients are not finite skips such a step by itself.
+        With a delay ``step.loss`` is NaN here: the exchange that tells it may go on meanwhile.
         """
         return True
 

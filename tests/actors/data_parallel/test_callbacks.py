@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -129,6 +130,18 @@ def test_a_callback_of_one_rank_ends_the_run_on_all_ranks_after_the_same_step() 
 def test_at_the_end_of_an_epoch_the_run_ends_with_it(ends: EndsAt) -> None:
     outcomes = succeeded(train(Regression(), epochs=5, callbacks=[[ends], []]))
     assert [(outcome.worker.step, outcome.reports[-1].finished) for outcome in outcomes] == [(STEPS, True)] * 2
+
+
+@pytest.mark.parametrize("step", [STEPS, STEPS - 1], ids=["last", "last but one"])
+def test_a_step_that_is_applied_when_the_epoch_ends_may_end_the_run_too(step: int) -> None:
+    outcomes = succeeded(train(Regression(), epochs=5, delay_steps=1, callbacks=[[EndsAt(step=step)], []]))
+    assert [(outcome.worker.step, outcome.reports[-1].finished) for outcome in outcomes] == [(STEPS, True)] * 2
+
+
+def test_a_step_that_is_applied_before_a_checkpoint_may_end_the_run_too(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"delay_steps": 1, "checkpoint__every_steps": 2, "checkpoint__dir": tmp_path}
+    outcomes = succeeded(train(Regression(), epochs=5, callbacks=[[EndsAt(step=2)], []], **settings))
+    assert [outcome.worker.step for outcome in outcomes] == [4, 4]  # the vote of step 3, counted one step later
 
 
 def test_an_exception_in_a_callback_ends_the_rank_with_its_name() -> None:

@@ -93,6 +93,34 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_when_its_turn_comes(at: int
         assert_all_equal(outcomes, single_process(Without(6), 2, delay_steps=1))
 
 
+class SpoilsInputs(ClassificationTask):
+    """The inputs of some batches are NaN, for a model with running means."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__(self._make, data(), batch_size=16)
+        self._at, self._number = at, -1
+
+    @staticmethod
+    def _make() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self._number += 1
+        if self._number in self._at:
+            model(torch.full((16, 784), math.nan))
+        loss = super().loss(model, batch)
+        return loss * (math.nan if self._number in self._at else 1.0)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_steps_in_a_row_that_are_not_finite_leave_the_running_means_finite(delay: int) -> None:
+    for outcome in succeeded(train(SpoilsInputs(2, 3), SpoilsInputs(), delay_steps=delay, epochs=1)):
+        assert outcome.reports[0].skipped_steps == 2
+        assert all(buffer.isfinite().all() for buffer in outcome.worker.model.buffers())
+        assert outcome.reports[0].eval_loss is not None
+        assert math.isfinite(outcome.reports[0].eval_loss)
+
+
 class Waits(Dense):
     """The mean, in an exchange that lets a test look on: it starts its second phase when the next step is computed."""
 
@@ -159,14 +187,15 @@ class Overlapping(ListensToWeights):
 
 
 class Told(ClassificationTask):
-    """Keeps the losses of its batches."""
+    """Keeps the losses of its batches, of which some are NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self, *at: int) -> None:
         super().__init__(small_mlp, data(), batch_size=16)
         self.losses: list[float] = []
+        self._at = at
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss = super().loss(model, batch)
+        loss = super().loss(model, batch) * (math.nan if len(self.losses) in self._at else 1.0)
         self.losses.append(loss.item())
         return loss
 
@@ -183,6 +212,32 @@ def test_an_algorithm_is_given_the_mean_loss_of_the_last_step_with_equal_bits(ki
     late = 0 if kind is ListensToWeights and not delay else 1  # weights after the step: its own loss is there already
     assert all(map(math.isnan, told[0][:late]))
     assert told[0][late:] == pytest.approx([*means[: 7 - late]])
+
+
+class DueByLoss(ListensToWeights):
+    """Keeps the losses by which it could say whether there is an exchange."""
+
+    choice = "due-by-loss"
+
+    def __init__(self, place: Place, options: Any) -> None:
+        super().__init__(place, options)
+        self.due: list[float] = []
+
+    def is_due(self, step: Step) -> bool:
+        self.due.append(step.loss)
+        return True
+
+
+def test_a_rank_that_skips_its_own_step_does_not_count_in_the_loss_and_all_are_given_the_same() -> None:
+    tasks = Told(2), Told()
+    algorithms = [lambda place: DueByLoss(place, DueByLoss.Options())] * 2
+    outcomes = succeeded(train(*tasks, algorithms=algorithms, epochs=1, delay_steps=1))
+    mine, other = (outcome.worker._training.algorithm for outcome in outcomes)
+    assert isinstance(mine, DueByLoss)
+    assert isinstance(other, DueByLoss)
+    assert np.array_equal(mine.losses, other.losses, equal_nan=True)
+    assert mine.losses[3] == tasks[1].losses[2]  # of the rank that made the step
+    assert all(map(math.isnan, mine.due + other.due))  # it is not known, where the exchange before may go on
 
 
 class Fails(Algorithm):

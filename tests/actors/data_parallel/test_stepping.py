@@ -6,6 +6,7 @@ import pytest
 import torch
 from training_scene import Scene
 
+from gradbus.actors.data_parallel.stepping import summed
 from gradbus.runtime.errors import CheckpointError
 
 
@@ -68,3 +69,11 @@ def test_after_closing_nothing_is_sent_any_more() -> None:
     scene.training.close()
     torch.autograd.backward(scene.net(torch.ones(2, 6)).sum())
     assert scene.group.sent == []
+
+
+def test_a_program_that_is_started_after_its_exchange_was_cancelled_sends_nothing() -> None:
+    scene = Scene()
+    exchange = scene.training.new_exchange(0)
+    exchange.cancel()
+    exchange.start("late", summed(torch.zeros(3)))
+    assert (scene.group.sent, exchange.goes_on) == ([], False)

@@ -334,7 +334,7 @@ def test_parameters_that_are_not_finite_are_neither_reported_nor_saved(tmp_path:
     outcomes = train(*tasks, max_steps=1, optimizer__lr=1e30, checkpoint__dir=tmp_path)
     for outcome in outcomes:
         assert isinstance(outcome.error, TrainingDiverged)
-        assert "the parameters have NaN or infinity" in str(outcome.error)
+        assert "the parameters or buffers have NaN or infinity" in str(outcome.error)
         assert outcome.reports == []
     assert not list(tmp_path.rglob("*.safetensors"))
 
