@@ -8,7 +8,8 @@ rank that has the callback; the model does not change meanwhile.
     on_epoch(report: EpochReport)       after each epoch
     on_end(summary: WorkerSummary)      after the last one; not if the run fails
 
-The first three may return True: all ranks end the run together.
+The first three may return True: all ranks end the run together. What they return is True, False or None, of Python or
+numpy, or one of these in a tensor; else the callback has failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.collectives import CollectiveHandle, Group
@@ -79,7 +84,7 @@ class Callbacks:
         """Call this method of all that have it. Returns the names of those that want the run to end.
 
         Raises:
-            CallbackFailed: one has raised an exception.
+            CallbackFailed: one has raised an exception, or has returned something else than True, False or None.
         """
         ending = []
         for name, one in self._all:
@@ -87,11 +92,20 @@ class Callbacks:
             if not callable(function):
                 continue
             try:
-                if function(report) is True:
+                if _wants_end(function(report)) and method != "on_end":
                     ending.append(name)
             except Exception as error:
                 raise CallbackFailed(name, method, error) from error
         return ending
+
+
+def _wants_end(returned: Any) -> bool:
+    """Raises TypeError: it is neither true, false nor None."""
+    if isinstance(returned, Tensor) and returned.dtype == torch.bool and returned.ndim == 0:
+        return bool(returned)
+    if returned is None or isinstance(returned, bool | np.bool_):
+        return bool(returned)
+    raise TypeError(f"it returned a {type(returned).__name__}, expected True to end the run, else False or None")
 
 
 def _imported(spec: str) -> Any:

@@ -13,8 +13,8 @@ from gradbus.runtime.algorithms.base import Algorithm
 from gradbus.runtime.choices import OPTIMIZERS, SCHEDULES
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.optimization.optimizers import make_optimizer
-from gradbus.runtime.optimization.schedules import Schedule
+from gradbus.runtime.optimization.optimizers import check_optimizer, make_optimizer
+from gradbus.runtime.optimization.schedules import Schedule, check_schedule
 from gradbus.runtime.optimization.state import check_parameters, load_state, state_tensors
 
 
@@ -38,6 +38,7 @@ class RunOptimizer:
         """
         self._config = config
         self._trained = trained
+        self._algorithm = algorithm
         options: Any = OPTIMIZERS.checked(config.optimizer)
         self.source = ""
         self._makes_schedule = getattr(task, "make_schedule", None)
@@ -54,7 +55,7 @@ class RunOptimizer:
     def _make(self, task: Any, model: nn.Module, algorithm: Algorithm, options: Any) -> Optimizer:
         choice, own = self._config.optimizer, getattr(task, "make_optimizer", None)
         is_named = "optimizer" in self._config.model_fields_set and choice.name != "task"
-        if type(algorithm).make_optimizer is not Algorithm.make_optimizer:
+        if _brings_optimizer(algorithm):
             if choice.name != "sgd" or (own is not None and not is_named):
                 raise ConfigError(
                     f"{algorithm.choice} brings an optimizer of its own, a kind of sgd, "
@@ -76,6 +77,7 @@ class RunOptimizer:
         made = own(model)
         if not isinstance(made, Optimizer):
             raise ConfigError(f"make_optimizer of the task returned a {type(made).__name__}, no torch.optim.Optimizer")
+        check_optimizer(type(made), "make_optimizer of the task")
         try:
             check_parameters(made, self._trained)
         except ValueError as error:
@@ -91,15 +93,30 @@ class RunOptimizer:
         """Begin the schedule of a run of so many steps.
 
         Raises:
-            ConfigError: it does not take these options, or fit the optimizer.
+            ConfigError: it does not take these options, or fit the optimizer or the algorithm.
         """
-        config = self._config
+        config, before = self._config, _momenta(self.optimizer)
         if self._makes_schedule is not None and "schedule" not in config.model_fields_set:
             self._own_schedule = self._makes_schedule(self.optimizer)
+            check_schedule(type(self._own_schedule), "make_schedule of the task")
         elif config.schedule != SCHEDULES.default:
             self._schedule = Schedule(
                 SCHEDULES, config.schedule, self.optimizer, steps=steps, epochs=config.epochs
             )  # fmt: skip
+        cycles = self._schedule is not None and self._schedule.cycles_momentum
+        cycles = cycles or bool(getattr(self._own_schedule, "cycle_momentum", False))
+        algorithm = self._algorithm
+        if not cycles and _momenta(self.optimizer) == before:
+            return
+        if algorithm.makes_steps or _brings_optimizer(algorithm):
+            raise ConfigError(
+                f"{algorithm.choice} has a momentum of its own, the schedule would change the optimizer's alone: "
+                f"give the schedule cycle_momentum=false"
+            )
+        try:
+            algorithm.check(self._trained, self.optimizer)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. The schedule gives it momentum: set cycle_momentum=false") from None
 
     def step(self, number: int, epoch: int) -> None:
         """Change the parameters by their gradients. ``number``: of the step in the run, from 0."""
@@ -120,3 +137,11 @@ class RunOptimizer:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse. Raises CheckpointError: it does not fit."""
         load_state(self.optimizer, self._trained, tensors, self._own_schedule)
+
+
+def _brings_optimizer(algorithm: Algorithm) -> bool:
+    return type(algorithm).make_optimizer is not Algorithm.make_optimizer
+
+
+def _momenta(optimizer: Optimizer) -> list[Any]:
+    return [(group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]

@@ -143,6 +143,8 @@ class Dgc(Algorithm):
 
     def make_optimizer(self, parameters: Mapping[str, Tensor], settings: Any) -> torch.optim.Optimizer:
         """SGD that adds no momentum to the gradients: by these settings they have it before they are sent."""
+        if dampening := getattr(settings, "dampening", 0):
+            raise ConfigError(f"dgc has no dampening of its momentum: set optimizer.dampening=0, got {dampening}")
         options = self.options
         given = {name: getattr(options, name) for name in ("momentum", "nesterov", "clip_norm")}
         self._set_momentum(**{n: getattr(settings, n) if value is None else value for n, value in given.items()})

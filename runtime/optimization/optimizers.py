@@ -109,6 +109,23 @@ def options_of(kind: type[Any], common: type[BaseModel]) -> type[BaseModel]:
         raise ConfigError(f"{error}: let the task make it, as make_optimizer(model)") from None
 
 
+def check_optimizer(kind: type[Any], origin: str) -> None:
+    """Refuse a class whose step takes more than gradients, whoever names or makes it.
+
+    Args:
+        origin: where it is from, for the error.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    for one in kind.__mro__:
+        if one.__module__.startswith(f"{LIBRARY}.") and (reason := UNFIT.get(one.__name__.lower())) is not None:
+            raise ConfigError(f"{origin}: {kind.__name__} cannot be used: {reason}")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(f"{origin}: {kind.__name__} computes the loss in its step, which is not supported")
+
+
 def make_optimizer(
     choices: Choices[Any], choice: Choice, parameters: Iterable[Tensor], *, lr: float | None = None
 ) -> Optimizer:
@@ -125,9 +142,7 @@ def make_optimizer(
     options.pop("clip_norm", None)
     if lr is not None and "lr" in options:
         options["lr"] = lr
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError(f"{choices.key}: {choice.name!r} computes the loss in its step, which is not supported")
+    check_optimizer(kind, choices.key)
     try:
         return cast("Optimizer", kind(list(parameters), **options))
     except (TypeError, ValueError) as error:

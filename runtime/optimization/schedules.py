@@ -25,8 +25,7 @@ from gradbus.runtime.optimization.signatures import NeedsCode, options_model
 
 LIBRARY, BASE = "torch.optim.lr_scheduler", LRScheduler
 UNFIT = {
-    "reduce-on-plateau": "it follows the loss; give the task a make_schedule(optimizer), or change the rate in a "
-    "callback",
+    "reduce-on-plateau": "it follows the loss, which a schedule is not told here; change the rate in a callback",
 }
 _SHORTER = {
     "CosineAnnealingLR": "cosine", "CosineAnnealingWarmRestarts": "cosine-restarts",
@@ -92,6 +91,21 @@ def options_of(kind: type[Any], common: type[BaseModel]) -> type[BaseModel]:
         raise ConfigError(f"{error}: let the task make it, as make_schedule(optimizer)") from None
 
 
+def check_schedule(kind: type[Any], origin: str) -> None:
+    """Refuse a class whose step needs more than to be called, whoever names or makes it.
+
+    Args:
+        origin: where it is from, for the error.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if issubclass(kind, lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(f"{origin}: {kind.__name__} cannot be used: {UNFIT['reduce-on-plateau']}")
+    if not callable(getattr(kind, "step", None)):
+        raise ConfigError(f"{origin}: expected a schedule with a method step, got a {kind.__name__}")
+
+
 class _Rates(Optimizer):
     """The settings of an optimizer's groups apart from it, so that a warm-up does not change what a schedule reads."""
 
@@ -117,6 +131,7 @@ class Schedule:
             ConfigError: there is no such schedule, or it does not take these options or this optimizer.
         """
         kind, options = choices.find(choice.name), choices.options(choice)
+        check_schedule(kind, choices.key)
         self._per = options.pop("per", "step")
         self._warmup = max(options.pop("warmup_steps", 0), options.pop("warmup_rounds", 0))
         length = max(1, steps if self._per == "step" else epochs)
@@ -136,6 +151,11 @@ class Schedule:
             raise ConfigError(f"{choices.key}: {kind.__name__} refuses: {error}") from None
         self._at = 0
         self.go_to(0, 0)
+
+    @property
+    def cycles_momentum(self) -> bool:
+        """Whether it changes momentum or betas, too."""
+        return bool(getattr(self._scheduler, "cycle_momentum", False))
 
     def go_to(self, step: int, epoch: int) -> None:
         """Set the optimizer's groups to the values for this step of this epoch, both from 0. It never goes back."""

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from ddp_scene import make_task, succeeded, train
@@ -150,6 +151,36 @@ def test_an_exception_in_a_callback_ends_the_rank_with_its_name() -> None:
     assert "test_callbacks:Broken: on_epoch raised KeyError: 'no such column'" in str(failed.error)
     assert isinstance(failed.error.__cause__, KeyError)
     assert other.error is not None
+
+
+class Returns:
+    """Returns the same after each step."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def on_step(self, report: Any) -> Any:
+        return self._value
+
+
+@pytest.mark.parametrize("value", [True, np.True_, torch.tensor(True)], ids=["bool", "numpy", "tensor"])
+def test_true_of_numpy_and_torch_counts(value: Any) -> None:
+    assert len(Callbacks([Returns(value)], []).call("on_step", None)) == 1
+
+
+@pytest.mark.parametrize(
+    "value", [None, False, np.False_, torch.tensor(False)], ids=["None", "bool", "numpy", "tensor"]
+)
+def test_false_and_none_let_the_run_go_on(value: Any) -> None:
+    assert Callbacks([Returns(value)], []).call("on_step", None) == []
+
+
+@pytest.mark.parametrize("value", [1, "stop", torch.tensor([True, False]), np.array(1.0)], ids=str)
+def test_what_is_neither_true_nor_false_is_an_error_of_the_callback(value: Any) -> None:
+    with pytest.raises(
+        CallbackFailed, match=r"on_step raised TypeError: it returned a .*, expected True to end the run"
+    ):
+        Callbacks([Returns(value)], []).call("on_step", None)
 
 
 def test_callbacks_are_named_by_the_configuration() -> None:

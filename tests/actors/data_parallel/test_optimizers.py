@@ -12,6 +12,8 @@ from regression import STEPS, Regression, plain
 from torch import nn
 from torch.optim import lr_scheduler
 
+from gradbus.runtime.algorithms.base import Algorithm, Place
+from gradbus.runtime.algorithms.dense import Dense
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
@@ -45,6 +47,23 @@ class TwoGroups(Regression):
 class Incomplete(Regression):
     def make_optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
         return torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+
+class SumOfLosses(Regression):
+    def make_optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])
+
+
+class Plateau(Regression):
+    def make_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+class OneCycle(Regression):
+    """Makes a schedule that changes momentum."""
+
+    def make_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS)
 
 
 class EndsAfter:
@@ -130,6 +149,15 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         (Regression(), {"optimizer": "adamw", "algorithm": "qadam"}, "torch.optim.SGD without momentum, got AdamW"),
         (Regression(), {"optimizer": "muon"}, "Muon refuses: Muon only supports 2D parameters"),
         (Regression(), {"schedule": {"name": "one-cycle", "pct_start": 2.0}}, "OneCycleLR refuses"),
+        (Regression(), {"algorithm": "dgc", "optimizer__dampening": 0.5}, "dgc has no dampening"),
+        (SumOfLosses(), {}, "make_optimizer of the task: LBFGS cannot be used: its step computes the loss several"),
+        (Regression(), {"optimizer": "torch.optim:LBFGS"}, "LBFGS cannot be used: its step computes the loss several"),
+        (Plateau(), {}, "make_schedule of the task: ReduceLROnPlateau cannot be used: it follows the loss"),
+        (
+            Regression(),
+            {"schedule": "torch.optim.lr_scheduler:ReduceLROnPlateau"},
+            "ReduceLROnPlateau cannot be used: it follows the loss",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_before_the_first_step(
@@ -138,6 +166,51 @@ def test_what_does_not_fit_together_is_refused_before_the_first_step(
     (outcome,) = train(task, world=1, **settings)
     assert isinstance(outcome.error, ConfigError)
     assert text in str(outcome.error)
+
+
+@pytest.mark.parametrize("algorithm", ["qadam", "onebit-adam", "dgc"])
+@pytest.mark.parametrize(
+    ("task", "schedule"),
+    [
+        (Regression(), {"schedule": "one-cycle"}),
+        (Regression(), {"schedule": {"name": "cyclic", "base_lr": 0.01, "max_lr": 0.1}}),
+        (OneCycle(), {}),
+    ],
+    ids=["one-cycle", "cyclic", "of the task"],
+)
+def test_an_algorithm_with_the_momentum_refuses_a_schedule_that_changes_it(
+    task: Any, schedule: dict[str, Any], algorithm: str
+) -> None:
+    momentum = 0.9 if algorithm == "dgc" else 0.0
+    (outcome,) = train(task, world=1, algorithm=algorithm, optimizer__momentum=momentum, **schedule)
+    assert isinstance(outcome.error, ConfigError)
+    assert f"{algorithm} has a momentum of its own" in str(outcome.error)
+    assert "cycle_momentum=false" in str(outcome.error)
+
+
+def test_without_the_cycle_of_momentum_it_takes_the_schedule() -> None:
+    schedule = {"name": "one-cycle", "cycle_momentum": False}
+    for algorithm, momentum in (("qadam", 0.0), ("dgc", 0.9)):
+        succeeded(train(Regression(), world=1, epochs=1, algorithm=algorithm, optimizer__momentum=momentum,
+                        schedule=schedule))  # fmt: skip
+
+
+def test_an_algorithm_that_refuses_momentum_does_so_after_the_schedule() -> None:
+    def make(place: Place) -> Algorithm:
+        return WithoutMomentum(place, Dense.Options())
+
+    (outcome,) = train(
+        Regression(), world=1, algorithms=[make], optimizer__momentum=0.0, schedule={"name": "one-cycle"}
+    )  # fmt: skip
+    assert "no momentum, please. The schedule gives it momentum: set cycle_momentum=false" in str(outcome.error)
+
+
+class WithoutMomentum(Dense):
+    choice = "without-momentum"
+
+    def check(self, parameters: Any, optimizer: torch.optim.Optimizer) -> None:
+        if any(group["momentum"] for group in optimizer.param_groups):
+            raise ConfigError("no momentum, please")
 
 
 def test_ranks_with_other_options_do_not_start_together() -> None:

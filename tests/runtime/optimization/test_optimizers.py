@@ -28,6 +28,11 @@ class Lookahead(torch.optim.SGD):
         self.slow, self.steps = slow, steps
 
 
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
 class NeedsFunction(torch.optim.SGD):
     """Takes what no configuration can give."""
 
@@ -91,7 +96,8 @@ def test_a_class_of_the_users_is_named_by_its_module_and_its_options_follow_from
         ({"name": "adamw", "lr": float("nan")}, "Input should be"),
         ({"name": "adamw", "betas": [2, 0.5]}, "parallel.optimizer: AdamW refuses: Invalid beta parameter"),
         ({"nesterov": True, "momentum": 0}, "nesterov=true needs momentum > 0"),
-        ("torch.optim:LBFGS", "computes the loss in its step"),
+        ("torch.optim:LBFGS", "LBFGS cannot be used: its step computes the loss several times"),
+        (f"{__name__}:NeedsClosure", "NeedsClosure computes the loss in its step"),
         ("torch.nn:Linear", "is no torch.optim.Optimizer"),
         (f"{__name__}:NeedsFunction", "NeedsFunction needs rule"),
         (f"{__name__}:Lookahed", "did you mean 'Lookahead'?"),
