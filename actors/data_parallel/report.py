@@ -27,7 +27,10 @@ class EpochReport:
         params_hash: of the parameters, 64 bits; equal numbers, equal models.
         consensus_distance: how far the models of the ranks are from their mean, as a share of its norm: the root of the
             mean of |x_i - x|^2, over |x|. None where they are equal.
-        skipped_steps: steps of the epoch that all ranks skipped, for some rank had NaN or infinity.
+        skipped_steps: steps of the epoch that all ranks skipped, for some rank had NaN or infinity. Where models
+            differ, a rank skips steps without an exchange alone: then those of the rank that skipped most.
+        skipped_exchanges: late exchanges of weights of which all ranks dropped the result, for it had NaN or infinity
+            on some rank; since this process started.
         density: share of the gradient's entries that was sent.
         step_s_mean: seconds a step took. wait_s_mean: of these, waiting for the others and the network.
         bytes_out_per_step: payload handed to DDS.
@@ -46,6 +49,7 @@ class EpochReport:
     params_hash: int = 0
     consensus_distance: float | None = None
     skipped_steps: int = 0
+    skipped_exchanges: int = 0
     density: float = 1.0
     step_s_mean: float = 0.0
     wait_s_mean: float = 0.0
@@ -73,7 +77,7 @@ class WorkerSummary:
         accuracy: at the end, None if it was never evaluated. loss: mean training loss of the last epoch, if any.
         metrics: of the test set, at the end.
         params_hash: of the parameters at the end.
-        skipped_steps: since this process started.
+        skipped_steps: by this rank, since this process started.
         bytes_out, bytes_in: payload of this rank, all collectives included. seconds: of this process.
         profile: where the time went. algorithm: name of what the ranks exchange.
     """

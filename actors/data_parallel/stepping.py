@@ -41,6 +41,7 @@ class Stepper(ABC):
 
     Attributes:
         mean_loss: of the last step that was not skipped, over the ranks that made it; NaN if nobody needs it.
+        skipped_exchanges: late exchanges of weights so far whose results were dropped, on all ranks.
         wait_s, bytes_out: seconds that this rank waited for others, and payload handed to DDS, so far.
     """
 
@@ -65,6 +66,7 @@ class Stepper(ABC):
         self._newest_task: asyncio.Task[None] | None = None
         self._exchanges: list[StepExchange] = []  # that have not ended
         self.mean_loss = math.nan
+        self.skipped_exchanges = 0
         self.wait_s = 0.0
         self.bytes_out = 0
 

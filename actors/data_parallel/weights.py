@@ -10,6 +10,7 @@ Three orders, by what the algorithm declares and by the delay:
 
 Without a delay all ranks agree, in a step with an exchange, that the gradients and weights of all are finite, and else
 skip it together. In a step without one, and with a delay, a rank skips its own step alone, and its weights stay finite.
+The result of a late exchange that is not finite on some rank is dropped by all.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import bucket_of
 from gradbus.runtime.algorithms.requests import Program
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
 
 class WeightStepper(Stepper):
     """Steps whose weights are exchanged, in some of them or in all."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As a :class:`Stepper`."""
+        super().__init__(*args, **options)
+        self._log = get_logger("worker", rank=self._algorithm.place.rank)
 
     async def step(self, plan: EpochPlan, position: Position, profile: StepProfile) -> list[TrainingStep]:
         training, run = self._training, self._compute.run
@@ -136,7 +143,10 @@ class WeightStepper(Stepper):
             else:
                 self._algorithm.roll_back()
             self._training.apply(step, profile)
-        elif step.weights is not None:
+        elif step.weights is None:
+            self.skipped_exchanges += 1
+            self._log.warning("exchange skipped: NaN or infinity", step=step.number + 1)
+        else:
             assert step.before is not None
             step.weights.flat.sub_(step.before)
             for name, parameter in self._training.trained.items():
@@ -147,20 +157,27 @@ class WeightStepper(Stepper):
 
     def _start_late(self, step: TrainingStep) -> bool:
         assert step.weights is not None
-        step.exchange.start("weights", self._program(step, step.weights))
-        if self._delay:
-            self._share_loss(step)
+        program = self._late(step) if self._delay else self._program(step, step.weights)
+        step.exchange.start("weights", program)
         step.exchange.all_sent()
         return step.exchange.goes_on or self._conclude(step)
 
-    def _conclude(self, step: TrainingStep) -> bool:
-        if not self._delay:
-            return False  # the ranks have not agreed yet
+    def _late(self, step: TrainingStep) -> Program[None]:
+        """Exchange, then agree whether the result is finite everywhere: what two ranks send each other tells no third.
+        Nobody waits for it, as the next step is computed meanwhile."""
         assert step.weights is not None
-        if are_finite([step.weights.flat]):
-            self._algorithm.commit()
-            self._note_loss(step)
-        else:
+        yield from self._program(step, step.weights)
+        status = self._take_status(step)
+        status[0] = float(not are_finite([step.weights.flat]))
+        yield from summed(status)
+
+    def _conclude(self, step: TrainingStep) -> bool:
+        if not self._delay or step.status is None:
+            return False  # the ranks have not agreed yet; or the exchange was cancelled before it began
+        self._note_loss(step)
+        if step.status[0]:
             self._algorithm.roll_back()
             step.weights = None
+        else:
+            self._algorithm.commit()
         return False

@@ -56,10 +56,12 @@ from gradbus.runtime.testing.instrumentation import Probe
 
 @dataclass(slots=True)
 class _Clock:
-    """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``: of the epochs before."""
+    """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``, ``skipped_before``: of the
+    epochs before; the last one counts exchanges."""
 
     bytes_before: int
     wait_before_s: float
+    skipped_before: int
     started_s: float = field(default_factory=time.perf_counter)
     steps: int = 0
     step_s: float = 0.0
@@ -69,7 +71,7 @@ class Worker:
     """One rank of a data-parallel run. It runs once; make another one to run again.
 
     Attributes:
-        profile: where the time goes. skipped_steps: since this process started.
+        profile: where the time goes. skipped_steps: by this rank, since this process started.
     """
 
     def __init__(
@@ -312,7 +314,8 @@ class Worker:
         return self._at_max or self._is_stopped
 
     async def _one_epoch(self) -> EpochReport:
-        position, clock = self._position, _Clock(self._stepper.bytes_out, self._stepper.wait_s)
+        position, stepper = self._position, self._stepper
+        clock = _Clock(stepper.bytes_out, stepper.wait_s, stepper.skipped_exchanges)
         plan = await self._make_plan()
         await self._compute.run(self._training.start_epoch, position)
         while position.epoch_step < plan.steps and not self._ends_early:
@@ -322,7 +325,6 @@ class Worker:
         await self._drain()
         await self._count_votes()
         finished = position.epoch_step >= plan.steps
-        self._check_progress(finished)
         report = self._report = await self._report_epoch(clock, finished)
         await self._after_epoch(report)
         due = self._is_checkpoint_due or not self._config.checkpoint.every_steps
@@ -415,31 +417,48 @@ class Worker:
                 await self._note_skipped(step, step.skipped_by)
 
     async def _note_skipped(self, step: TrainingStep, ranks: Sequence[int]) -> None:
-        """A step was taken back. Raises TrainingDiverged: not for the first time."""
+        """A step was taken back. Raises TrainingDiverged: not for the first time, and all ranks know."""
         config, position = self._config, self._position
         position.skipped += 1
         position.skipped_in_row += 1
         self.skipped_steps += 1
+        in_a_row = position.skipped_in_row
+        is_own = bool(ranks) and not self._are_equal  # of this rank alone: the others learn of it when the epoch ends
         if not ranks:  # the sum does not tell; this exchange is made in steps that are skipped only
-            finite = await self._group.all_gather_object(
-                "worker/finite", await self._compute.run(self._training.own_is_finite, step), round_id=position.step,
-                timeout_s=config.timeouts.collective_s,
-            )  # fmt: skip
-            ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+            is_finite = await self._compute.run(self._training.own_is_finite, step)
+            of_ranks = await self._group.all_gather_object(
+                "worker/finite", [is_finite, in_a_row], round_id=position.step, timeout_s=config.timeouts.collective_s
+            )
+            ranks = [rank for rank, (is_finite, _) in enumerate(of_ranks) if not is_finite]
+            in_a_row = max(count for _, count in of_ranks)  # with steps of their own they differ
         tells = self._group.rank in (0, *ranks)  # the others have it in their log for whoever looks for it
         (self._log.warning if tells else self._log.info)(
             "step skipped: NaN or infinity", step=step.number + 1, by_ranks=list(ranks),
-            in_a_row=position.skipped_in_row, limit=config.max_nonfinite_steps or None,
+            in_a_row=in_a_row, limit=config.max_nonfinite_steps or None,
         )  # fmt: skip
-        if 0 < config.max_nonfinite_steps <= position.skipped_in_row:
-            raise self._diverged(f"the last {position.skipped_in_row} steps in a row were skipped", ranks)
+        if not is_own and 0 < config.max_nonfinite_steps <= in_a_row:
+            raise self._diverged(f"the last {in_a_row} steps in a row were skipped", ranks)
 
-    def _check_progress(self, finished: bool) -> None:
-        """A run whose last epoch changed nothing has not succeeded. Raises TrainingDiverged."""
-        position = self._position
-        ends = (finished and position.epoch + 1 >= self._config.epochs) or self._ends_early
-        if self._config.max_nonfinite_steps and ends and 0 < position.epoch_step == position.skipped:
-            raise self._diverged("all steps of the last epoch were skipped", ())
+    def _check_progress(self, finished: bool, skipped: Sequence[int], in_a_row: Sequence[int]) -> None:
+        """A run whose last epoch changed nothing has not succeeded, nor one where a rank skips all that it does.
+
+        Args:
+            skipped, in_a_row: of each rank: steps of the epoch that it skipped, and how many the last ones are.
+
+        Raises:
+            TrainingDiverged: the same on all ranks.
+        """
+        config, position = self._config, self._position
+        if not config.max_nonfinite_steps:
+            return
+        ends = (finished and position.epoch + 1 >= config.epochs) or self._ends_early
+        for what, limit, counts in (
+            (f"the last {max(in_a_row)} steps in a row were skipped", config.max_nonfinite_steps, in_a_row),
+            ("all steps of the last epoch were skipped", position.epoch_step if ends else 0, skipped),
+        ):
+            ranks = [rank for rank, count in enumerate(counts) if 0 < limit <= count]
+            if ranks:
+                raise self._diverged(what, ranks if len(ranks) < len(counts) else ())
 
     def _diverged(self, what: str, ranks: Sequence[int]) -> TrainingDiverged:
         config = self._config
@@ -494,7 +513,10 @@ class Worker:
             started_s = time.perf_counter()
             counts = await self._compute.run(self._training.evaluate)
             self.profile.add_span("eval", started_s, time.perf_counter())
-        own = [position.loss_sum, position.batches, position.metrics, *tally(counts)]
+        own = [
+            position.loss_sum, position.batches, position.metrics, *tally(counts), position.skipped,
+            position.skipped_in_row,
+        ]  # fmt: skip
         tallies = await self._group.all_gather_object(
             "worker/epoch", own, round_id=position.step, timeout_s=config.timeouts.collective_s
         )
@@ -504,6 +526,7 @@ class Worker:
         self._params_hash = await self._compare()
         if mean is not None:
             await self._compute.run(self._replicas.exchange_with, before)
+        self._check_progress(finished, of_ranks[7], of_ranks[8])
         steps = max(1, clock.steps)
         report = EpochReport(
             epoch=position.epoch, step=position.step, finished=finished,
@@ -512,7 +535,8 @@ class Worker:
             eval_loss=eval_loss / total if total else None, metrics=combined(of_ranks[6]),
             train_metrics=combined(of_ranks[2]),
             test_samples=total, model="equal" if mean is None else "mean", params_hash=self._params_hash,
-            consensus_distance=None if mean is None else mean.distance, skipped_steps=position.skipped,
+            consensus_distance=None if mean is None else mean.distance, skipped_steps=max(of_ranks[7]),
+            skipped_exchanges=self._stepper.skipped_exchanges - clock.skipped_before,
             density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
             wait_s_mean=(self._stepper.wait_s - clock.wait_before_s) / steps,
             bytes_out_per_step=(self._stepper.bytes_out - clock.bytes_before) / steps,

@@ -81,7 +81,9 @@ class DataParallelConfig(Settings):
     """Number of batches whose mean gradient makes one step."""
     max_nonfinite_steps: Annotated[int, Field(ge=0)] = 10
     """Number of steps in a row with NaN or infinity, in the loss or the gradients of any rank, that end the run with an
-    error; all ranks skip such a step. A last epoch of nothing but skipped steps is an error, too. 0: never."""
+    error; all ranks skip such a step. A last epoch of nothing but skipped steps is an error, too. 0: never. Where
+    models differ, a rank skips a step without an exchange alone; all ranks end at the end of the epoch, if one has
+    skipped so many."""
     hash_every: Annotated[int, Field(ge=0)] = 100
     """Number of steps between two comparisons of the parameters of all ranks; the first step and the end are compared,
     too. 0: never."""

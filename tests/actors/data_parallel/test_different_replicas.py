@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from ddp_scene import make_task, succeeded, train
+from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from gradbus.models import ClassificationTask
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
+from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.errors import TrainingDiverged
 
 SETTINGS: dict[str, Any] = {"algorithm": "decentralized", "epochs": 2, "hash_every": 1}
 
@@ -84,11 +88,11 @@ def test_a_run_that_is_done_is_the_mean_again(tmp_path: Path) -> None:
 class NotFinite(ClassificationTask):
     """The loss of one batch is NaN."""
 
-    number = -1
+    number, at = -1, (3,)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.number += 1
-        return super().loss(model, batch) * (float("nan") if self.number == 3 else 1.0)
+        return super().loss(model, batch) * (float("nan") if self.number in self.at else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +110,72 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_or_where_there_is_no_exchan
     inner = make_task()
     odd = NotFinite(inner._make_model, inner.data, batch_size=16)
     outcomes = succeeded(train(make_task(), odd, **{**SETTINGS, "epochs": 1, **settings}))
-    assert [outcome.reports[0].skipped_steps for outcome in outcomes] == skipped
+    assert [outcome.worker.skipped_steps for outcome in outcomes] == skipped
+    assert [outcome.reports[0].skipped_steps for outcome in outcomes] == [1, 1]  # of the rank with most, on all
     for outcome in outcomes:
         assert outcome.parameters.isfinite().all()
         assert outcome.reports[0].consensus_distance is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "text"),
+    [
+        ({"algorithm__interval_steps": 4, "max_nonfinite_steps": 3}, 5, "the last 5 steps in a row"),
+        ({"algorithm": "async-averaging", "max_nonfinite_steps": 3}, 5, "the last 5 steps in a row"),
+        ({"algorithm": "async-averaging", "epochs": 1}, 5, "all steps of the last epoch"),
+    ],
+    ids=["found in an exchange", "found at the end of an epoch", "last epoch"],
+)
+def test_a_rank_that_skips_all_of_its_own_steps_ends_the_run_with_one_error_on_all_ranks(
+    settings: dict[str, Any], step: int, text: str
+) -> None:
+    inner = make_task()
+    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd.at = tuple(range(99))
+    errors = [outcome.error for outcome in train(make_task(), odd, make_task(), **{**SETTINGS, **settings})]
+    for error in errors:
+        assert isinstance(error, TrainingDiverged)
+        assert (error.step, error.ranks) == (step, (1,))
+        assert text in str(error)
+    assert len({str(error) for error in errors}) == 1
+
+
+class NotFiniteAtOne(Algorithm):
+    """The mean of all weights, but for one exchange that leaves NaN on one rank alone, as messages of pairs may."""
+
+    choice = "not-finite-at-one"
+    scope = "weights"
+    equal_replicas = False
+    delay_steps = 1
+
+    def __init__(self, place: Place, options: Any) -> None:
+        super().__init__(place, options)
+        self.counted: list[bool] = []
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat)
+        if (step.number, self.place.rank) == (2, 1):
+            bucket.flat[0] = math.nan
+
+    def commit(self) -> None:
+        self.counted.append(True)
+
+    def roll_back(self) -> None:
+        self.counted.append(False)
+
+
+def test_a_late_exchange_that_is_not_finite_on_one_rank_is_taken_back_by_all_and_told() -> None:
+    algorithms = [lambda place: NotFiniteAtOne(place, NotFiniteAtOne.Options())] * 3
+    with capture_logs() as lines:
+        outcomes = succeeded(train(make_task(), world=3, algorithms=algorithms, epochs=1))
+    for outcome in outcomes:
+        algorithm = outcome.worker._training.algorithm
+        assert isinstance(algorithm, NotFiniteAtOne)
+        assert algorithm.counted == [number != 2 for number in range(5)]
+        assert (outcome.reports[0].skipped_exchanges, outcome.reports[0].skipped_steps) == (1, 0)
+        assert outcome.parameters.isfinite().all()
+    told = [line for line in lines if line["event"] == "exchange skipped: NaN or infinity"]
+    assert sorted((line["rank"], line["step"]) for line in told) == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_local_steps_send_nothing() -> None:
