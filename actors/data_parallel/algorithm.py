@@ -26,11 +26,13 @@ class AlgorithmLabel:
 
     Attributes:
         name: of the algorithm. options: all of them, as plain data. changed: those that are not as by default.
+        may_change: options that a resumed run may have others of.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, Any] = field(default_factory=dict)
+    may_change: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, algorithm: Algorithm) -> Self:
@@ -54,7 +56,14 @@ class AlgorithmLabel:
             raise ConfigError(
                 f"{called}: the options are {size} characters of JSON, at most {MAX_OPTIONS_CHARS} can be"
             )
-        return cls(name, options, algorithm.options.model_dump(mode="json", exclude_defaults=True))
+        changed = algorithm.options.model_dump(mode="json", exclude_defaults=True)
+        return cls(name, options, changed, kind.may_change)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What a resumed run must have, too, by the keys of the settings."""
+        options = {key: value for key, value in self.options.items() if key not in self.may_change}
+        return {"algorithm": self.name, **{f"algorithm.{key}": value for key, value in options.items()}}
 
     def __str__(self) -> str:
         return f"{self.name} {json.dumps(self.changed, sort_keys=True)}" if self.changed else self.name

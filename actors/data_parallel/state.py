@@ -205,7 +205,7 @@ class WorkerState:
 
     def _settings(self) -> dict[str, Any]:
         kept = {key: getattr(self._config, key) for key in _KEPT}
-        return {**kept, "algorithm": self._label.name, "optimizer": self._config.optimizer.name}
+        return {**kept, **self._label.kept, "optimizer": self._config.optimizer.name}
 
     def close(self) -> None:
         """Let another process use the directory."""

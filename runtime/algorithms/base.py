@@ -154,6 +154,7 @@ class Algorithm(ABC):
         own, shared: the kinds of tensors in ``memory`` that belong to this rank alone, and that are equal on all ranks.
         relative: those of them that are right only together with what other ranks remember, such as what others know of
             this rank. All ranks forget them when a rank joins or leaves, see :meth:`regroup`.
+        may_change: options that a run may be resumed with others of, as the state does not depend on them.
 
     What a rank asks for, and the shapes, follow from the step, the place and ``shared`` alone: a rank that has joined
     has the same of these, and nothing of ``own``.
@@ -170,6 +171,7 @@ class Algorithm(ABC):
     own: ClassVar[frozenset[str]] = frozenset()
     shared: ClassVar[frozenset[str]] = frozenset()
     relative: ClassVar[frozenset[str]] = frozenset()
+    may_change: ClassVar[frozenset[str]] = frozenset()
     Options: ClassVar[type[BaseModel]] = Options
 
     def __init__(self, place: Place, options: Any) -> None:

@@ -35,7 +35,7 @@ class Decentralized(Algorithm):
     scope = "weights"
     overlaps = True
     equal_replicas = False
-    own = relative = frozenset({"replica", "left", "right", "residual", "around"})
+    own = relative = frozenset({"replica", "left", "right", "residual", "known", "around"})
 
     class Options(base.Options):
         """Options of ``decentralized``."""
@@ -115,12 +115,13 @@ class Decentralized(Algorithm):
                     {left: torch.empty_like(message), right: torch.empty_like(message)})  # fmt: skip
 
     def _choco(self, bucket: TensorBucket) -> Program[None]:
-        """x_hat: what the others know of this rank's weights. around: the sum of both neighbours' x_hat, over 3.
+        """x_hat, kept as ``known``: what the others know of this rank's weights, from zeros on; not the
+        ring's ``replica``. around: the sum of both neighbours' x_hat, over 3.
 
         q = top-k(x - x_hat); x_hat += q; around += (q_left + q_right) / 3; x += gamma (around - 2/3 x_hat).
         """
         key, x, (left, right) = f"bucket{bucket.index}", bucket.flat, self._neighbours()
-        x_hat = self.memory.find_or_zeros("replica", key, x)
+        x_hat = self.memory.find_or_zeros("known", key, x)
         around = self.memory.find_or_zeros("around", key, x)
         difference = x - x_hat
         message, rest = take_largest(difference.clone(), [x.numel()], self.options.density)
@@ -141,7 +142,7 @@ class Decentralized(Algorithm):
                 x.fill_(torch.nan)
                 return
             around[entries[0]] += entries[1] * weight
-        self.memory.stage("replica", key, x_hat)
+        self.memory.stage("known", key, x_hat)
         self.memory.stage("around", key, around)
         x.add_(around - x_hat * (2 / 3), alpha=self.options.consensus)
 

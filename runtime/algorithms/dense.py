@@ -27,6 +27,7 @@ class Dense(Algorithm):
     """
 
     choice = "dense"
+    may_change = frozenset({"route", "topology"})
 
     class Options(base.Options):
         """Options of ``dense``."""

@@ -30,6 +30,7 @@ class FixedPoint(Algorithm):
     choice = "fixed-point"
     # All gradients in one sum: an aggregator counts groups of blocks, so all ranks have to send them in one order.
     scope: ClassVar[Scope] = "step"
+    may_change = frozenset({"route", "block_elems", "window_groups", "aggregator_timeout_s", "verify"})
 
     class Options(base.Options):
         """Options of ``fixed-point``."""

@@ -178,6 +178,34 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, change: dict[
         assert text in error
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (
+            {"name": "decentralized", "peers": "ring"},
+            {"name": "decentralized", "peers": "choco"},
+            "made with algorithm.peers='ring', now it is 'choco'",
+        ),
+        (
+            {"name": "topk", "min_numel": 0},
+            {"name": "topk", "min_numel": 1000},
+            "made with algorithm.min_numel=0, now it is 1000",
+        ),
+        ({"name": "powersgd", "rank": 4}, {"name": "powersgd", "rank": 2}, "made with algorithm.rank=4, now it is 2"),
+        ({"name": "dgc", "warmup": [0.5, 0.1]}, "dgc", "made with algorithm.warmup=[0.5, 0.1], now it is 'paper'"),
+    ],
+)
+def test_other_options_of_the_algorithm_are_refused(tmp_path: Path, before: Any, now: Any, text: str) -> None:
+    saved_run(tmp_path, algorithm=before)
+    for error in errors(train(make_task(), epochs=2, checkpoint__dir=tmp_path, algorithm=now)):
+        assert text in error
+
+
+def test_what_only_says_how_a_sum_is_made_may_change(tmp_path: Path) -> None:
+    saved_run(tmp_path, algorithm={"name": "dense", "route": "shards"})
+    succeeded(train(make_task(), epochs=2, checkpoint__dir=tmp_path, algorithm={"name": "dense", "route": "ring"}))
+
+
 class Own(Dense):
     """An algorithm that no configuration names."""
 

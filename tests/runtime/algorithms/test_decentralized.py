@@ -94,6 +94,16 @@ def test_ranks_come_together_and_their_mean_stays(world: int, options: dict[str,
     assert float((weights.mean - mean).abs().max()) < 1e-5
 
 
+def test_no_kind_of_state_means_one_thing_for_the_ring_and_another_for_choco() -> None:
+    kinds = []
+    for peers in ("ring", "choco"):
+        weights = Weights(3, peers=peers)
+        for _ in range(2):
+            weights.exchange()
+        kinds.append({name.partition("/")[0] for name in weights.algorithms[0].own_state()})
+    assert kinds == [{"replica", "left", "right", "residual"}, {"known", "around"}]
+
+
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_replicas_of_neighbours_are_what_these_have_bit_by_bit(world: int) -> None:
     weights = Weights(world, peers="ring", chunk_elems=64)
