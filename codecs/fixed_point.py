@@ -80,8 +80,8 @@ def linear_checksum(blocks: Tensor, seed: int) -> int:
     """A checksum modulo 2^64 whose sum over ranks is that of the sum: each entry has a random weight.
 
     Ranks add theirs without the aggregator, and compare: an aggregator that does not know the weights changes a sum
-    unnoticed with a probability of at most 2^-32, as an error of an entry is below 2^32 and so keeps 32 bits of its
-    weight.
+    unnoticed with a probability of at most 2^-27: an error of an entry is below 2^32, so it keeps 32 bits of its
+    weight, and two errors that cancel out need weights that agree in 27 bits or more.
 
     Args:
         blocks: int32, any shape. seed: of the weights, equal on all ranks, not known to the aggregator.

@@ -154,7 +154,16 @@ class AggregatorSettings(Settings):
     retransmit_s: Positive = 0.5
     """Seconds after which a worker that has not acknowledged a sum gets it again."""
     join_s: Positive = 60.0
-    """Seconds that it waits for the workers of a job."""
+    """Seconds that it waits for the workers of a job; with keep_serving it waits again after that."""
+    keep_serving: bool = True
+    """Whether a job is served again when its workers have left, so that it can be continued, until the aggregator is
+    stopped. false: once."""
+
+    @model_validator(mode="after")
+    def _one_way_to_name_jobs(self) -> AggregatorSettings:
+        if self.jobs and "world" in self.model_fields_set:
+            raise ValueError("world is for bus.job alone: with jobs, each has its number of workers there")
+        return self
 
 
 class AggregatorFile(Settings):

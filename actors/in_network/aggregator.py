@@ -15,13 +15,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.collectives.in_network import GROUP
 from gradbus.runtime.collectives.packet_streams import PacketStreams
 from gradbus.runtime.in_network.aggregator import Aggregator
+from gradbus.runtime.in_network.options import InNetworkPlan
 from gradbus.runtime.in_network.packets import WORKERS, Packet, RetransmissionTimes
 from gradbus.runtime.in_network.slots import Allocation, Slots
 from gradbus.runtime.in_network.tree import TreeNode, tree
@@ -57,9 +57,6 @@ class AggregatorActor:
         self._config = config = config or AggregatorConfig()
         self._times = RetransmissionTimes(config.retransmit_s, max(2.0, config.retransmit_s))
         self._slots = Slots(config.slots, config.block_elems, config.allocation)
-        self._aggregator = Aggregator(
-            self._slots, block_elems=config.block_elems, max_groups_per_job=config.max_groups_per_job, times=self._times
-        )
         self._numbers = itertools.count(1)
         self._jobs = 0
 
@@ -81,42 +78,51 @@ class AggregatorActor:
         async with join_group(
             bus, rank=world, world=world + 1, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0
         ) as network:
-            plans: list[dict[str, Any]] = await network.all_gather_object("plans", {})
+            plans = await network.all_gather_object("plans", {})
             number = next(self._numbers)
             try:
-                protocol, undo = self._open(number, world, plans[0])
+                protocol, release = self._open(number, world, InNetworkPlan.model_validate(plans[0]))
             except ValueError as error:
-                log.warning("job refused", job=bus.job, world=world, reason=str(error))
-                await network.broadcast_object("answer", {"refused": str(error)}, root=world)
+                reason = str(error)
+                log.warning("job refused", job=bus.job, world=world, reason=reason)
+                await network.broadcast_object("answer", {"refused": reason[:300]}, root=world)
                 return
-            log.info("job", job=bus.job, world=world, **plans[0])
+            server = _JobServer(network, number, protocol, self._config.block_elems)
             try:
+                log.info("job", job=bus.job, world=world, plan=plans[0])
                 await network.broadcast_object("answer", {"job": number}, root=world)
-                await _JobServer(network, protocol, self._config.block_elems).run()
+                await server.run()
             finally:
-                undo()
-                log.info("job ended", job=bus.job, free_slots=self._slots.free)
+                release()
+                log.info(
+                    "job ended", job=bus.job, free_slots=self._slots.free, dropped=server.dropped + protocol.dropped,
+                    violations=protocol.violations,
+                )  # fmt: skip
 
-    def _open(self, number: int, world: int, plan: dict[str, Any]) -> tuple[Aggregator | TreeNode, Callable[[], None]]:
+    def _open(self, number: int, world: int, plan: InNetworkPlan) -> tuple[Aggregator | TreeNode, Callable[[], None]]:
         """What serves a job, and what ends that. Raises ValueError: it cannot be served; with the numbers."""
-        config, window = self._config, plan["window_groups"]
-        if plan["block_elems"] != config.block_elems:
-            raise ValueError(f"block_elems is {config.block_elems} here, the workers have {plan['block_elems']}")
+        config = self._config
+        if plan.block_elems != config.block_elems:
+            raise ValueError(f"block_elems is {config.block_elems} here, the workers have {plan.block_elems}")
         if self._jobs >= config.max_jobs:
             raise ValueError(f"{self._jobs} jobs are served already, max_jobs is {config.max_jobs}")
-        protocol: Aggregator | TreeNode = self._aggregator
-        release = partial(self._aggregator.close_job, number)
-        if plan["route"] == "ina":
-            protocol, release = self._reserve_lanes(number, world, window)
+        protocol: Aggregator | TreeNode
+        if plan.route == "ina":
+            protocol, end = self._reserve_lanes(number, world, plan.window_groups)
         else:
-            self._aggregator.open_job(number, world)
+            protocol = Aggregator(
+                self._slots, block_elems=config.block_elems, max_groups_per_job=config.max_groups_per_job,
+                times=self._times,
+            )  # fmt: skip
+            protocol.open_job(number, world)
+            end = partial(protocol.close_job, number)
         self._jobs += 1
 
-        def undo() -> None:
+        def release() -> None:
             self._jobs -= 1
-            release()
+            end()
 
-        return protocol, undo
+        return protocol, release
 
     def _reserve_lanes(self, number: int, world: int, window: int) -> tuple[TreeNode, partial[None]]:
         lanes, count = 2 * window, 2 * window * world
@@ -132,9 +138,15 @@ class AggregatorActor:
 
 
 class _JobServer:
-    """One job on the bus: packets come, the protocol answers, and time-outs."""
+    """One job on the bus: packets come, the protocol answers, and time-outs.
 
-    def __init__(self, network: Group, protocol: Aggregator | TreeNode, block_elems: int) -> None:
+    Attributes:
+        dropped: packets of another job or worker than that of their stream.
+    """
+
+    def __init__(self, network: Group, number: int, protocol: Aggregator | TreeNode, block_elems: int) -> None:
+        self._number = number
+        self.dropped = 0
         self._world = network.rank
         self._protocol = protocol
         self._streams = PacketStreams(
@@ -156,7 +168,10 @@ class _JobServer:
     def _receive(self, rank: int, packets: list[Packet]) -> None:
         now_s = asyncio.get_running_loop().time()
         for packet in packets:
-            self._post(self._protocol.receive(packet, now_s))
+            if (packet.job, packet.source) == (self._number, rank):  # a worker speaks for itself alone
+                self._post(self._protocol.receive(packet, now_s))
+            else:
+                self.dropped += 1
         self._set_timer()
 
     def _lost(self, rank: int, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The command ``aggregator``: serves the jobs of its configuration until their workers have left."""
+"""The command ``aggregator``: serves the jobs of its configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import asyncio
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import AggregatorFile
+from gradbus.runtime.errors import BarrierTimeout, CollectiveError
+from gradbus.runtime.logs import get_logger
+
+log = get_logger("aggregator")
 
 
 async def run_aggregator(file: AggregatorFile) -> None:
@@ -24,10 +28,21 @@ async def run_aggregator(file: AggregatorFile) -> None:
     )
 
     async def serve(job: str, world: int) -> None:
-        # It is the rank after the workers'.
-        async with open_bus(file.bus.model_copy(update={"job": job}), rank=world) as bus:
-            await actor.serve(bus, world, timeout_s=settings.join_s)
+        """Until it is stopped, or once. An error of one job is not the others'."""
+        own = file.bus.model_copy(update={"job": job})
+        while True:
+            try:
+                async with open_bus(own, rank=world) as bus:  # it is the rank after the workers'
+                    await actor.serve(bus, world, timeout_s=settings.join_s)
+            except (BarrierTimeout, CollectiveError) as error:
+                if not settings.keep_serving:
+                    raise
+                log.warning("job failed", job=job, reason=str(error), effect="its workers are waited for again")
+            if not settings.keep_serving:
+                return
 
-    async with asyncio.TaskGroup() as group:
-        for job, world in (settings.jobs or {file.bus.job: settings.world}).items():
-            group.create_task(serve(job, world))
+    jobs = settings.jobs or {file.bus.job: settings.world}
+    ends = await asyncio.gather(*(serve(job, world) for job, world in jobs.items()), return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end

@@ -38,16 +38,16 @@ class FixedPoint(Algorithm):
         route: Literal["direct", "ina", "ra-ina", "ra-ina-inline"] = "direct"
         """Who adds. `direct`: the ranks. `ina`: an aggregator (`gradbus aggregator`), which has fixed memory for the
         job. `ra-ina`: a ring, and the aggregator what it has room for. `ra-ina-inline`: the same with an aggregator in
-        the way of the ring's packets, as a switch is: for experiments. Without the aggregator, and when it dies, the
-        ranks add."""
+        the way of the ring's packets, as a switch is: for experiments. A run needs the aggregator to start; when it
+        dies later, the ranks add."""
         chunk_elems: Annotated[int, Field(ge=1, le=1 << 24)] = 4096
         """Entries that share an exponent, which all ranks agree on first, in 4 bytes."""
-        block_elems: Annotated[int, Field(ge=1, le=1 << 22)] = 1 << 16
+        block_elems: Annotated[int, Field(ge=64, le=1 << 22)] = 1 << 16
         """Entries of a slot of the aggregator, the same there."""
-        window_groups: Annotated[int, Field(ge=1, le=1024)] = 4
+        window_groups: Annotated[int, Field(ge=1, le=64)] = 4
         """Groups of one block for each rank that are under way at once."""
         aggregator_timeout_s: Annotated[float, Field(gt=0)] = 5.0
-        """Seconds without progress after which the ranks go on without the aggregator."""
+        """Seconds of silence after which the ranks go on without the aggregator."""
         verify: bool = True
         """Whether sums are checked by a checksum that the aggregator does not know."""
 
@@ -60,7 +60,7 @@ class FixedPoint(Algorithm):
             return None
         return InNetworkOptions(
             options.route, options.block_elems, options.window_groups, options.aggregator_timeout_s,
-            verifies=options.verify,
+            verify=options.verify,
         )  # fmt: skip
 
     @torch.no_grad()

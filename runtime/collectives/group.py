@@ -92,7 +92,7 @@ class Group:
         self._loop_thread = threading.get_ident()
         self._deadlines = DeadlineTimer(self._loop, lambda: self._engine.progress.wake_io_thread())
         self._wait = CollectiveWait(self._engine, self._loop)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._max_bytes = max_bytes
         self.name = name
         self.in_network: Any = None  # the InNetworkSum of its ranks, while they have joined an aggregator
@@ -343,7 +343,7 @@ class Group:
             text = f"{self.name[:31]}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
         return join_group(
             self.bus, rank=list(ranks).index(self.rank), world=len(ranks), name=name or text, timeout_s=timeout_s,
-            collective_timeout_s=self._timeout_s, max_payload_bytes=self._max_bytes,
+            collective_timeout_s=self.timeout_s, max_payload_bytes=self._max_bytes,
         )  # fmt: skip
 
     # Inside
@@ -353,7 +353,7 @@ class Group:
         timed_out: TimedOut = collective_timeout, *, convert: Callable[[Any], Any] | None = None,
     ) -> CollectiveHandle[Any]:  # fmt: skip
         operation.convert = convert
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {limit_s}")
         engine = self._engine

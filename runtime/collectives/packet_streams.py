@@ -20,11 +20,14 @@ from gradbus.runtime.collectives.handle import CollectiveHandle
 from gradbus.runtime.errors import BusClosed, CollectiveError
 from gradbus.runtime.in_network.encoding import MAX_PACKETS, MalformedPackets, decode_packets, encode_packets
 from gradbus.runtime.in_network.packets import Packet
+from gradbus.runtime.logs import get_logger
 
 MESSAGE_BYTES = 1 << 20  # packets of one message, about
 UNDER_WAY = 4  # messages to one rank
 # A stream waits as long as the group lasts: the group tells of a peer that dies, and a step has its own deadline.
 _FOREVER_S = 1e9
+
+log = get_logger("in_network")
 
 
 class PacketStreams:
@@ -72,8 +75,10 @@ class PacketStreams:
     def post(self, to: int, packet: Packet) -> None:
         """Send a packet, after those before it. The protocol's window bounds how many wait. To a peer that is gone
         nothing is sent."""
-        if to in self._gone:
+        if to in self._gone or to not in self._waiting:
             return
+        if packet.is_repeated and self._waiting[to]:
+            return  # the first copy may still be among these
         if self._loss and self._random.random() < self._loss:
             self.lost_packets += 1
             return
@@ -117,7 +122,9 @@ class PacketStreams:
     async def _guarded(self, peer: int, stream: Coroutine[Any, Any, None]) -> None:
         try:
             await stream
-        except (BusClosed, CollectiveError, MalformedPackets) as error:
+        except Exception as error:
+            if not isinstance(error, BusClosed | CollectiveError | MalformedPackets):
+                log.error("packets of a peer", group=self._group.name, peer=peer, exc_info=error)
             if peer not in self._gone:
                 self._gone.add(peer)
                 self._waiting[peer].clear()

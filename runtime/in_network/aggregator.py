@@ -128,6 +128,8 @@ class Aggregator:
             case PacketKind.CONTRIBUTION:
                 # Only a group that has had slots gets contributions. It gave them back when all workers knew its sums.
                 return [_acknowledgement(packet)] if held is None else list(self._take(packet, key, held, now_s))
+            case PacketKind.PROBE:
+                return [_acknowledgement(packet)]
             case PacketKind.RESERVE:
                 granted = held is None and self._grab(key, state, now_s) is not None
                 return [self._announce(key, state.epoch)] if granted else []

@@ -44,6 +44,8 @@ class PacketKind(enum.Enum):
     """The aggregator has added the packet, or has it already."""
     RESULT_ACK = "result ack"
     """A worker knows these sums; the bitmap is of blocks."""
+    PROBE = "probe"
+    """A worker asks whether the aggregator is there. It is acknowledged as a contribution is."""
     STALE = "stale"
     """The packet is of another epoch of the job; ``epoch`` is the present one."""
     ABORT = "abort"

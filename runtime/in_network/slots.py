@@ -31,7 +31,13 @@ class Slots:
         self.free = count
 
     def allocate(self, key: tuple[int, ...], count: int) -> int | None:
-        """Take ``count`` slots in a row, all zeros. Returns the first one's number; None: there are none."""
+        """Take ``count`` slots in a row, all zeros. Returns the first one's number; None: there are none.
+
+        Raises:
+            ValueError: ``count`` is below 1.
+        """
+        if count < 1:
+            raise ValueError(f"slots: expected at least 1, got {count}")
         base = self._scan(count) if self._allocation == "scan" else self._place(key, count)
         if base is not None:
             self._is_taken[base : base + count] = True

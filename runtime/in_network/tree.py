@@ -122,6 +122,8 @@ class TreeNode:
                 return list(self._contribution(packet, lane, now_s))
             case PacketKind.RESULT:
                 return list(self._result(packet, lane, now_s))
+            case PacketKind.PROBE:
+                return [_acknowledgement(packet, config.node)]
             case PacketKind.RESULT_ACK:
                 self._acknowledged(packet, lane)
             case PacketKind.AGGREGATOR_ACK:

@@ -15,6 +15,7 @@ Rules that keep a block from being added twice:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -72,7 +73,7 @@ class _Group:
     """A group on this worker.
 
     Attributes:
-        own: this rank's blocks, and out: where the sums go, int32, shape (N, E); None before they are there.
+        own: this rank's blocks, and out: where the sums go, int32, shape (N, E); None before it starts.
         placed: bits of the blocks that this rank has put into a carrier.
         seen: bits of the blocks whose partial sum has come around the ring. early: those that came before the start.
         sums: what is known, by block.
@@ -125,6 +126,7 @@ class RingWorker:
         self._outstanding: dict[CarrierId, Outstanding] = {}
         self._all = (1 << config.world) - 1
         self._next_to_start = first_group
+        self._batches: deque[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = deque()  # first group, arrays
         self.first_unfinished = first_group
         self.end = first_group
         self.overflowed: set[int] = set()
@@ -154,10 +156,9 @@ class RingWorker:
         for name, array in (("blocks", blocks), ("out", out)):
             if array.dtype != np.int32 or array.shape != shape:
                 raise ValueError(f"{name}: expected int32 of shape {shape}, got {array.dtype} {array.shape}")
-        for own, sums in zip(blocks, out, strict=True):
-            group = self._group(self.end)
-            group.own, group.out = own, sums
-            self.end += 1
+        if len(blocks):
+            self._batches.append((self.end, blocks, out))
+            self.end += len(blocks)
         return list(self._start_groups(now_s))
 
     def receive(self, packet: Packet, now_s: float) -> list[Packet]:
@@ -177,6 +178,7 @@ class RingWorker:
         return (
             (packet.job, packet.epoch) == (config.job, config.epoch)
             and 0 <= packet.block < config.world
+            and 0 <= packet.step < config.world
             and 0 <= packet.bitmap <= self._all
             and packet.source >= AGGREGATOR  # nodes of a tree are numbered after the ranks
             # The others are at most one window ahead of this rank, and so start groups of up to two.
@@ -223,7 +225,7 @@ class RingWorker:
     def _start(self, number: int, now_s: float) -> Iterator[Packet]:
         config, group = self._config, self._group(number)
         group.is_started = True
-        assert group.own is not None
+        group.own, group.out = self._arrays(number)
         if config.world == 1:
             group.add_known(0, Sum(group.own[0]))
             return
@@ -238,6 +240,13 @@ class RingWorker:
         early, group.early = group.early, []
         for packet in early:
             yield from self._pass_on(packet, group, now_s)
+
+    def _arrays(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """This rank's blocks of the next group to start, and where its sums go."""
+        first, blocks, out = self._batches[0]
+        if number - first + 1 == len(blocks):
+            self._batches.popleft()
+        return blocks[number - first], out[number - first]
 
     def _contribute(self, number: int, group: _Group, now_s: float) -> Iterator[Packet]:
         """The aggregator has slots for the group: it gets what is in no carrier yet, and the sums that are known."""

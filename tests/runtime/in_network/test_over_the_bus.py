@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from patience import eventually
 
 import gradbus
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
-from gradbus.runtime.collectives.in_network import InNetworkOptions, InNetworkSum, join_aggregator
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.collectives.in_network import InNetworkSum, join_aggregator
+from gradbus.runtime.errors import CollectiveError, ConfigError
+from gradbus.runtime.in_network.options import InNetworkOptions
+from gradbus.runtime.in_network.packets import Packet, PacketKind
+from gradbus.runtime.in_network.tree import TreeNode
 
 Run = Callable[[Callable[[], Coroutine[Any, Any, Any]]], Any]
 Program = Callable[[int, InNetworkSum], Coroutine[Any, Any, Any]]
@@ -62,6 +68,8 @@ def test_sums_are_exact_by_every_route(place: dict[str, Any], run: Run, route: s
         found = [await sums.all_reduce(values(rank, step)) for step in range(3)]
         assert sums.uses_aggregator
         assert sums.streams.lost_packets or not loss
+        if route != "ina":  # whose lanes are the job's as long as it lasts
+            await eventually(lambda: actor.free_slots == 64)  # its last acknowledgements are under way
         return found
 
     async def main() -> list[Any]:
@@ -72,7 +80,6 @@ def test_sums_are_exact_by_every_route(place: dict[str, Any], run: Run, route: s
             expected = sum(values(rank, step).long() for rank in range(world))
             assert total.long().equal(torch.as_tensor(expected))
             assert not overflowed
-    assert actor.free_slots == 64
 
 
 @pytest.mark.parametrize("route", ["ina", "ra-ina"])
@@ -111,39 +118,199 @@ def test_a_sum_goes_on_without_an_aggregator_that_leaves(place: dict[str, Any], 
             assert total.equal(values(0, step) + values(1, step))
 
 
-def test_an_aggregator_that_changes_a_sum_is_noticed(
-    place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gradbus.runtime.in_network.tree import TreeNode
-
+def lies(monkeypatch: pytest.MonkeyPatch, change: Callable[[Packet], Packet]) -> None:
+    """An aggregator that changes its results."""
     receive = TreeNode.receive
 
-    def lying(self: TreeNode, packet: Any, now_s: float) -> Any:
+    def lying(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
         answers = receive(self, packet, now_s)
-        for answer in answers:
-            if answer.kind.value == "result" and answer.group == 1:
-                answer.values[7] += 1
-        return answers
+        return [change(answer) if answer.kind is PacketKind.RESULT else answer for answer in answers]
 
     monkeypatch.setattr(TreeNode, "receive", lying)
 
+
+def another_sum(result: Packet) -> Packet:
+    assert result.values is not None
+    return replace(result, values=result.values + 1) if result.group == 1 else result
+
+
+@pytest.mark.parametrize(
+    ("change", "stays"), [(another_sum, False), (lambda result: replace(result, has_overflowed=True), True)]
+)
+def test_an_aggregator_that_lies_changes_no_sum(
+    place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, change: Any, stays: bool
+) -> None:
+    lies(monkeypatch, change)
+    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+
     async def program(rank: int, sums: InNetworkSum) -> Any:
-        total, _ = await sums.all_reduce(values(rank))
-        return total, sums.uses_aggregator
+        total, overflowed = await sums.all_reduce(values(rank))
+        assert sums.uses_aggregator == stays
+        again, _ = await sums.all_reduce(values(rank, 1))
+        return total, again, overflowed
 
-    async def main() -> list[Any]:
-        actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
-        return await job(place, 2, actor, options("ina"), program)
-
-    for total, uses_aggregator in run(main):
+    for total, again, overflowed in run(lambda: job(place, 2, actor, options("ina"), program)):
         assert total.equal(values(0) + values(1))
-        assert not uses_aggregator
+        assert again.equal(values(0, 1) + values(1, 1))
+        assert not overflowed
+    assert actor.free_slots == 64
+
+
+def test_a_worker_that_is_late_costs_nobody_the_aggregator(place: dict[str, Any], run: Run) -> None:
+    late = asyncio.Event()
+
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        if rank == 1:
+            await late.wait()
+        else:
+            asyncio.get_running_loop().call_later(1.0, late.set)
+        await sums.all_reduce(values(rank))
+        return sums.uses_aggregator
+
+    async def main() -> Any:
+        actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+        return await job(place, 2, actor, options("ina", timeout_s=0.4), program)
+
+    assert run(main) == [True, True]
+
+
+def test_a_silent_aggregator_is_left_and_changes_nothing_afterwards(
+    place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, held = TreeNode.receive, []
+
+    def silent(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
+        held.extend(receive(self, packet, now_s))
+        return []
+
+    monkeypatch.setattr(TreeNode, "receive", silent)
+    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        own = values(rank)
+        total, _ = await sums.all_reduce(own)
+        assert not sums.uses_aggregator
+        expected = total.clone()
+        own.zero_()
+        sums.receive(2, [packet for packet in held if packet.destination in (rank, -2)])
+        assert total.equal(expected)
+        await eventually(lambda: actor.free_slots == 64)
+        return total
+
+    for total in run(lambda: job(place, 2, actor, options("ina", timeout_s=0.4), program)):
+        assert total.equal(values(0) + values(1))
+
+
+def test_a_caller_that_is_cancelled_leaves_the_sum_to_the_others(place: dict[str, Any], run: Run) -> None:
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        if rank == 0:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await sums.all_reduce(values(0), "one")
+        else:
+            assert (await sums.all_reduce(values(1), "one"))[0].equal(values(0) + values(1))
+        return (await sums.all_reduce(values(rank, 1), "two"))[0]
+
+    async def main() -> Any:
+        actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+        return await job(place, 2, actor, options("ra-ina"), program)
+
+    for total in run(main):
+        assert total.equal(values(0, 1) + values(1, 1))
+
+
+def test_workers_that_make_different_calls_are_told(place: dict[str, Any], run: Run) -> None:
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        with pytest.raises(CollectiveError, match="different calls"):
+            await sums.all_reduce(values(rank), f"of rank {rank}")
+
+    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+    run(lambda: job(place, 2, actor, options("ra-ina"), program))
+
+
+def test_workers_with_different_options_are_told(place: dict[str, Any], run: Run) -> None:
+    async def worker(rank: int) -> None:
+        async with (
+            gradbus.connect(**place) as bus,
+            gradbus.join_group(bus, rank=rank, world=2) as group,
+            join_aggregator(group, options("ina", verify=rank == 0)),
+        ):
+            raise AssertionError("joined")
+
+    async def main() -> None:
+        actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+
+        async def serve() -> None:
+            async with gradbus.connect(**place) as bus:
+                await actor.serve(bus, 2)
+
+        ends = await asyncio.gather(serve(), worker(0), worker(1), return_exceptions=True)
+        assert ends[0] is None
+        assert all(isinstance(end, ConfigError) and "'verify': True" in str(end) for end in ends[1:])
+
+    run(main)
+
+
+@pytest.mark.parametrize("forged", [{"job": 99}, {"source": 1}])
+def test_a_worker_speaks_for_itself_alone(place: dict[str, Any], run: Run, forged: dict[str, int]) -> None:
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        if rank == 0:
+            foreign = Packet(
+                PacketKind.CONTRIBUTION, 1, 0, 0, 0, -1, bitmap=3, values=np.full(ELEMS, 666, dtype=np.int32)
+            )
+            sums.streams.post(2, replace(foreign, **forged))
+        return (await sums.all_reduce(values(rank)))[0]
+
+    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+    for total in run(lambda: job(place, 2, actor, options("ina"), program)):
+        assert total.equal(values(0) + values(1))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{}, None, {"route": "ina", "block_elems": ELEMS, "window_groups": -1},
+     {"route": "ina", "block_elems": ELEMS, "window_groups": 1 << 40},
+     {"route": "other", "block_elems": ELEMS, "window_groups": 1}],
+)  # fmt: skip
+def test_a_plan_that_makes_no_sense_is_refused_and_takes_no_slots(
+    place: dict[str, Any], run: Run, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradbus.runtime.collectives.in_network.asdict", lambda options: plan)
+    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+
+    async def program(rank: int, sums: InNetworkSum) -> None:
+        raise AssertionError("joined")
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="the aggregator refuses"):
+            await job(place, 1, actor, options("ina"), program)
+
+    run(main)
+    assert actor.free_slots == 64
+
+
+def test_jobs_share_an_aggregator_and_not_their_sums(place: dict[str, Any], run: Run) -> None:
+    actor = AggregatorActor(AggregatorConfig(slots=12, block_elems=ELEMS, retransmit_s=0.1))
+
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        return [(await sums.all_reduce(values(rank, step)))[0] for step in range(3)]
+
+    async def main() -> Any:
+        other = {**place, "job": place["job"] + "-other"}
+        of_two = job(place, 2, actor, options("ra-ina"), program)
+        of_three = job(other, 3, actor, options("ra-ina"), program)
+        return await asyncio.gather(of_two, of_three)
+
+    for world, found in zip((2, 3), run(main), strict=True):
+        for totals in found:
+            for step, total in enumerate(totals):
+                assert total.long().equal(torch.as_tensor(sum(values(rank, step).long() for rank in range(world))))
 
 
 def test_a_sum_that_leaves_int32_is_told_to_all(place: dict[str, Any], run: Run) -> None:
     async def program(rank: int, sums: InNetworkSum) -> Any:
         own = values(rank)
-        own[5] = 2**31 - 1
+        own[5] = 2**31 - 1 if rank == 0 else 1
         return (await sums.all_reduce(own))[1], (await sums.all_reduce(values(rank)))[1]
 
     async def main() -> list[Any]:
