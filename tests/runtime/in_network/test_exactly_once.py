@@ -51,8 +51,8 @@ def test_one_worker_sends_nothing() -> None:
     ],
 )
 def test_without_loss_a_group_costs_what_the_model_says(is_inline: bool, slots_: int, expected: dict[str, int]) -> None:
-    """N blocks: N (N - 1) packets twice around the ring. Or N sums from the aggregator, and N * N blocks to it, of which
-    those that had begun their way around the ring are sent twice."""
+    """N blocks: N (N - 1) packets twice around the ring. Or N sums from the aggregator, and N * N blocks to it, and
+    again those that had begun their way around the ring."""
     conditions = Conditions(worlds=(4,), groups=1, slots=slots_, is_inline=is_inline, eager_timers=0.0)
     network = PacketNetwork(conditions, seed=3)
     counted: Counter[str] = Counter()
