@@ -373,7 +373,7 @@ async def _join(stack: AsyncExitStack, workers: Group, timeout_s: float) -> Grou
     try:
         return await stack.enter_async_context(joining)
     except BarrierTimeout as error:
-        if error.missing != (world,):
+        if world not in error.missing:
             raise
         raise BarrierTimeout(
             "in-network aggregation", missing=error.missing, ready=error.ready, needed=error.needed,

@@ -226,7 +226,7 @@ def _die_while_sending(rank: Rank, group: Group, size_bytes: int) -> None:
     shared = group._membership._shared
 
     def sent_bytes() -> int:
-        return group._bus.sent_bytes.total() + (0 if shared is None else shared.slots.sent_bytes)
+        return group.bus.sent_bytes.total() + (0 if shared is None else shared.slots.sent_bytes)
 
     before = sent_bytes()
 
@@ -284,7 +284,7 @@ async def known_ranks(rank: Rank) -> None:
                         assert summed.min() == summed.max() == total
                     step += 1
                     if step == 3:
-                        rank.say("works", rejected=dict(group._bus.rejected))
+                        rank.say("works", rejected=dict(group.bus.rejected))
             except (PeerLost, JoinRefused) as error:
                 rank.say("ended", kind=type(error).__name__, text=str(error), steps=step)
             if left is None:
@@ -295,12 +295,12 @@ async def known_ranks(rank: Rank) -> None:
                 more = torch.tensor([float(current_epoch(group) == first_epoch or bool(keys_of(group)._former))])
                 if not (await left.all_reduce("more", more, op="max", round_id=turn)).item():
                     break
-            rank.say("went on", rejected=dict(group._bus.rejected), key=keys_of(group).current.key_id)
+            rank.say("went on", rejected=dict(group.bus.rejected), key=keys_of(group).current.key_id)
 
 
 def keys_of(group: Group) -> Any:
     """Of a bus with keys of its own."""
-    return group._bus._participant.membership.keys  # type: ignore[attr-defined]
+    return group.bus._participant.membership.keys  # type: ignore[attr-defined]
 
 
 def current_epoch(group: Group) -> int:

@@ -52,4 +52,5 @@ def test_a_run_whose_aggregator_does_not_come_says_so() -> None:
     outcomes = train(make_task(), algorithm=options("ina"), timeouts__join_s=1.5)
     for outcome in outcomes:
         assert isinstance(outcome.error, BarrierTimeout)
-        assert outcome.error.missing == (2,)
+        assert 2 in outcome.error.missing
+        assert "gradbus aggregator CONFIG" in str(outcome.error)
