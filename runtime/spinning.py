@@ -17,16 +17,15 @@ LONGEST_REST_S = 0.2  # with stalls of 3 ms, one after each rest, they take less
 _SOON_S = 0.02  # a stall that comes so soon after a rest doubles the next one
 
 
-SHORT_SLEEPS = 2  # in a row: what ended them would have come while polling
 MOST_SKIPPED = 63  # waits that sleep at once after several that have polled in vain
 
 
 class PollHistory:
     """Decides whether the next of many waits begins with polling: as long as that finds what is waited for. After a
-    poll in vain the next wait sleeps at once, after one more the next three, and so on, until sleeps become short."""
+    poll in vain the next wait sleeps at once, after one more the next three, and so on."""
 
     def __init__(self) -> None:
-        self._skip = self._skipped = self._short_sleeps = 0
+        self._skip = self._skipped = 0
 
     def next_polls(self) -> bool:
         """Whether the wait that begins now polls."""
@@ -39,16 +38,6 @@ class PollHistory:
     def note_poll(self, *, found: bool) -> None:
         """Count a poll."""
         self._skip = 0 if found else min(2 * self._skip + 1, MOST_SKIPPED)
-
-    def note_sleep(self, *, is_short: bool) -> None:
-        """Count a sleep. ``is_short``: a poll would have found what ended it."""
-        self._short_sleeps = self._short_sleeps + 1 if is_short else 0
-        if self._short_sleeps >= SHORT_SLEEPS:
-            self._skip = 0
-
-    def sleep_next(self) -> None:
-        """Have the next waits sleep: what comes is large, and other threads take it in."""
-        self._skip, self._skipped, self._short_sleeps = max(self._skip, SHORT_SLEEPS), 0, 0
 
 
 class Spinning:

@@ -1,7 +1,7 @@
 """How calls get from the receive thread to the event loop: the loop is woken, or polls DDS itself for a moment.
 
 To wake the receive thread, hand it the GIL and wake the loop takes 100 to 200 us, several times what the message has
-taken from process to process. A consumer polls before it sleeps where that has paid, while nothing else is ready to run
+taken from process to process. A consumer whose last waits were short polls instead, while nothing else is ready to run
 on the loop.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop
-from gradbus.runtime.spinning import PollHistory
 
 SHORT_S = 2 * SPIN_S  # what ends a sleep no longer than this would have come while polling
+SHORT_SLEEPS = 2  # after so many in a row, the next wait polls
 TURN_S = 1e-3  # for how long polling may keep the loop from timers and sockets
 
 
@@ -79,19 +79,19 @@ class Handover:
 
 
 class InboxWait:
-    """Wait of one consumer on the loop, which polls for news before it sleeps where that has paid."""
+    """Wait of one consumer on the loop: it sleeps, or polls where its last waits were short."""
 
     def __init__(self, handover: Handover, has_news: Callable[[], bool]) -> None:
         """``has_news``: whether the wait is over; :meth:`wake` is called when that has changed."""
         self._handover = handover
         self._has_news = has_news
         self._waiter: asyncio.Future[None] | None = None
-        self._history = PollHistory()
+        self._short_sleeps = 0  # in a row
         self._turn_s = 0.0  # when the loop ran other tasks, by time.monotonic
 
     def sleep_next(self) -> None:
         """Sleep in the next waits: what comes is large, and takes time that the receive thread should spend."""
-        self._history.sleep_next()
+        self._short_sleeps = 0
 
     def wake(self) -> None:
         """There is news. On the loop."""
@@ -100,15 +100,14 @@ class InboxWait:
 
     async def wait(self) -> None:
         """Return when there is news, or for no reason."""
-        if self._history.next_polls():
+        if self._short_sleeps >= SHORT_SLEEPS:
             self._handover.poll(self._has_news)
-            has_news = self._has_news()
-            self._history.note_poll(found=has_news)
-            if has_news:
+            if self._has_news():
                 if time.monotonic() > self._turn_s + TURN_S:
                     await asyncio.sleep(0)
                     self._turn_s = time.monotonic()
                 return
+            self._short_sleeps = 0
         self._handover.leave_to_thread()
         began_s = time.monotonic()
         self._waiter = asyncio.get_running_loop().create_future()
@@ -117,4 +116,4 @@ class InboxWait:
         finally:
             self._waiter = None
         self._turn_s = time.monotonic()
-        self._history.note_sleep(is_short=self._turn_s < began_s + SHORT_S)
+        self._short_sleeps = self._short_sleeps + 1 if self._turn_s < began_s + SHORT_S else 0

@@ -56,7 +56,6 @@ def sleeps_between_polls(history: PollHistory, polls: int) -> list[int]:
         slept.append(0)
         while not history.next_polls():
             slept[-1] += 1
-            history.note_sleep(is_short=False)
         history.note_poll(found=False)
     return slept
 
@@ -67,25 +66,3 @@ def test_waits_poll_as_long_as_that_finds_something_and_ever_less_often_where_it
         assert history.next_polls()
         history.note_poll(found=True)
     assert sleeps_between_polls(history, 9) == [0, 1, 3, 7, 15, 31, MOST_SKIPPED, MOST_SKIPPED, MOST_SKIPPED]
-
-
-def test_two_short_sleeps_in_a_row_make_the_next_wait_poll_again() -> None:
-    history = PollHistory()
-    sleeps_between_polls(history, 9)
-    for is_short in (True, False, True):
-        assert not history.next_polls()
-        history.note_sleep(is_short=is_short)
-    assert not history.next_polls()
-    history.note_sleep(is_short=True)
-    assert history.next_polls()
-
-
-def test_waits_for_what_is_large_sleep_until_sleeps_are_short() -> None:
-    history = PollHistory()
-    for _ in range(5):
-        history.sleep_next()
-        assert not history.next_polls()
-        history.note_sleep(is_short=False)
-    for _ in range(2):
-        history.note_sleep(is_short=True)
-    assert history.next_polls()

@@ -14,8 +14,7 @@ from bus_helpers import CLIENT, Run, reads
 
 import gradbus
 from gradbus.experiments.peer_link import END, HERE, PEER, ROOT, Link
-from gradbus.runtime import spinning
-from gradbus.runtime.bus import wait_loop
+from gradbus.runtime.bus import handover, wait_loop
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop
 from gradbus.runtime.dds.topics import collective_topic
@@ -39,7 +38,7 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         taken.append(time.monotonic() - began_s)
 
     monkeypatch.setattr(WaitLoop, "poll_inline", poll_inline)
-    monkeypatch.setattr(spinning, "MOST_SKIPPED", 0)
+    monkeypatch.setattr(handover, "SHORT_SLEEPS", 0)
     return taken
 
 
