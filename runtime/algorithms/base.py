@@ -89,9 +89,10 @@ class Memory:
         return self._kept.get((kind, name))
 
     def find_or_zeros(self, kind: str, name: str, like: Tensor) -> Tensor:
-        """The same; zeros if there is none, or one of another shape."""
+        """The same on the device of ``like``, as a state is loaded to the CPU. Zeros if there is none, or one of
+        another shape."""
         kept = self._kept.get((kind, name))
-        return torch.zeros_like(like) if kept is None or kept.shape != like.shape else kept
+        return torch.zeros_like(like) if kept is None or kept.shape != like.shape else kept.to(like.device)
 
     def stage(self, kind: str, name: str, tensor: Tensor) -> None:
         """Replace the tensor when the step is committed."""
@@ -197,6 +198,11 @@ class Algorithm(ABC):
         """Whether tensors of a bucket may have any floating-point type, one for all; else they are float32."""
         return False
 
+    @property
+    def any_device(self) -> bool:
+        """Whether tensors of a bucket may be on an accelerator; else they are on the CPU."""
+        return False
+
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         """Refuse what the algorithm cannot work with, before a run starts.
 
@@ -210,6 +216,11 @@ class Algorithm(ABC):
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32 and not (self.any_dtype and parameter.is_floating_point()):
                 raise ConfigError(f"{self.choice}: parameter {name} is {parameter.dtype}, expected torch.float32")
+            if not (parameter.is_cpu or self.any_device):
+                raise ConfigError(
+                    f"{self.choice}: parameter {name} is on {parameter.device}, expected on the CPU with these "
+                    f"options: train there, or set parallel.algorithm=dense"
+                )
         if not self.makes_steps:
             return
         is_sgd = isinstance(optimizer, torch.optim.SGD)

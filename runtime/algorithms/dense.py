@@ -57,6 +57,10 @@ class Dense(Algorithm):
     def any_dtype(self) -> bool:
         return self.options.wire == "fp32" and self.options.route not in ROUTES
 
+    @property
+    def any_device(self) -> bool:
+        return self.options.route not in ROUTES  # which move parts from rank to rank in memory of the CPU
+
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         super().check(parameters, optimizer)
         if self.options.topology is not None:

@@ -63,6 +63,10 @@ class FixedPoint(Algorithm):
             verify=options.verify,
         )  # fmt: skip
 
+    @property
+    def any_device(self) -> bool:
+        return self.in_network is None  # an aggregator is sent memory of the CPU
+
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         flat, world, chunk = bucket.flat, self.place.world, self.options.chunk_elems
