@@ -14,8 +14,8 @@ from gradbus.runtime.choices import OPTIMIZERS, SCHEDULES
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.optimization.optimizers import check_optimizer, make_optimizer
-from gradbus.runtime.optimization.schedules import Schedule, check_schedule
-from gradbus.runtime.optimization.state import check_parameters, load_state, state_tensors
+from gradbus.runtime.optimization.schedules import SET_BY_SCHEDULES, Schedule, check_schedule
+from gradbus.runtime.optimization.state import check_parameters, group_settings, load_state, state_tensors
 
 
 class RunOptimizer:
@@ -51,6 +51,7 @@ class RunOptimizer:
             )
         self.optimizer = self._make(task, model, algorithm, options)
         algorithm.check(trained, self.optimizer)
+        self._made = group_settings(self.optimizer)
 
     def _make(self, task: Any, model: nn.Module, algorithm: Algorithm, options: Any) -> Optimizer:
         choice, own = self._config.optimizer, getattr(task, "make_optimizer", None)
@@ -130,13 +131,19 @@ class RunOptimizer:
             self._own_schedule.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name, not copied."""
-        changes = self._own_schedule is not None
-        return state_tensors(self.optimizer, self._trained, self._own_schedule, groups=changes)
+        """The state by name, not copied. Raises CheckpointError: there is something in it that cannot be saved."""
+        return state_tensors(
+            self.optimizer, self._trained, self._own_schedule, made=self._made,
+            skipped=() if self._schedule is None else SET_BY_SCHEDULES, origin=self._origin,
+        )  # fmt: skip
+
+    @property
+    def _origin(self) -> tuple[str, str]:
+        return self.source, type(self.optimizer).__name__
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse. Raises CheckpointError: it does not fit."""
-        load_state(self.optimizer, self._trained, tensors, self._own_schedule)
+        """The inverse. Raises CheckpointError: it does not fit; ConfigError: it is of another optimizer."""
+        load_state(self.optimizer, self._trained, tensors, self._own_schedule, origin=self._origin)
 
 
 def _brings_optimizer(algorithm: Algorithm) -> bool:

@@ -205,7 +205,9 @@ class WorkerState:
 
     def _settings(self) -> dict[str, Any]:
         kept = {key: getattr(self._config, key) for key in _KEPT}
-        return {**kept, **self._label.kept, "optimizer": self._config.optimizer.name}
+        # Which of the two it is without a name the task decides: the state of the optimizer tells.
+        name = self._config.optimizer.name
+        return {**kept, **self._label.kept, "optimizer": "sgd, or the task's" if name in ("sgd", "task") else name}
 
     def close(self) -> None:
         """Let another process use the directory."""

@@ -33,7 +33,7 @@ _SHORTER = {
 }  # fmt: skip
 _LENGTHS = ("T_max", "total_steps", "total_iters")
 _SKIPPED = frozenset({"last_epoch", "epochs", "steps_per_epoch"})
-_CHANGED = ("lr", "momentum", "betas")  # by schedules of torch
+SET_BY_SCHEDULES = ("lr", "momentum", "betas")  # by schedules of torch
 
 
 class ScheduleOptions(Options):
@@ -166,7 +166,7 @@ class Schedule:
             self._at += 1
         factor = min(1.0, (step + 1) / self._warmup) if self._warmup else 1.0
         for group, rates in zip(self._optimizer.param_groups, self._rates.param_groups, strict=True):
-            for key in _CHANGED:
+            for key in SET_BY_SCHEDULES:
                 if key in rates:
                     group[key] = rates[key] * factor if key == "lr" else rates[key]
 

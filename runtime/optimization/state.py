@@ -6,20 +6,23 @@ of a JSON text.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.json_text import parse_json
 
 _JSON = "optimizer-json"
 _MAX_JSON_BYTES = 64 << 20
+_ABSENT = object()
 
 
 def check_parameters(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> None:
@@ -33,15 +36,30 @@ def check_parameters(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> Non
         raise ValueError(f"the optimizer lacks {', '.join(missing[:5])}: freeze what it should not train")
 
 
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Copies of the settings of each group, such as learning rates, as plain data where they can be."""
+    return [
+        {key: copy.deepcopy(_plain(value)) if _in_json(_plain(value)) else value for key, value in group.items()
+         if key != "params"} for group in optimizer.param_groups
+    ]  # fmt: skip
+
+
 def state_tensors(
-    optimizer: Optimizer, trained: Mapping[str, Tensor], schedule: LRScheduler | None = None, *, groups: bool = False
-) -> dict[str, Tensor]:
+    optimizer: Optimizer, trained: Mapping[str, Tensor], schedule: LRScheduler | None = None, *,
+    made: Sequence[Mapping[str, Any]] | None = None, skipped: Collection[str] = (), origin: Sequence[str] = (),
+) -> dict[str, Tensor]:  # fmt: skip
     """The state by name, tensors not copied.
 
     Args:
         trained: the parameters by name.
-        schedule: whose state to save, too, as far as JSON can hold it; the rest stays as it is made.
-        groups: save the settings of the groups, such as learning rates, which something changes.
+        schedule: whose state to save, too, as far as JSON can hold it; the rest stays as it is made. All settings of
+            the groups are saved with it.
+        made: :func:`group_settings` when the optimizer was made; what differs from these is saved. None: nothing.
+        skipped: settings of the groups that follow from the step, and are not saved.
+        origin: what the optimizer is, see :func:`load_state`.
+
+    Raises:
+        CheckpointError: there is something in the state, or a setting that has changed, which cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -49,13 +67,23 @@ def state_tensors(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{key}/{name}"] = value
-            elif value is not None and _in_json(value):
-                plain.setdefault("state", {}).setdefault(name, {})[key] = value
-    if groups:
-        plain["groups"] = [
-            {key: value for key, value in group.items() if key != "params" and _in_json(value)}
-            for group in optimizer.param_groups
-        ]
+            elif value is not None:
+                plain.setdefault("state", {}).setdefault(name, {})[key] = _saved(
+                    optimizer, f"{key} of {name!r}", _plain(value)
+                )
+    if made is not None:
+        groups, everything = group_settings(optimizer), schedule is not None
+        before = [*made, *[{}] * (len(groups) - len(made))]  # a group may have been added
+        found = [
+            {
+                key: _saved(optimizer, f"{key} of group {number}", value) for key, value in group.items()
+                if key not in skipped and (_differs(value, old.get(key, _ABSENT)) or (everything and _in_json(value)))
+            } for number, (group, old) in enumerate(zip(groups, before, strict=False))
+        ]  # fmt: skip
+        if any(found):
+            plain["groups"] = found
+    if origin:
+        plain["origin"] = list(origin)
     if schedule is not None:
         plain["schedule"] = {key: value for key, value in schedule.state_dict().items() if _in_json(value)}
     if plain:
@@ -65,14 +93,23 @@ def state_tensors(
 
 def load_state(
     optimizer: Optimizer, trained: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
-    schedule: LRScheduler | None = None,
+    schedule: LRScheduler | None = None, *, origin: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Replace the state by copies of these tensors; what is named otherwise is left to others.
 
+    Args:
+        origin: what the optimizer is: where it is from, and its class.
+
     Raises:
+        ConfigError: it is the state of another optimizer.
         CheckpointError: a tensor for a parameter that is not there, or of another shape or type.
     """
     plain = _read_json(tensors.get(_JSON))
+    if (before := plain.get("origin", list(origin))) != list(origin):
+        raise ConfigError(
+            f"the state was saved with the optimizer {before!r:.300}, here it is {list(origin)!r}. Go on with the same "
+            f"on all ranks, or choose another checkpoint.dir"
+        )
     numbers = {name: number for number, name, _ in _parameters(optimizer, trained)}
     scalars = plain.get("state", {})
     if unknown := scalars.keys() - numbers.keys():
@@ -85,8 +122,11 @@ def load_state(
             _check(optimizer, key, name, tensor, trained.get(name) if name in numbers else None)
             state.setdefault(numbers[name], {})[key] = tensor.detach().clone()
     current = optimizer.state_dict()["param_groups"]
-    for group, saved in zip(current, plain.get("groups", [{}] * len(current)), strict=False):
-        group.update({key: _like(group[key], value) for key, value in saved.items() if key in group})
+    groups = plain.get("groups", [{}] * len(current))
+    if not isinstance(groups, list) or [type(one) for one in groups] != [dict] * len(current):
+        raise CheckpointError(f"state of the optimizer: expected {len(current)} groups, got {groups!r:.100}")
+    for group, saved in zip(current, groups, strict=True):
+        group.update({key: _like(group.get(key), value) for key, value in saved.items() if key != "params"})
     try:
         optimizer.load_state_dict({"state": state, "param_groups": current})
         if schedule is not None and "schedule" in plain:
@@ -133,6 +173,30 @@ def _read_json(tensor: Tensor | None) -> dict[str, Any]:
     return read
 
 
+def _plain(value: Any) -> Any:
+    """A number of torch or numpy as one of Python."""
+    return value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
+
+
+def _differs(value: Any, before: Any) -> bool:
+    if value is before:
+        return False
+    try:
+        return type(value) is not type(before) or bool(value != before)
+    except (RuntimeError, ValueError):  # tensors of several entries, arrays
+        return True
+
+
+def _saved(optimizer: Optimizer, what: str, value: Any) -> Any:
+    """The value, if it can be saved."""
+    if _in_json(value):
+        return value
+    raise CheckpointError(
+        f"state of the optimizer: {what} of {type(optimizer).__name__} is a {type(value).__name__}, which cannot be "
+        f"saved: {value!r:.100}. Tensors by parameter, finite numbers, texts, and lists of these can"
+    )
+
+
 def _in_json(value: Any) -> bool:
     """Whether it comes back from JSON as it was, but for tuples, which become lists."""
     try:
@@ -142,4 +206,6 @@ def _in_json(value: Any) -> bool:
 
 
 def _like(before: Any, value: Any) -> Any:
+    if isinstance(before, Tensor) and isinstance(value, int | float):
+        return torch.full_like(before, value)
     return tuple(value) if isinstance(before, tuple) and isinstance(value, list) else value

@@ -139,6 +139,62 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert "was made with optimizer='adamw', now it is 'rmsprop'" in str(error)
 
 
+class Adam(Regression):
+    def make_optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+@pytest.mark.parametrize(("first", "then"), [(Adam(), Regression()), (Regression(), Adam())], ids=["Adam", "SGD"])
+def test_a_task_that_makes_another_optimizer_does_not_go_on_with_its_checkpoint(
+    tmp_path: Path, first: Any, then: Any
+) -> None:
+    succeeded(train(first, world=1, epochs=1, checkpoint__dir=tmp_path))
+    error = train(then, world=1, epochs=2, checkpoint__dir=tmp_path)[0].error
+    assert isinstance(error, ConfigError)
+    assert "the state was saved with the optimizer" in str(error)
+    assert "damaged" not in str(error)
+    named = {"optimizer": "task" if isinstance(first, Adam) else "sgd"}  # what it was without a word, too
+    succeeded(train(first, world=1, epochs=2, checkpoint__dir=tmp_path, **named))
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in its groups, and lowers the learning rate by that."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.05 / group["k"]
+        super().step(closure)
+
+
+class Halves(Regression):
+    """Its callback changes the learning rate in the midst of the run."""
+
+    def make_optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        return self.optimizer
+
+    def on_step(self, report: Any) -> None:
+        if report.step == 3:
+            self.optimizer.param_groups[0]["lr"] = 0.001
+
+
+@pytest.mark.parametrize("who", ["callback", "optimizer"])
+@pytest.mark.parametrize("algorithm", ["dense", "decentralized"])
+def test_settings_that_change_during_a_run_are_resumed(tmp_path: Path, who: str, algorithm: str) -> None:
+    def run(**more: Any) -> list[Any]:
+        tasks = [Halves(), Halves()] if who == "callback" else [Regression(), Regression()]
+        if who == "optimizer":
+            more["optimizer"] = {"name": f"{__name__}:Counts", "lr": 0.05}
+        called = [[task] if who == "callback" else [] for task in tasks]
+        return succeeded(train(*tasks, epochs=2, callbacks=called, algorithm=algorithm, **more))
+
+    whole = run()
+    run(checkpoint__dir=tmp_path, max_steps=4)
+    for one, other in zip(whole, run(checkpoint__dir=tmp_path), strict=True):
+        assert torch.equal(one.parameters, other.parameters)
+
+
 @pytest.mark.parametrize(
     ("task", "settings", "text"),
     [

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from gradbus.runtime.choices import OPTIMIZERS, Choice
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.optimization.optimizers import make_optimizer
-from gradbus.runtime.optimization.state import check_parameters, load_state, state_tensors
+from gradbus.runtime.optimization.state import check_parameters, group_settings, load_state, state_tensors
 
 NAMES = sorted(OPTIMIZERS.table.keys() - {"task"})
 
@@ -87,7 +88,7 @@ def test_groups_and_a_schedule_with_a_state_of_its_own_are_kept() -> None:
         schedule.step()
     resumed.load_state_dict(whole.state_dict())
     again, other_schedule = make(resumed)
-    saved = copied(state_tensors(going, trained(whole), schedule, groups=True))
+    saved = copied(state_tensors(going, trained(whole), schedule, made=group_settings(going)))
     load_state(again, trained(resumed), saved, other_schedule)
     for number in range(4, 9):
         assert [group["lr"] for group in going.param_groups] == [group["lr"] for group in again.param_groups]
@@ -111,6 +112,7 @@ def test_groups_and_a_schedule_with_a_state_of_its_own_are_kept() -> None:
         ("optimizer/exp_avg/1.weight", torch.zeros(3, 3), "here None"),
         ("optimizer-json", torch.tensor(list(b"{"), dtype=torch.uint8), "cannot be read"),
         ("optimizer-json", torch.zeros(3), "cannot be read"),
+        ("optimizer-json", torch.tensor(list(b'{"groups": [{}, {}]}'), dtype=torch.uint8), "expected 1 groups"),
         ("optimizer-json", torch.tensor(list(b'{"state": {"x": {}}}'), dtype=torch.uint8), "no parameter 'x'"),
     ],
 )
@@ -119,6 +121,66 @@ def test_state_that_does_not_fit_is_refused(name: str, tensor: Tensor, text: str
     optimizer = torch.optim.AdamW(trained(of).values())
     with pytest.raises(CheckpointError, match=text):
         load_state(optimizer, trained(of), {name: tensor})
+
+
+def sgd(of: nn.Module, lr: Any = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trained(of).values(), lr=lr)
+
+
+def resumed(
+    before: torch.optim.Optimizer, made: list[dict[str, Any]], again: torch.optim.Optimizer, of: nn.Module
+) -> Any:
+    """The first group of the second optimizer with the state of the first."""
+    load_state(again, trained(of), copied(state_tensors(before, trained(of), made=made)))
+    return again.param_groups[0]
+
+
+def test_settings_that_have_changed_since_the_optimizer_was_made_are_kept_and_no_others() -> None:
+    of = model()
+    optimizer = sgd(of)
+    made = group_settings(optimizer)
+    optimizer.param_groups[0].update(momentum=np.float32(0.5), k=3)
+    group = resumed(optimizer, made, sgd(of, 0.2), of)
+    assert (group["lr"], group["momentum"], group["k"]) == (0.2, 0.5, 3)
+    assert state_tensors(sgd(of), trained(of), made=group_settings(sgd(of))) == {}
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
+    of = model()
+    optimizer = sgd(of, torch.tensor(0.1))
+    made = group_settings(optimizer)
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    group = resumed(optimizer, made, sgd(of, torch.tensor(0.1)), of)
+    assert torch.equal(group["lr"], torch.tensor(0.1) * 0.5)
+
+
+@pytest.mark.parametrize("where", ["group", "state"])
+def test_what_cannot_be_saved_is_an_error_when_it_is_to_be(where: str) -> None:
+    of = model()
+    optimizer = sgd(of)
+    made = group_settings(optimizer)
+    if where == "group":
+        optimizer.param_groups[0]["rule"] = print
+    else:
+        optimizer.state[of[0].weight]["rule"] = print
+    with pytest.raises(
+        CheckpointError, match=r"rule of .* of SGD is a builtin_function_or_method, which cannot be saved"
+    ):
+        state_tensors(optimizer, trained(of), made=made)
+
+
+def test_settings_that_cannot_be_saved_and_have_not_changed_are_no_error() -> None:
+    of = model()
+    optimizer = torch.optim.SGD([{"params": list(trained(of).values()), "rule": print}], lr=0.1)
+    assert state_tensors(optimizer, trained(of), made=group_settings(optimizer)) == {}
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    of = model()
+    saved = state_tensors(sgd(of), trained(of), origin=("sgd", "SGD"))
+    load_state(sgd(of), trained(of), saved, origin=("sgd", "SGD"))
+    with pytest.raises(ConfigError, match=r"saved with the optimizer \['sgd', 'SGD'\], here it is \['task', 'Adam'\]"):
+        load_state(torch.optim.Adam(trained(of).values()), trained(of), saved, origin=("task", "Adam"))
 
 
 def test_an_optimizer_of_the_tasks_must_step_what_the_model_trains() -> None:
