@@ -128,9 +128,8 @@ async def _trip_s(settings: BusSettings, ranks: tuple[int | None, int | None] = 
     buses = [open_bus(settings, rank=rank) for rank in ranks]
     async with asyncio.timeout(TRIP_S), buses[0] as one, buses[1] as other:
         with one.subscribe(Control) as ours, other.subscribe(Control) as theirs:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(Link(one, ROOT, ours).meet(_PROOF), name="doctor")
-                link = Link(other, PEER, theirs)
-                await link.meet(_PROOF)
-                await link.say(_PROOF)
+            ends = Link(one, ROOT, ours), Link(other, PEER, theirs)
+            # Each goes on until both have heard: what one says may come before the other can read it.
+            async with ends[0].saying(_PROOF), ends[1].saying(_PROOF):
+                await asyncio.gather(*(end.hear() for end in ends))
     return time.monotonic() - started_s
