@@ -98,7 +98,13 @@ class ProgramRun(Generic[R]):
                 handle.cancel()
             raise
         self.handles = started
-        return True
+        return self._is_under_way()
+
+    def _is_under_way(self) -> bool:
+        """Whether the handles are to be awaited. False: another thread has cancelled, and did not see them."""
+        if self._is_cancelled:
+            self.cancel()
+        return not self._is_cancelled
 
     def _start(self, request: Request) -> list[CollectiveHandle[Any]]:
         group, options = self._group, self._options
