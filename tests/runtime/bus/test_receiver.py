@@ -25,6 +25,7 @@ from gradbus.runtime.bus.wait_loop import WaitLoop
 from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed, PeerLost
+from gradbus.runtime.spinning import Spinning
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control
@@ -56,6 +57,7 @@ class Looks:
 def test_who_waits_gives_its_core_to_others_until_what_it_waits_for_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, yields = Looks(news_at=3), list[int]()
     monkeypatch.setattr(wait_loop_module, "SPIN_S", 60.0)
+    monkeypatch.setattr(wait_loop_module, "SPINNING", Spinning(cores=2))  # that of the process may rest after a stall
     monkeypatch.setattr(os, "sched_yield", lambda: yields.append(looks.count))
     loop = WaitLoop(cast("Any", looks), lambda numbers, until_s: bool(numbers), failed=lambda: None, ended=lambda: None)
 
