@@ -36,8 +36,9 @@ class AlgorithmLabel:
 
     @classmethod
     def of(cls, algorithm: Algorithm) -> Self:
-        """Of an algorithm. A class of the user's that inherits one of our names is called by its class: what it does
-        may differ.
+        """Return the label of an algorithm.
+
+        A class of the user's that inherits a built-in name is named by its class: what it does may differ.
 
         Raises:
             ConfigError: its name or options are none that can be compared.
@@ -61,7 +62,7 @@ class AlgorithmLabel:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What a resumed run must have, too, by the keys of the settings."""
+        """Return the settings that a resumed run must have as well, by their keys."""
         options = {key: value for key, value in self.options.items() if key not in self.may_change}
         return {"algorithm": self.name, **{f"algorithm.{key}": value for key, value in options.items()}}
 

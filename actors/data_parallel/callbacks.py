@@ -77,7 +77,7 @@ class Callbacks:
 
     @property
     def follow_steps(self) -> bool:
-        """Whether one wants to be called after each step."""
+        """Return whether a callback is to be called after each step."""
         return any(callable(getattr(one, "on_step", None)) for _, one in self._all)
 
     def call(self, method: str, report: Any) -> list[str]:

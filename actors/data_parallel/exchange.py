@@ -53,12 +53,12 @@ class StepExchange:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a program waits for something."""
+        """Return whether a program waits for a request."""
         return bool(self._waiting)
 
     @property
     def handles(self) -> list[CollectiveHandle[Any]]:
-        """What they wait for; may be empty although they do."""
+        """Handles of the requests under way; may be empty although a program waits."""
         return [handle for run in self._waiting for handle in run.handles]
 
     def all_sent(self) -> None:
