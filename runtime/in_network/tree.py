@@ -37,7 +37,7 @@ class NodeConfig:
         world: ranks of the job. covers: bits of the ranks whose blocks it adds.
         parent: the node that gets its sums; None: it is the root, and makes results.
         result_to: ranks and nodes that get the results from it.
-        lanes: groups that it holds at once.
+        lanes: groups that it holds at once. group_blocks: blocks of a group; None: one for each rank.
     """
 
     node: int
@@ -49,6 +49,7 @@ class NodeConfig:
     job: int = 0
     epoch: int = 0
     block_elems: int = 64
+    group_blocks: int | None = None
     times: RetransmissionTimes = field(default_factory=RetransmissionTimes)
 
 
@@ -83,9 +84,11 @@ class TreeNode:
     def __init__(self, config: NodeConfig, memory: npt.NDArray[np.int32] | None = None) -> None:
         """``memory``: int32, shape (lanes, N, E); None: its own."""
         self._config = config
-        self._all_blocks = (1 << config.world) - 1
+        self._blocks = config.group_blocks or config.world
+        self._all_blocks = (1 << self._blocks) - 1
+        self._all_ranks = (1 << config.world) - 1
         if memory is None:
-            memory = np.zeros((config.lanes, config.world, config.block_elems), dtype=np.int32)
+            memory = np.zeros((config.lanes, self._blocks, config.block_elems), dtype=np.int32)
         self._lanes = [_Lane(sums) for sums in memory]
         self._outstanding: dict[CarrierId, Outstanding] = {}  # to the parent
         self.violations = 0
@@ -109,8 +112,8 @@ class TreeNode:
         needs_values = packet.kind in (PacketKind.CONTRIBUTION, PacketKind.RESULT)
         if (
             (packet.job, packet.epoch) != (config.job, config.epoch)
-            or not 0 <= packet.block < config.world
-            or not 0 <= packet.bitmap <= self._all_blocks
+            or not 0 <= packet.block < self._blocks
+            or not 0 <= packet.bitmap <= (self._all_blocks if packet.kind is PacketKind.RESULT_ACK else self._all_ranks)
             or packet.group < 0
             or values != ((config.block_elems,) if needs_values else None)
         ):
@@ -222,7 +225,7 @@ class TreeNode:
         config = self._config
         lane.group, lane.results, lane.overflowed = group, 0, 0
         lane.sums[:] = 0
-        lane.contributors = [0] * config.world
+        lane.contributors = [0] * self._blocks
         lane.known = dict.fromkeys(config.result_to, 0)
         lane.wait_s = config.times.first_s
         lane.due_s = now_s + lane.wait_s
@@ -235,7 +238,7 @@ class TreeNode:
             # ignore one that is sent after that.
             yield Packet(
                 PacketKind.RESULT, config.job, config.epoch, lane.group, config.node, receiver, block,
-                bitmap=self._all_blocks, values=lane.sums[block], has_overflowed=bool(lane.overflowed >> block & 1),
+                bitmap=self._all_ranks, values=lane.sums[block], has_overflowed=bool(lane.overflowed >> block & 1),
             )  # fmt: skip
 
     def _known(self, packet: Packet, blocks: int) -> Packet:

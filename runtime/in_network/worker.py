@@ -55,6 +55,7 @@ class WorkerConfig:
         reserves: whether workers ask the aggregator for slots. False: packets of the ring pass through the aggregator,
             which takes what it has room for.
         uses_ring: False: all blocks go to the aggregator, or the leaf of a tree of them, from the start.
+        group_blocks: blocks of a group; None: one for each rank, which a ring needs.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class WorkerConfig:
     window_groups: int = 4
     reserves: bool = False
     uses_ring: bool = True
+    group_blocks: int | None = None
     times: RetransmissionTimes = field(default_factory=RetransmissionTimes)
 
 
@@ -76,7 +78,7 @@ class _Group:
         own: this rank's blocks, and out: where the sums go, int32, shape (N, E); None before it starts.
         placed: bits of the blocks that this rank has put into a carrier.
         seen: bits of the blocks whose partial sum has come around the ring. early: those that came before the start.
-        sums: what is known, by block.
+        sums: what is known, by block. known: bits of these blocks.
     """
 
     own: npt.NDArray[np.int32] | None = None
@@ -87,17 +89,14 @@ class _Group:
     seen: int = 0
     early: list[Packet] = field(default_factory=list)
     sums: dict[int, Sum] = field(default_factory=dict)
-
-    @property
-    def known(self) -> int:
-        """Bits of the blocks whose sum is known."""
-        return sum(1 << block for block in self.sums)
+    known: int = 0
 
     def add_known(self, block: int, sum_: Sum) -> None:
         """The sum of a block is known."""
         assert self.out is not None
         self.out[block] = sum_.values  # the packet's stay as they are: it may have to be sent on
         self.sums[block] = sum_
+        self.known |= 1 << block
 
 
 class RingWorker:
@@ -121,10 +120,14 @@ class RingWorker:
         """``first_group``: where all ranks begin."""
         if not 0 <= config.rank < config.world or config.window_groups < 1 or config.block_elems < 1:
             raise ValueError(f"a worker needs 0 <= rank < world, a window and a block of at least 1, got {config}")
+        self._blocks = config.group_blocks or config.world
+        if config.uses_ring and self._blocks != config.world:
+            raise ValueError(f"a group of a ring has a block for each of {config.world} ranks, not {self._blocks}")
         self._config = config
         self._groups: dict[int, _Group] = {}
         self._outstanding: dict[CarrierId, Outstanding] = {}
         self._all = (1 << config.world) - 1
+        self._all_blocks = (1 << self._blocks) - 1
         self._next_to_start = first_group
         self._batches: deque[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = deque()  # first group, arrays
         self.first_unfinished = first_group
@@ -146,13 +149,13 @@ class RingWorker:
         """Have the next groups summed.
 
         Args:
-            blocks: int32, shape (groups, N, E), not to be changed before they are done.
+            blocks: int32, shape (groups, N, E), not to be changed before they are done. N: blocks of a group.
             out: memory of the same shape for the sums.
 
         Raises:
             ValueError: another shape or dtype.
         """
-        shape = (len(blocks), self._config.world, self._config.block_elems)
+        shape = (len(blocks), self._blocks, self._config.block_elems)
         for name, array in (("blocks", blocks), ("out", out)):
             if array.dtype != np.int32 or array.shape != shape:
                 raise ValueError(f"{name}: expected int32 of shape {shape}, got {array.dtype} {array.shape}")
@@ -177,7 +180,7 @@ class RingWorker:
         needs_values = packet.kind in CARRIERS or packet.kind is PacketKind.RESULT
         return (
             (packet.job, packet.epoch) == (config.job, config.epoch)
-            and 0 <= packet.block < config.world
+            and 0 <= packet.block < self._blocks
             and 0 <= packet.step < config.world
             and 0 <= packet.bitmap <= self._all
             and packet.source >= AGGREGATOR  # nodes of a tree are numbered after the ranks
@@ -220,14 +223,15 @@ class RingWorker:
             yield from self._start(number, now_s)
 
     def _is_finished(self, number: int) -> bool:
-        return len(self._groups[number].sums) == self._config.world
+        return self._groups[number].known == self._all_blocks
 
     def _start(self, number: int, now_s: float) -> Iterator[Packet]:
         config, group = self._config, self._group(number)
         group.is_started = True
         group.own, group.out = self._arrays(number)
         if config.world == 1:
-            group.add_known(0, Sum(group.own[0]))
+            for block in range(self._blocks):
+                group.add_known(block, Sum(group.own[block]))
             return
         if group.is_at_aggregator:
             yield from self._contribute(number, group, now_s)
@@ -252,7 +256,7 @@ class RingWorker:
         """The aggregator has slots for the group: it gets what is in no carrier yet, and the sums that are known."""
         config = self._config
         assert group.own is not None
-        for block in range(config.world):
+        for block in range(self._blocks):
             if block in group.sums:
                 if config.rank == (block - 1) % config.world:  # where the block's way around the ring has ended
                     yield self._send(PacketKind.CONTRIBUTION, number, block, self._all, group.sums[block], now_s)
@@ -351,7 +355,7 @@ class RingWorker:
         if packet.kind in RING_KINDS:
             yield self._ring_ack(packet)
         elif packet.kind in (PacketKind.START, PacketKind.RESULT):
-            yield self._plain(PacketKind.RESULT_ACK, packet.group, AGGREGATOR, bitmap=self._all)
+            yield self._plain(PacketKind.RESULT_ACK, packet.group, AGGREGATOR, bitmap=self._all_blocks)
         elif packet.kind in (PacketKind.RING_ACK, PacketKind.AGGREGATOR_ACK):
             self._outstanding.pop(packet.carrier, None)
 

@@ -35,6 +35,7 @@ class Conditions:
         is_inline: packets of the ring pass through the aggregator; else workers reserve slots.
         loss, repetition: probability of each, of a packet. eager_timers: probability that a timer comes before packets.
         reorders: packets overtake each other.
+        group_blocks: blocks of a group, on a tree; None: as many as workers.
         crashes: so often the aggregator loses all it has, and the run begins another epoch where a worker has got to.
     """
 
@@ -49,6 +50,7 @@ class Conditions:
     eager_timers: float = 0.05
     reorders: bool = False
     block_elems: int = 2
+    group_blocks: int | None = None
     crashes: int = 0
 
     @property
@@ -106,7 +108,7 @@ class PacketNetwork:
         numbers = np.random.default_rng(self.seed)
         for job, world in enumerate(conditions.worlds):
             self.aggregator.open_job(job, world)
-            shape = (world, conditions.groups, world, conditions.block_elems)
+            shape = (world, conditions.groups, conditions.group_blocks or world, conditions.block_elems)
             self.inputs.append(numbers.integers(-(1 << 24), 1 << 24, shape, dtype=np.int32))
             for rank in range(world):
                 self.workers[job, rank] = RingWorker(self._config(job, rank))
@@ -283,13 +285,13 @@ class TreeNetwork(PacketNetwork):
         self.is_chain = self.random.random() < 0.5
         configs = (chain if self.is_chain else tree)(
             self.leaves, lanes=2 * conditions.window, window_groups=conditions.window,
-            block_elems=conditions.block_elems,
+            block_elems=conditions.block_elems, group_blocks=conditions.group_blocks,
         )  # fmt: skip
         self.tree = {(0, node): TreeNode(replace(config, times=TIMES)) for node, config in configs.items()}
         self.leaf_of = {rank: leaf_of(configs, rank) for rank in ranks}
 
     def _config(self, job: int, rank: int, epoch: int = 0) -> WorkerConfig:
-        return replace(super()._config(job, rank, epoch), uses_ring=False)
+        return replace(super()._config(job, rank, epoch), uses_ring=False, group_blocks=self.conditions.group_blocks)
 
     def _nodes(self) -> dict[Node, Any]:
         return {**self.workers, **self.tree}

@@ -14,7 +14,8 @@ from gradbus.runtime.in_network.tree import chain, leaf_of, tree
 def test_all_workers_get_the_exact_sum_and_all_lanes_come_free(first: int) -> None:
     for seed in range(first, first + 40):
         drawn = Conditions.drawn(seed)
-        conditions = replace(drawn, worlds=(2 + seed % 5,), is_inline=False, crashes=0)
+        blocks = (None, 1, 3)[seed % 3]
+        conditions = replace(drawn, worlds=(2 + seed % 5,), is_inline=False, crashes=0, group_blocks=blocks)
         TreeNetwork(conditions, seed).run()
 
 
