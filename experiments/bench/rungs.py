@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,8 +19,9 @@ from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.training import Data, Training
 from gradbus.experiments.namespaces import hosts_on_a_switch
 from gradbus.experiments.simulate.network import NetworkModel
-from gradbus.experiments.simulate.steps import SimulatedSteps, StepWork, measure_work, simulate_steps
+from gradbus.experiments.simulate.steps import SimulatedSteps, simulate_steps
 from gradbus.experiments.simulate.topology import LinkSpec, cluster
+from gradbus.experiments.simulate.trace import take_trace
 from gradbus.runtime.choices import Choice
 
 Rung = Literal["star", "ring", "compression", "overlap"]
@@ -119,14 +120,9 @@ def climb(rung: Rung, plan: LadderPlan, *, timeout_s: float = 900.0) -> RungTime
 
 def simulate(rung: Rung, plan: LadderPlan, compute_s: float) -> SimulatedSteps:
     """The rung on a model of these links. ``compute_s``: of a step, spread over it as a pass of this model is here."""
-    work = _scaled(measure_work(models.mnist_cnn(0), torch.randn(plan.batch_size, 1, 28, 28)), compute_s)
-    work = replace(work, overlap=RUNGS[rung]["overlap"], batch_size=plan.batch_size)
+    trace = take_trace(models.mnist_cnn(0), torch.randn(plan.batch_size, 1, 28, 28))
+    work = trace.work(compute_scale=compute_s / trace.work().compute_s, overlap=RUNGS[rung]["overlap"])
     network = NetworkModel(cluster(plan.world, network=LinkSpec(rate_bytes_s=plan.rate_mbit_s * 125_000)))
     chosen = dict(RUNGS[rung]["algorithm"])
     choice = Choice.model_validate(chosen)
     return simulate_steps(network, choice, work, 3, values=chosen["name"] != "dense", seed=plan.seed)
-
-
-def _scaled(work: StepWork, compute_s: float) -> StepWork:
-    factor = compute_s / work.compute_s
-    return replace(work, forward_s=factor * work.forward_s, backward_s=[factor * it for it in work.backward_s])

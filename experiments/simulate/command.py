@@ -16,8 +16,9 @@ from rich.table import Table
 from gradbus.experiments.simulate.lockstep import Deadlock, Mismatch
 from gradbus.experiments.simulate.network import NetworkModel
 from gradbus.experiments.simulate.settings import SimulationSettings
-from gradbus.experiments.simulate.steps import SimulatedSteps, StepWork, Stragglers, measure_work, simulate_steps
+from gradbus.experiments.simulate.steps import SimulatedSteps, StepWork, Stragglers, simulate_steps
 from gradbus.experiments.simulate.topology import NetworkTopology, cluster
+from gradbus.experiments.simulate.trace import read_trace, take_trace
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
 
@@ -27,21 +28,34 @@ COLUMNS = (
 
 
 def work_of(settings: SimulationSettings) -> StepWork:
-    """What a rank does in a step, measured where it is not given. Raises ConfigError: there is no such model."""
-    model = import_object(settings.model, key="simulate.model")(**settings.model_options)
-    is_given = settings.forward_s is not None and settings.backward_s is not None
+    """What a rank does in a step: of a trace, of a gradient without a model, or of a model, measured where not given.
+
+    Raises:
+        ConfigError: there is no such trace or model.
+    """
     more = settings.model_dump(include={"update_s", "overlap", "bucket_bytes", "first_bucket_bytes"})
-    if is_given:
-        shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
-        work = StepWork(shapes=shapes, forward_s=0.0, backward_s=[0.0] * len(shapes), **more)
+    if settings.trace is not None:
+        trace = read_trace(settings.trace)
+        work = trace.work(compute_scale=settings.compute_scale, **more)
+    elif settings.gradient_bytes is not None:
+        shapes = {"gradient": torch.Size([max(1, settings.gradient_bytes // 4)])}
+        work = StepWork(shapes=shapes, forward_s=0.0, backward_s=[0.0], batch_size=settings.batch_size, **more)
     else:
-        torch.set_num_threads(1)
-        work = measure_work(model, torch.randn(settings.batch_size, *settings.input_shape), **more)
+        model = import_object(settings.model, key="simulate.model")(**settings.model_options)
+        if settings.forward_s is None or settings.backward_s is None:
+            torch.set_num_threads(1)
+            trace = take_trace(model, torch.randn(settings.batch_size, *settings.input_shape))
+            work = trace.work(compute_scale=settings.compute_scale, **more)
+        else:
+            shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
+            work = StepWork(
+                shapes=shapes, forward_s=0.0, backward_s=[0.0] * len(shapes), batch_size=settings.batch_size, **more
+            )  # fmt: skip
     if settings.forward_s is not None:
         work = replace(work, forward_s=settings.forward_s)
     if settings.backward_s is not None:
         work = replace(work, backward_s=[settings.backward_s / len(work.shapes)] * len(work.shapes))
-    return replace(work, batch_size=settings.batch_size)
+    return work
 
 
 def topology_of(settings: SimulationSettings, world: int) -> NetworkTopology:

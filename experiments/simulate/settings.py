@@ -68,6 +68,13 @@ class SimulationSettings(Settings):
     """What the ranks exchange, and how, as `parallel.algorithm` of a worker."""
     worlds: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = (2, 4, 8, 16, 32)
     """Numbers of ranks, one simulation each."""
+    trace: str | None = None
+    """Sizes and times of a model's gradients: `vgg19` or `resnet50`, or a file of `python -m
+    gradbus.experiments.simulate.trace`. It has a `batch_size` of its own, and stands before `model`."""
+    compute_scale: Positive = 1.0
+    """Factor of the times of a trace, which are those of one core: 0.01 stands for an accelerator 100 times as fast."""
+    gradient_bytes: Annotated[int, Field(ge=4)] | None = None
+    """Size of one gradient that belongs to no model, in place of `model`; with `forward_s` and `backward_s`."""
     model: str = "gradbus.models:mnist_cnn"
     """Function that makes the network whose gradients are exchanged, as package.module:attribute."""
     model_options: dict[str, Any] = Field(default={})

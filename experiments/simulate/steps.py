@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradbus.actors.data_parallel.buckets import assign_buckets
 from gradbus.experiments.simulate.network import NetworkModel
@@ -197,41 +196,3 @@ class _Buckets:
             return TensorBucket(index, size_only(sum(sizes.values())), tensors)
         random = torch.Generator().manual_seed(1_000_003 * number + 1009 * self._seed + index)
         return bucket_of({name: torch.randn(self._shapes[name], generator=random) for name in names}, index)
-
-
-def measure_work(model: nn.Module, inputs: Tensor, *, repeats: int = 3, **more: Any) -> StepWork:
-    """Time the forward and backward pass of a model on this machine: from the second repeat on, the least.
-
-    Args:
-        inputs: a batch. The loss is the mean of all outputs. more: the other fields of a StepWork.
-    """
-    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    order = list(parameters)
-    at: dict[str, float] = {}
-
-    def note(name: str) -> Any:
-        def gradient_is_there(_: Tensor) -> None:
-            at[name] = time.perf_counter()
-
-        return gradient_is_there
-
-    hooks = [one.register_post_accumulate_grad_hook(note(name)) for name, one in parameters.items()]  # type: ignore[no-untyped-call]
-    best: tuple[float, float, list[float]] | None = None
-    for _ in range(1 + repeats):
-        model.zero_grad(set_to_none=True)
-        began_s = time.perf_counter()
-        loss = model(inputs).float().mean()
-        forward_s = time.perf_counter() - began_s
-        torch.autograd.backward(loss)
-        last_s, backward_s = began_s + forward_s, []
-        for name in reversed(order):
-            there_s = max(last_s, at.get(name, last_s))
-            backward_s.append(there_s - last_s)
-            last_s = there_s
-        found = (forward_s + sum(backward_s), forward_s, backward_s[::-1])
-        best = found if best is None else min(best, found)
-    for hook in hooks:
-        hook.remove()
-    assert best is not None
-    shapes = {name: one.shape for name, one in parameters.items()}
-    return StepWork(shapes=shapes, forward_s=best[1], backward_s=best[2], batch_size=len(inputs), **more)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.simulate.network import NetworkModel
 from gradbus.experiments.simulate.settings import read_simulation
-from gradbus.experiments.simulate.steps import SimulatedSteps, StepWork, Stragglers, measure_work, simulate_steps
+from gradbus.experiments.simulate.steps import SimulatedSteps, StepWork, Stragglers, simulate_steps
 from gradbus.experiments.simulate.topology import LinkSpec, cluster
 from gradbus.runtime.choices import ALGORITHMS, Choice
 from gradbus.runtime.errors import ConfigError
@@ -65,16 +65,6 @@ def test_algorithms_that_look_at_values_get_random_ones(name: str) -> None:
     assert 0 < found.bytes_out < 1.6 * SIZE
 
 
-def test_the_passes_of_a_model_are_timed_parameter_by_parameter() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4))
-    work = measure_work(model, torch.randn(32, 64), repeats=1)
-    assert list(work.shapes) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert work.forward_s > 0
-    assert min(work.backward_s) >= 0
-    assert sum(work.backward_s) > 0
-    assert work.batch_size == 32
-
-
 def write(path: Path, **settings: Any) -> Path:
     given = {
         "worlds": [2, 8], "model": "gradbus.models:mnist_mlp", "forward_s": 0.01, "backward_s": 0.02, "steps": 2,
@@ -108,6 +98,7 @@ def test_the_command_prints_a_table_and_writes_it(tmp_path: Path) -> None:
         ({"topology": {"ranks_per_host": 3}}, "2 ranks do not fill hosts of 3"),
         ({"model": "gradbus.models:nothing"}, "simulate.model"),
         ({"stepps": 1}, "did you mean 'steps'"),
+        ({"trace": "resnet5"}, "did you mean 'resnet50'"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_with_what_to_change(
