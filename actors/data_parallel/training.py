@@ -24,7 +24,7 @@ from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucket_of
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group
@@ -224,6 +224,11 @@ class ShardTraining:
         self._loss_sum = self._loss_sum.to(device)
         if config.autocast is not None:
             self._autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
+
+    def begin(self) -> None:
+        """Show the algorithm the weights that all ranks begin with, or go on with."""
+        if self.algorithm.scope == "weights":
+            self.algorithm.begin(bucket_of(self.trained))
 
     def num_batches(self, epoch: int) -> int:
         """Of this rank."""

@@ -5,8 +5,8 @@ Three orders, by what the algorithm declares and by the delay:
 - it ``overlaps``: the weights that the gradients are computed with are exchanged meanwhile, replaced by the result, and
   then the optimizer steps;
 - it does not: the optimizer steps, then the weights are exchanged, and replaced;
-- with a delay the weights are copied after the optimizer's step, exchanged while the next steps are computed, and what
-  the exchange has changed is added to the weights of then: live += result - copy.
+- with a delay the weights are copied after the optimizer's step, exchanged while the next steps are computed, and the
+  algorithm says what the weights of then become by the result: live += result - copy, where it says nothing else.
 
 Without a delay all ranks agree, in a step with an exchange, that the gradients and weights of all are finite, and else
 skip it together. In a step without one, and with a delay, a rank skips its own step alone, and its weights stay finite.
@@ -25,7 +25,7 @@ from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.stepping import Stepper, summed
 from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import bucket_of
+from gradbus.runtime.algorithms.base import bucket_of, views_of
 from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.profile import Profile, StepProfile
@@ -148,9 +148,10 @@ class WeightStepper(Stepper):
             self._log.warning("exchange skipped: NaN or infinity", step=step.number + 1)
         else:
             assert step.before is not None
-            step.weights.flat.sub_(step.before)
-            for name, parameter in self._training.trained.items():
-                parameter.add_(step.weights.tensors[name])
+            live = bucket_of(self._training.trained).flat
+            made = self._algorithm.applied_late(self._step_of(step), live, step.before, step.weights.flat)
+            for name, tensor in views_of(made, self._training.trained).items():
+                self._training.trained[name].copy_(tensor)
         step.weights = step.before = None
 
     # In the background

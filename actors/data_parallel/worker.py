@@ -260,6 +260,7 @@ class Worker:
             await self._replicas.broadcast_model()
         shared = await self._replicas.broadcast_named("worker/shared", self._training.shared_state())
         await self._compute.run(self._training.load_shared_state, shared)
+        await self._compute.run(self._training.begin)
         self._stepper = self._make_stepper()
         self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
         self._log.info("started", world=group.world, step=self.step, algorithm=str(label))

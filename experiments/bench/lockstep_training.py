@@ -24,7 +24,16 @@ from gradbus.actors.data_parallel.prediction import weights_ahead
 from gradbus.codecs.base import are_finite
 from gradbus.experiments.bench.recipes import Recipe
 from gradbus.experiments.simulate.lockstep import Lockstep, reduced
-from gradbus.runtime.algorithms.base import Algorithm, Place, Scope, Step, TensorBucket, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.base import (
+    Algorithm,
+    Place,
+    Scope,
+    Step,
+    TensorBucket,
+    bucket_of,
+    make_algorithm,
+    views_of,
+)
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
@@ -54,7 +63,7 @@ class TrainingOutcome(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """What a step is still to change: gradients, or changes of weights, as ``[model][bucket]``."""
+    """What a step is still to change, as ``[model][bucket]``: gradients; of weights, as they were, and the result."""
 
     step: Step
     flats: list[list[Tensor]]
@@ -89,6 +98,8 @@ class LockstepTraining:
         ]
         self._optimizers = made[: len(self.models)]
         self._gradients = [_Gradients(self._of(rank), first.scope, config) for rank in range(world)]
+        for rank, algorithm in enumerate(self.algorithms if first.scope == "weights" else ()):
+            algorithm.begin(bucket_of(self._of(rank)))
         self._steps = self._batches()
         self._epoch = 0
         self.loss = math.nan
@@ -195,8 +206,8 @@ class LockstepTraining:
                 for name, parameter in self._of(rank).items():
                     parameter.copy_(bucket.tensors[name])
             if self._delay:
-                changes = [[bucket.flat - old] for bucket, old in zip(buckets, before, strict=True)]
-                self._late.append(_Late(step, changes[: len(self.models)]))
+                both = [[old, bucket.flat] for bucket, old in zip(buckets, before, strict=True)]
+                self._late.append(_Late(step, both[: len(self.models)]))
         if is_early:
             self._take_steps(step)
 
@@ -205,8 +216,8 @@ class LockstepTraining:
         while self._late and (number is None or self._late[0].step.number < number):
             step, flats = self._late.popleft()
             if self.algorithms[0].scope == "weights":
-                for rank, (change,) in enumerate(flats):
-                    self._add(rank, change)
+                for rank, (before, result) in enumerate(flats):
+                    self._apply_weights(rank, step, before, result)
                 continue
             for gradients, own in zip(self._gradients, flats, strict=False):
                 for bucket, flat in zip(gradients.buckets, own, strict=True):
@@ -223,11 +234,11 @@ class LockstepTraining:
             algorithm.commit()
 
     @torch.no_grad()
-    def _add(self, rank: int, change: Tensor) -> None:
-        start = 0
-        for parameter in self._of(rank).values():
-            parameter.add_(change[start : start + parameter.numel()].view_as(parameter))
-            start += parameter.numel()
+    def _apply_weights(self, rank: int, step: Step, before: Tensor, result: Tensor) -> None:
+        live = self._of(rank)
+        made = self.algorithms[rank].applied_late(step, bucket_of(live).flat, before, result)
+        for name, tensor in views_of(made, live).items():
+            live[name].copy_(tensor)
 
     def _exchange(self, buckets: Sequence[TensorBucket], step: Step) -> None:
         self.lockstep.run([one.exchange(bucket, step) for one, bucket in zip(self.algorithms, buckets, strict=True)])

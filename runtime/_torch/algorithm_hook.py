@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm, views_of
 from gradbus.runtime.algorithms.replicas import check_replicas
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, bytes_out
 from gradbus.runtime.errors import CollectiveError, ConfigError
@@ -106,7 +106,8 @@ class _Run:
         is_whole: whether all of it has been exchanged. is_finite: on all ranks. error: in which it has ended.
         counts: whether the algorithm has committed it; it is concluded when this is decided.
         is_applied: whether the optimizers have stepped since.
-        tensors: where it is applied later, what has come of it, by name: means of gradients, or changes of weights.
+        tensors: where it is applied later, what has come of it: means of gradients, by name; of weights what they were,
+            ``before``, and the ``result``.
         ended: when all this is known.
     """
 
@@ -195,6 +196,7 @@ class AlgorithmHook:
         self._is_due = False  # whether there is one after the optimizers' step
         self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
         if self.algorithm.scope == "weights":
+            self._on_queue(self.algorithm.begin, bucket_of(self._parameters))
             self._registered.append(self._optimizers[-1].register_step_post_hook(self._after_step))
 
     def _check(self, name: str, num_parameters: int) -> None:
@@ -536,7 +538,11 @@ class AlgorithmHook:
     @torch.no_grad()
     def _average(self, step: Step) -> None:
         bucket = bucket_of(self._parameters)
-        self._exchange_weights(step, bucket)
+        try:
+            self._exchange_weights(step, bucket)
+        except BaseException:
+            self.algorithm.roll_back()
+            raise
         self.algorithm.commit()
         for name, parameter in self._parameters.items():
             parameter.copy_(bucket.tensors[name])
@@ -549,10 +555,10 @@ class AlgorithmHook:
             self._exchange_weights(step, bucket)
             run.counts = are_finite([bucket.flat])
             (self.algorithm.commit if run.counts else self.algorithm.roll_back)()
-            bucket.flat.sub_(before)
-            run.tensors = dict(bucket.tensors)
+            run.tensors = {"before": before, "result": bucket.flat}
             run.ended.set_result(None)
         except BaseException as error:
+            self.algorithm.roll_back()
             run.ended.set_exception(error)
 
     @torch.no_grad()
@@ -561,8 +567,11 @@ class AlgorithmHook:
         while self._waiting and self._waiting[0].number <= until:
             run = self._waiting.popleft()
             run.ended.result()
-            for name, change in run.tensors.items() if run.counts else ():
-                self._parameters[name].add_(change)
+            if run.counts:
+                live = bucket_of(self._parameters).flat
+                made = self.algorithm.applied_late(Step(run.number), live, run.tensors["before"], run.tensors["result"])
+                for name, tensor in views_of(made, self._parameters).items():
+                    self._parameters[name].copy_(tensor)
 
     # Saving
 
@@ -615,6 +624,10 @@ class AlgorithmHook:
         self._run, self._due, self._waiting = _Run(is_concluded=True, is_applied=True), None, deque()
         for saved in state["waiting"]:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
+            if self.algorithm.scope == "weights" and saved["counts"] and tensors.keys() != {"before", "result"}:
+                raise ValueError(
+                    f"saved state of with_algorithm: late weights as {sorted(tensors)}, from another version"
+                )
             run = _Run(saved["number"], counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors)
             run.ended.set_result(None)
             self._waiting.append(run)

@@ -151,7 +151,7 @@ class Algorithm(ABC):
         needs_loss: whether :class:`Step` is to have the loss.
         delay_steps: number of steps after which the result of an exchange is applied, where the run sets none. With 1
             the exchange of a step goes on while the next one is computed. Of gradients: the optimizer steps with those
-            of the step before. Of weights: what the exchange has changed is added to the weights of then.
+            of the step before. Of weights: see :meth:`applied_late`.
         own, shared: the kinds of tensors in ``memory`` that belong to this rank alone, and that are equal on all ranks.
         relative: those of them that are right only together with what other ranks remember, such as what others know of
             this rank. All ranks forget them when a rank joins or leaves, see :meth:`regroup`.
@@ -168,7 +168,7 @@ class Algorithm(ABC):
     equal_replicas: ClassVar[bool] = True
     clips: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
-    delay_steps: ClassVar[int] = 0
+    delay_steps: int = 0
     own: ClassVar[frozenset[str]] = frozenset()
     shared: ClassVar[frozenset[str]] = frozenset()
     relative: ClassVar[frozenset[str]] = frozenset()
@@ -239,6 +239,16 @@ class Algorithm(ABC):
         """
         return None
 
+    def begin(self, weights: TensorBucket) -> None:  # noqa: B027  # most have no use for it
+        """Of scope ``weights``: take note of the weights that a run begins with, equal on all ranks.
+
+        The driver calls it once, before the first step, when what was saved has been loaded: a state that was loaded
+        stays as it is.
+
+        Args:
+            weights: bucket 0, as :meth:`exchange` gets it. It is not kept.
+        """
+
     def is_due(self, step: Step) -> bool:
         """Of scope ``weights``: whether there is an exchange in this step, equal on all ranks.
 
@@ -254,6 +264,17 @@ class Algorithm(ABC):
         Where NaN or infinity is in the tensors of any rank the result is not finite on any rank. Then, and only then,
         all ranks roll the step back.
         """
+
+    def applied_late(self, step: Step, live: Tensor, before: Tensor, result: Tensor) -> Tensor:
+        """Of scope ``weights``, with a delay: the weights after a late result.
+
+        By default what the exchange has changed is added to the weights of now.
+
+        Args:
+            step: whose weights were exchanged. live: the weights as they are now. before: as they were copied when
+                the exchange began. result: what it has made of the copy. All of shape (n,); none is changed.
+        """
+        return live + (result - before)
 
     @property
     def in_network(self) -> InNetworkOptions | None:

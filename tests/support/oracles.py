@@ -202,3 +202,84 @@ def bytegrad(gradients: Gradients, chunk: int) -> tuple[Means, float]:
             parts.append(final)
         results.append(split(np.concatenate(parts), step[0]))
     return results, largest_step
+
+
+class LocalRank:
+    """A rank that takes SGD steps by itself: its weights, float32, shape (n,)."""
+
+    def __init__(self, start: Array, lr: float) -> None:
+        self.theta, self.lr = start.astype(np.float32).copy(), np.float32(lr)
+
+    def step(self, gradient: Array) -> None:
+        self.theta = self.theta - self.lr * gradient
+
+
+class DilocoOracle:
+    """Streaming DiLoCo by its formulas, all ranks at once, in float32: DiLoCo with one fragment and no delay."""
+
+    def __init__(self, start: Array, world: int, lr: float, **options: Any) -> None:
+        self.ranks = [LocalRank(start, lr) for _ in range(world)]
+        self.steps, self.count = options["steps"], options.get("fragments", 1)
+        self.lr, self.momentum = (np.float32(options[name]) for name in ("outer_lr", "outer_momentum"))
+        self.delay, self.alpha = options.get("delay", 0), np.float32(options.get("alpha", 0))
+        bounds = np.array_split(np.arange(start.size), self.count)
+        self.places = [slice(part[0], part[-1] + 1) for part in bounds]
+        self.theta, self.m = start.astype(np.float32).copy(), np.zeros(start.size, np.float32)
+        self.pending: list[tuple[int, slice, Array]] = []  # step at which it is applied, of which entries, theta
+        self.number = 0
+
+    def step(self, gradients: Sequence[Array]) -> None:
+        """All ranks take a step, then what is due is exchanged, and applied."""
+        for rank, gradient in zip(self.ranks, gradients, strict=True):
+            rank.step(gradient)
+        self._apply(self.number)
+        self.number += 1
+        for fragment, place in enumerate(self.places):
+            if (self.number - fragment * self.steps // self.count) % self.steps:
+                continue
+            change = mean([self.theta[place] - rank.theta[place] for rank in self.ranks])
+            self.m[place] = self.momentum * self.m[place] + change
+            self.theta[place] = self.theta[place] - self.lr * (change + self.momentum * self.m[place])
+            self.pending.append((self.number - 1 + self.delay, place, self.theta[place].copy()))
+        if not self.delay:
+            self._apply(self.number)
+
+    def _apply(self, until: int | None) -> None:
+        while self.pending and (until is None or self.pending[0][0] <= until):
+            _, place, theta = self.pending.pop(0)
+            for rank in self.ranks:
+                rank.theta[place] = self.alpha * rank.theta[place] + (1 - self.alpha) * theta
+
+    def end(self) -> None:
+        """Apply what is late."""
+        self._apply(None)
+
+
+class NolocoOracle:
+    """NoLoCo by its formulas, in float64, with given pairs."""
+
+    def __init__(self, start: Array, world: int, lr: float, **options: Any) -> None:
+        self.ranks = [LocalRank(start, lr) for _ in range(world)]
+        self.options = options
+        self.phi = [start.astype(np.float64).copy() for _ in range(world)]
+        self.d = [np.zeros(start.size) for _ in range(world)]
+
+    def step(self, gradients: Sequence[Array], partners: Sequence[int | None] | None) -> None:
+        """``partners``: of each rank; None: no exchange is due."""
+        for rank, gradient in zip(self.ranks, gradients, strict=True):
+            rank.step(gradient)
+        if partners is None:
+            return
+        phi = [one.copy() for one in self.phi]
+        for number, partner in enumerate(partners):
+            pair = [number] if partner is None else [number, partner]
+            change = np.mean([phi[one] - self.ranks[one].theta for one in pair], axis=0)
+            apart = phi[number] - np.mean([phi[one] for one in pair], axis=0)
+            self.d[number] = (
+                self.options["outer_momentum"] * self.d[number]
+                - self.options["outer_lr"] * change
+                - self.options["consensus"] * apart
+            )
+            self.phi[number] = phi[number] + self.d[number]
+        for rank, weights in zip(self.ranks, self.phi, strict=True):
+            rank.theta = weights.astype(np.float32)

@@ -30,6 +30,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bytegrad hierarchical": ("bytegrad", {"hierarchical": True, "chunk_elems": 64}),
     "powersgd cut": ("powersgd", {"max_aspect": 1.5, "rank": 2}),
     "async-averaging": ("async-averaging", {"every_steps": 2}),
+    "local-sgd": ("local-sgd", {"steps": 2}),
+    "post-local-sgd": ("post-local-sgd", {"steps": 3, "dense_steps": 1}),
+    "noloco": ("noloco", {"steps": 1}),
+    **{f"diloco {codec}": ("diloco", {"steps": 1, "codec": codec}) for codec in ("fp32", "bf16", "q8")},
+    "diloco in fragments": ("diloco", {"steps": 3, "fragments": 3}),
     "qadam": ("qadam", {"warmup_steps": 1}),
     "onebit-adam": ("onebit-adam", {"warmup_steps": 1}),
     **{f"decentralized {peers}": ("decentralized", {"peers": peers}) for peers in ("all", "ring", "choco")},
@@ -42,6 +47,7 @@ def every_algorithm(rank: int, world: int) -> Program[dict[str, Tensor]]:
     hosts = tuple(f"host {rank // 2}" for rank in range(world))
     for case, (name, options) in CASES.items():
         algorithm = make_algorithm(name, Place(rank, world, hosts), options)
+        algorithm.begin(bucket_of({key: torch.ones(shape) for key, shape in SHAPES.items()}))
         for number in range(STEPS):
             random = torch.Generator().manual_seed(1000 * number + rank)  # ranks may be threads of one process
             bucket = bucket_of({key: torch.randn(shape, generator=random) for key, shape in SHAPES.items()})

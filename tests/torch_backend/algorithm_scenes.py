@@ -25,6 +25,10 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.02}
 OPTIONS: dict[str, dict[str, Any]] = {
     "qadam": {"warmup_steps": 3, "eps": 1e-3},
     "onebit-adam": {"warmup_steps": 3, "eps": 1e-3},
+    "local-sgd": {"steps": 3},
+    "post-local-sgd": {"steps": 3, "dense_steps": 1},
+    "diloco": {"steps": 3},
+    "noloco": {"steps": 3},
     "dgc": {"warmup": "none", "density": 0.05, "momentum": 0.5},
 }
 WITHOUT_MOMENTUM = {"qadam", "onebit-adam", "dgc"}  # the optimizer

@@ -28,6 +28,13 @@ CASES: dict[str, dict[str, Any]] = {
     "onebit-adam": {"algorithm": "onebit-adam", "algorithm__warmup_steps": 4, "optimizer__lr": 0.003, **SGD},
     "adaptive-powersgd": {"algorithm": "adaptive-powersgd", "algorithm__window_steps": 3},
     "async-averaging": {"algorithm": "async-averaging", "algorithm__every_steps": 2},
+    "local-sgd": {"algorithm": "local-sgd", "algorithm__steps": 3},
+    "post-local-sgd": {"algorithm": "post-local-sgd", "algorithm__steps": 3, "algorithm__dense_steps": 4},
+    "noloco": {"algorithm": "noloco", "algorithm__steps": 3},
+    "diloco": {"algorithm": "diloco", "algorithm__steps": 3},
+    "diloco streaming": {
+        "algorithm": "diloco", "algorithm__steps": 4, "algorithm__fragments": 2, "algorithm__delay": 1,
+    },
     **{
         f"decentralized {peers}": {"algorithm": "decentralized", "algorithm__peers": peers}
         for peers in ("all", "shift-one", "ring", "choco")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradbus.experiments.simulate.lockstep import Lockstep
-from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm
 
 SHAPES = {"matrix": (20, 15), "bias": (7,)}
 CHANGES = {"replaced": [0, None, 2], "joined": [0, 1, 2, None], "left": [0, 2], "left alone": [1]}
@@ -20,8 +20,16 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "powersgd": [{"min_rate": 0}],
     "adaptive-powersgd": [{"min_rate": 0}],
     "async-averaging": [{"every_steps": 1}],
+    "local-sgd": [{"steps": 1}],
+    "noloco": [{"steps": 1}],
+    "diloco": [{"steps": 1, "codec": codec} for codec in ("fp32", "q8")],
 }
 CASES = [(name, options) for name in ALGORITHMS.table for options in OPTIONS.get(name, [{}])]
+
+
+def beginning() -> TensorBucket:
+    """The weights that a run begins with."""
+    return bucket_of({name: torch.ones(shape) for name, shape in SHAPES.items()})
 
 
 def play(ranks: list[Algorithm], first: int, steps: int) -> list[torch.Tensor]:
@@ -46,6 +54,7 @@ def regrouped(ranks: list[Algorithm], stay: list[int | None], name: str, options
         algorithm = ranks[old] if old is not None else make_algorithm(name, place, options)
         if old is None:
             algorithm.load_state({}, shared)
+        algorithm.begin(beginning())
         algorithm.regroup(place)
         found.append(algorithm)
     return found
@@ -55,12 +64,15 @@ def regrouped(ranks: list[Algorithm], stay: list[int | None], name: str, options
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_training_goes_on_among_other_ranks(name: str, options: dict[str, Any], change: str) -> None:
     ranks = [make_algorithm(name, Place(rank, 3), options) for rank in range(3)]
+    for algorithm in ranks:
+        algorithm.begin(beginning())
     play(ranks, 0, 4)
     ranks = regrouped(ranks, CHANGES[change], name, options)
     found = play(ranks, 4, 4)
     assert all(bool(one.isfinite().all()) for one in found)
     if ranks[0].equal_replicas:
         assert all(torch.equal(one, found[0]) for one in found)
+    if ranks[0].equal_replicas or name == "diloco":
         states = [algorithm.shared_state() for algorithm in ranks]
         assert all(torch.equal(state[key], states[0][key]) for state in states for key in states[0] | state)
 
