@@ -133,7 +133,7 @@ class DiLoCo(Algorithm):
             )
         change = yield from self._mean(key, anchor - own)
         momentum = self.memory.find_or_zeros(_MOMENTUM, key, own) * self.options.outer_momentum + change
-        found = anchor - self.options.outer_lr * (change + self.options.outer_momentum * momentum)
+        found: Tensor = anchor - self.options.outer_lr * (change + self.options.outer_momentum * momentum)
         self.memory.stage(_ANCHOR, key, found)
         self.memory.stage(_MOMENTUM, key, momentum)
         return found
