@@ -311,18 +311,24 @@ class ShardTraining:
         """Whether those of its buckets are, as they are now."""
         return are_finite([bucket.flat for bucket in step.gradients])
 
+    def count(self, step: TrainingStep) -> None:
+        """Add its losses and metrics to those of the epoch; of one that is skipped put back what it has changed."""
+        if step.skipped_by is None:
+            self._loss_sum += step.loss
+            self._metrics.merge(step.metrics)
+            return
+        self._looks = True
+        self._buffers[step.memory].put_back()
+        for number, buffers in enumerate(self._buffers):
+            if number != step.memory:  # steps that were computed since have kept what this one had spoiled
+                buffers.keep()
+
     def apply(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
-        """Change the model by the gradients of a step; one that is skipped puts back what it has changed."""
+        """Count a step, and change the model by its gradients, unless it is skipped."""
+        self.count(step)
         if step.skipped_by is not None:
-            self._looks = True
-            self._buffers[step.memory].put_back()
-            for number, buffers in enumerate(self._buffers):
-                if number != step.memory:  # steps that were computed since have kept what this one had spoiled
-                    buffers.keep()
             self.optimizer.step_has_ended()
             return
-        self._loss_sum += step.loss
-        self._metrics.merge(step.metrics)
         with profile.span("apply"):
             if len(self._buffers) > 1:
                 self._gradients.use(step.memory)

@@ -253,11 +253,17 @@ class Group:
         return self._start(data_movement.Send(payload, to, self.rank, self.world), name, round_id, timeout_s)
 
     def recv(
-        self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None
+        self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None, max_bytes: int | None = None
     ) -> CollectiveHandle[Any]:
-        """The payload that rank ``source`` sends by this name: bytes or a tensor, as it was sent."""
+        """The payload that rank ``source`` sends by this name: bytes or a tensor, as it was sent.
+
+        Args:
+            max_bytes: of the payload; a larger one is refused before memory is taken. None: as the group has it.
+        """
         self._check_other("source", source)
-        operation = data_movement.Receive(source, self.rank, self.world, self._max_bytes)
+        operation = data_movement.Receive(
+            source, self.rank, self.world, self._max_bytes if max_bytes is None else max_bytes
+        )
         return self._start(operation, name, round_id, timeout_s)
 
     def barrier(

@@ -1,0 +1,391 @@
+"""A parameter server: holds a part of the weights, and changes it by the gradients that workers push.
+
+    async with gradbus.join_group(bus, rank=workers + index, world=workers + servers, name=NETWORK) as network:
+        await ParameterServer(network, task, config, settings).run()
+
+It answers each worker's requests one after the other. What is applied when, and who is answered, :mod:`.clocks`
+decides; the tensor work of :mod:`.shard` is done on a thread of its own, in the order of the decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradbus.actors.data_parallel.replicas import describe_layout
+from gradbus.actors.data_parallel.task import DataParallelTask
+from gradbus.actors.data_parallel.training import EpochPlan
+from gradbus.actors.parameter_server.agreement import Agreement, Hello, Roles, agree, find_version
+from gradbus.actors.parameter_server.assignment import assign
+from gradbus.actors.parameter_server.clocks import Clocks, Decision, Kind, ProtocolError
+from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of
+from gradbus.actors.parameter_server.shard import Shard, check_config
+from gradbus.actors.parameter_server.state import SavedServer, ServerState, own_tensors
+from gradbus.runtime.checkpoint import Checkpoint
+from gradbus.runtime.collectives import Group
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.config.parameter_server import ParameterServerSettings
+from gradbus.runtime.errors import CollectiveError, CollectiveTimeout, PeerLost, TrainingDiverged
+from gradbus.runtime.logs import get_logger
+
+REQUEST, REPLY = "parameter_server/request", "parameter_server/reply"
+MAX_NAME_CHARS = 64  # of a meeting
+
+log = get_logger("parameter-server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSummary:
+    """A run as one server saw it.
+
+    Attributes:
+        steps: of the slowest worker that was left. updates: of the weights. refused: gradients that were not finite.
+        lost: workers that were dropped. staleness_mean, staleness_max: of the gradients that were applied, in updates.
+        held_bytes: of the weights. bytes_in, bytes_out: payload of all messages.
+    """
+
+    server: int
+    servers: int
+    workers: int
+    steps: int
+    updates: int
+    refused: int
+    lost: tuple[int, ...]
+    staleness_mean: float
+    staleness_max: int
+    held_bytes: int
+    bytes_in: int
+    bytes_out: int
+
+
+class ParameterServer:
+    """One server of a run. It runs once; make another one to run again."""
+
+    def __init__(
+        self, network: Group, task: DataParallelTask, config: DataParallelConfig, settings: ParameterServerSettings, *,
+        on_open: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """A server that has not started.
+
+        Args:
+            network: of all workers and servers.
+            task: for the model, and for the optimizer if it makes one. No data are loaded.
+            config, settings: the rules, equal on all workers and servers.
+            on_open: called once all fit together and the weights are there.
+        """
+        self._network = network
+        self._task = task
+        self._config = config
+        self._settings = settings
+        self._on_open = on_open
+        self._roles = roles = Roles.of(network, settings)
+        self._index = network.rank - roles.workers
+        self._compute = ComputeThread(f"server-{self._index}")
+        self._state: ServerState | None = None
+        self._run_id = 0
+        self._fits_prune = False
+        self._answers: dict[int, asyncio.Future[Tensor | Message]] = {}
+        self._pushed: dict[int, Tensor] = {}  # by worker, what is not applied yet
+        self._asked: dict[int, Message] = {}  # by worker, what it has sent to the meeting
+        self._own: dict[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]] = {}  # what workers keep, of a resume
+        self._lost: list[int] = []
+        self._is_new = True
+        self._epoch = 0
+        self._stepped_to = 0  # schedules of a task are stepped once a clock
+        self._max_bytes = 0
+        # Made by _open:
+        self._shard: Shard
+        self._clocks: Clocks
+
+    @property
+    def summary(self) -> ServerSummary:
+        """What was done so far."""
+        clocks, stats = self._clocks, self._network.stats
+        counts = clocks.staleness_counts
+        return ServerSummary(
+            server=self._index, servers=self._roles.servers, workers=self._roles.workers, steps=clocks.slowest,
+            updates=clocks.updates, refused=clocks.refused, lost=tuple(self._lost),
+            staleness_mean=counts.total() and sum(k * n for k, n in counts.items()) / counts.total(),
+            staleness_max=max(counts, default=0), held_bytes=self._shard.nbytes, bytes_in=stats.bytes_in,
+            bytes_out=stats.bytes_out,
+        )  # fmt: skip
+
+    async def run(self) -> ServerSummary:
+        """Serve until all workers have come to the end.
+
+        Raises:
+            ConfigError: settings or models differ, or do not fit.
+            CheckpointError: a checkpoint cannot be written, or does not fit.
+            PeerLost: a server is lost, or so many workers that the run cannot go on.
+            CollectiveTimeout: a worker is silent, and the run cannot go on without it.
+            CollectiveError: a worker sends what no worker sends.
+            TrainingDiverged: the weights have NaN or infinity.
+        """
+        try:
+            await self._open()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for rank in range(self._roles.workers):
+                        tasks.create_task(self._serve(rank), name=f"worker {rank}")
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
+            return self.summary
+        except PeerLost as error:
+            raise self._roles.named(self._network.name, error) from None
+        finally:
+            self._compute.close()
+            if self._state is not None:
+                self._state.close()
+
+    # The start
+
+    async def _open(self) -> None:
+        config, settings, roles = self._config, self._settings, self._roles
+        layout, buffer_bytes = await self._compute.run(self._build)
+        if config.checkpoint.dir is not None:
+            self._state = await self._compute.run(ServerState, config, settings, self._index, roles, layout)
+        hello = Hello(
+            optimizer=type(self._shard.optimizer.optimizer).__name__, layout=layout,
+            steps=[] if self._state is None else self._state.steps(),
+            has_completed=self._state is not None and self._state.has_completed,
+        )  # fmt: skip
+        agreement = await agree(self._network, roles, hello, config, settings)
+        self._run_id = agreement.run_id
+        await self._compute.run(self._shard.optimizer.start_schedule, _steps(agreement, config))
+        is_asynchronous = settings.mode == "asynchronous"
+        self._clocks = Clocks(
+            roles.workers, settings.staleness if is_asynchronous else None, settings.workers_needed(roles.workers)
+        )
+        step = await find_version(self._network, agreement, config, self._load)
+        if self._state is not None:
+            await self._compute.run(self._state.delete_later, -1 if step is None else step)
+        if step is not None:
+            self._is_new = False
+        self._max_bytes = largest(self._shard.nbytes, buffer_bytes)
+        self._on_open()
+        log.info(
+            "serving", server=self._index, servers=roles.servers, workers=roles.workers, mode=settings.mode, step=step,
+            tensors=len(self._shard.pieces), bytes=self._shard.nbytes,
+        )  # fmt: skip
+
+    def _build(self) -> tuple[list[str], int]:
+        """Make the model and keep the part of this server. Returns the layout, and the bytes of the buffers."""
+        check_config(self._config)
+        model = self._task.build_model()
+        layout = describe_layout(model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
+        pieces = assign(trained, self._roles.servers, self._settings.cut_bytes)[self._index]
+        self._shard = Shard(self._config, self._task, model, pieces)
+        # What a worker keeps: its buffers, and the state of torch's random numbers.
+        return layout, sum(buffer.nbytes for buffer in model.buffers())
+
+    async def _load(self, step: int) -> Mapping[str, Any]:
+        """Take a version from the checkpoints. Raises CheckpointError."""
+        assert self._state is not None
+        checkpoint, saved = await self._compute.run(self._state.load, step)
+        await self._compute.run(self._restore, checkpoint, saved)
+        return {"run_id": saved.run_id}
+
+    def _restore(self, checkpoint: Checkpoint, saved: SavedServer) -> None:
+        self._shard.restore(checkpoint)
+        self._run_id = int(saved.run_id, 16)
+        self._own = {int(rank): (meta, own_tensors(checkpoint, int(rank))) for rank, meta in saved.own.items()}
+        counts = Counter({int(staleness): number for staleness, number in saved.staleness.items()})
+        self._stepped_to = checkpoint.round_id
+        before = self._clocks
+        self._clocks = Clocks(
+            before.workers, before.staleness, before.needed, checkpoint.round_id, saved.updates, saved.refused, counts
+        )
+
+    # The requests of one worker, one after the other
+
+    async def _serve(self, rank: int) -> None:
+        timeouts, checkpoint = self._config.timeouts, self._config.checkpoint
+        kind: Kind = "start"
+        meets = True
+        try:
+            while kind != "end":
+                # Between two epochs a worker evaluates, and waits for others that do; at the start it loads its data.
+                timeout_s = max(timeouts.collective_s, checkpoint.timeout_s) if meets else timeouts.collective_s
+                data = await self._network.recv(REQUEST, source=rank, timeout_s=timeout_s, max_bytes=self._max_bytes)
+                request = await self._compute.run(decode, data)
+                kind, meets = request.kind, request.kind != "push" or Flag.MEETS in request.flags
+                reply = await self._answer(rank, request)
+                await self._network.send(REPLY, reply, to=rank, timeout_s=timeouts.collective_s)
+        except (PeerLost, CollectiveTimeout) as error:
+            if isinstance(error, PeerLost) and rank not in error.ranks and rank not in self._network.lost:
+                raise
+            await self._drop(rank, error)
+
+    async def _drop(self, rank: int, error: PeerLost | CollectiveTimeout) -> None:
+        """Go on without a worker, or raise the error."""
+        self._lost.append(rank)
+        self._pushed.pop(rank, None)
+        self._asked.pop(rank, None)
+        decision = self._decided(lambda: self._clocks.lose(rank))
+        if not self._clocks.has_enough:
+            raise error
+        log.warning(
+            "going on without a worker", worker=rank, reason=str(error), left=list(self._clocks.live),
+            at_least=self._clocks.needed,
+        )  # fmt: skip
+        await self._carry_out(decision)
+
+    async def _answer(self, rank: int, request: Message) -> Tensor:
+        """The reply, when there is one. Raises CollectiveError: nobody may ask for that now."""
+        self._answers[rank] = answer = asyncio.get_running_loop().create_future()
+        if request.kind == "push":
+            decision = await self._push(rank, request)
+        else:
+            if request.kind == "meet" and not 0 < len(meta_of(request, "name", str)) <= MAX_NAME_CHARS:
+                raise CollectiveError(f"worker {rank} came to a meeting without a name")
+            self._asked[rank] = request
+            decision = self._decided(lambda: self._clocks.ask(rank, request.kind, request.clock))
+        await self._carry_out(decision)
+        found = await answer
+        return found if isinstance(found, Tensor) else await self._compute.run(encode, found)
+
+    async def _push(self, rank: int, request: Message) -> Decision:
+        flags = request.flags
+        if Flag.HAS_GRADIENT in flags:
+            await self._compute.run(self._shard.check, rank, request.packed)
+            self._pushed[rank] = request.packed
+        if self._fits_prune and self._state is not None:  # so every server has answered its last save
+            self._fits_prune = False
+            await self._compute.run(self._state.prune)
+        self._epoch = max(self._epoch, request.epoch)
+        return self._decided(
+            lambda: self._clocks.push(
+                rank, request.clock, has_gradient=Flag.HAS_GRADIENT in flags, is_refused=Flag.REFUSED in flags,
+                meets=Flag.MEETS in flags, wants_end=Flag.WANTS_END in flags,
+            )
+        )  # fmt: skip
+
+    def _decided(self, event: Callable[[], Decision]) -> Decision:
+        try:
+            return event()
+        except ProtocolError as error:
+            raise CollectiveError(f"server {self._index}: {error}") from None
+
+    async def _carry_out(self, decision: Decision) -> None:
+        """Apply, then answer. What follows a decision is brought to the thread before the next one is made."""
+        gradients = [self._pushed.pop(rank) for rank in decision.apply]
+        pushing = [rank for rank in decision.release if rank not in self._asked]
+        if not gradients and not decision.release:
+            return
+        slowest, epoch = self._clocks.slowest, self._epoch
+        if gradients or pushing:
+            flags = Flag.WANTS_END if decision.wants_end else Flag.NONE
+            updates = self._clocks.updates
+            reply = await self._compute.run(
+                self._step, gradients, decision.count, slowest, epoch, bool(pushing), flags, updates
+            )
+            for rank in pushing:
+                self._resolve(rank, reply)
+        asked = {rank: self._asked.pop(rank) for rank in decision.release if rank in self._asked}
+        if asked:
+            for rank, message in (await self._meet(asked)).items():
+                self._resolve(rank, message)
+
+    def _resolve(self, rank: int, reply: Tensor | Message) -> None:
+        answer = self._answers.pop(rank, None)
+        if answer is not None and not answer.done():
+            answer.set_result(reply)
+
+    def _step(
+        self, gradients: list[Tensor], count: int, slowest: int, epoch: int, answers: bool, flags: Flag, updates: int
+    ) -> Tensor:
+        """Change the weights, and make the reply with them."""
+        optimizer = self._shard.optimizer
+        if gradients:
+            # In synchronous mode the version that is made has the number of the pushes before it.
+            number = slowest - 1 if self._settings.mode == "synchronous" else slowest
+            self._shard.apply(gradients, count, step=max(0, number), epoch=epoch)
+        while self._stepped_to < slowest:
+            self._stepped_to += 1
+            optimizer.step_has_ended()
+        if not answers:
+            return Message("push").packed
+        reply = Message("push", slowest, flags, epoch, updates, optimizer.lr)
+        return encode(reply, self._shard.weights())
+
+    # Meetings
+
+    async def _meet(self, asked: Mapping[int, Message]) -> dict[int, Message]:
+        """What all get that have met."""
+        kind, clock = next((message.kind, message.clock) for message in asked.values())
+        match kind:
+            case "start":
+                return await self._compute.run(self._start, asked)
+            case "save":
+                await self._save(clock, asked)
+                return {rank: Message(kind, clock) for rank in asked}
+            case "meet":
+                return self._exchange(asked)
+        return {
+            rank: Message(kind, clock, meta={"all": {str(r): m.meta for r, m in asked.items()}}) for rank in asked
+        }  # fmt: skip
+
+    def _start(self, asked: Mapping[int, Message]) -> dict[int, Message]:
+        """The weights, and what each worker has kept; of a new run those of worker 0."""
+        if self._is_new:
+            if 0 not in asked:
+                raise CollectiveError("worker 0 was lost, whose weights a new run begins with: start it again")
+            self._shard.load(asked[0].packed)
+            self._own = {0: ({}, asked[0].state)}
+        weights = encode(Message("start"), self._shard.weights())  # one copy for all
+        packed = decode(weights).packed
+        replies = {}
+        first = min(self._own, default=0)
+        for rank in asked:
+            meta, tensors = self._own.get(rank) or self._own.get(first, ({}, {}))
+            more = {"is_own": rank in self._own, "run_id": f"{self._run_id:016x}", "kept": dict(meta)}
+            replies[rank] = Message(
+                "start", self._clocks.start, updates=self._clocks.updates, packed=packed, meta=more, state=tensors
+            )
+        self._own = {}
+        return replies
+
+    def _exchange(self, asked: Mapping[int, Message]) -> dict[int, Message]:
+        """What each has brought, for all; of the named tensors those of the first one."""
+        names = {meta_of(message, "name", str) for message in asked.values()}
+        if len(names) > 1:
+            raise CollectiveError(f"the workers have met for different things: {sorted(names)}")
+        clocks, first = self._clocks, next(iter(asked.values()))
+        brought = {str(rank): message.meta.get("value") for rank, message in asked.items()}
+        staleness = {str(key): number for key, number in clocks.staleness_counts.items()}
+        meta = {"all": brought, "refused": clocks.refused, "staleness": staleness, "lost": self._lost}
+        return {rank: Message("meet", first.clock, meta=meta, state=first.state) for rank in asked}
+
+    async def _save(self, clock: int, asked: Mapping[int, Message]) -> None:
+        """All workers stand here, and every push before has been applied. Raises CheckpointError, TrainingDiverged."""
+        if self._state is None:
+            return
+        if not await self._compute.run(self._shard.is_finite):
+            raise TrainingDiverged(
+                clock, f"the weights of server {self._index} have NaN or infinity",
+                f"Lower optimizer.lr ({self._shard.optimizer.lr:g}), or set optimizer.clip_norm; checkpoints from "
+                f"before are as they were",
+            )  # fmt: skip
+        own = {rank: (m.meta or {}, m.state) for rank, m in asked.items()} if self._index == 0 else {}
+        size = await self._compute.run(
+            self._state.save, clock, self._shard, own, run_id=f"{self._run_id:016x}", updates=self._clocks.updates,
+            refused=self._clocks.refused,
+            staleness={str(key): number for key, number in self._clocks.staleness_counts.items()},
+        )  # fmt: skip
+        self._fits_prune = True
+        log.info("checkpoint", server=self._index, step=clock, bytes=size)
+
+
+def _steps(agreement: Agreement, config: DataParallelConfig) -> int:
+    """Steps of the run, as long as epochs are as long as the first one."""
+    first = EpochPlan.of(agreement.batches, config.accumulation_steps).steps * config.epochs
+    return min(first, config.max_steps or first)

@@ -1,0 +1,167 @@
+"""The checkpoints of one server: its part of the weights with its optimizer, and with server 0 the workers' own state.
+
+Each server has a folder of its own below the state directory. All save the same versions, and a version counts only if
+all have it. Workers keep nothing: what a resume needs of them is with server 0, so a worker may come back on another
+machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+from torch import Tensor
+
+from gradbus.actors.data_parallel.state import MAX_LAYOUT, CheckpointMismatch, tensors_below
+from gradbus.actors.parameter_server.agreement import Roles
+from gradbus.actors.parameter_server.shard import Shard
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Count, Hex64, Meta
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.config.parameter_server import ParameterServerSettings
+from gradbus.runtime.errors import CheckpointError
+
+_COMPLETED = "saved-by-all"
+_KEPT = ("seed", "accumulation_steps")  # with others the place within an epoch would mean other batches
+_MAX_WORKERS = 1024
+
+
+class SavedPiece(Meta):
+    """A piece of the model, as :class:`~gradbus.actors.parameter_server.assignment.Piece` has it."""
+
+    tensor: str
+    start: Count
+    stop: Count
+    shape: tuple[Count, ...]
+
+
+class SavedServer(Meta):
+    """The contents of a server's checkpoint beside its tensors.
+
+    Attributes:
+        run_id: of the run. server, servers, workers: numbers. layout: of the model. pieces: of this server.
+        settings: that a resume must have, too. updates: of the weights. refused: gradients that were not finite.
+        staleness: gradients by their staleness. own: of each worker that was there, by its rank, what it has kept.
+    """
+
+    run_id: Hex64
+    server: Count
+    servers: Count
+    workers: Count
+    layout: Annotated[list[str], Field(max_length=MAX_LAYOUT)]
+    pieces: Annotated[list[SavedPiece], Field(max_length=MAX_LAYOUT)]
+    settings: dict[str, Any]
+    updates: Count
+    refused: Count
+    staleness: dict[str, Count]
+    own: Annotated[dict[str, dict[str, Any]], Field(max_length=_MAX_WORKERS)] = Field(default_factory=dict)
+
+
+class ServerState:
+    """The checkpoints of one server. Its methods block: they are for the compute thread."""
+
+    def __init__(
+        self, config: DataParallelConfig, settings: ParameterServerSettings, server: int, roles: Roles,
+        layout: list[str],
+    ) -> None:  # fmt: skip
+        """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
+        assert config.checkpoint.dir is not None
+        self._config = config
+        self._cut_bytes = settings.cut_bytes
+        self._server = server
+        self._roles = roles
+        self._layout = layout
+        # One more than asked for until all have saved: a crash in between must leave a version that all have.
+        self._store = CheckpointStore(config.checkpoint.dir / f"server-{server}", keep=config.checkpoint.keep + 1)
+        if self.steps() and not config.checkpoint.resume:
+            self._store.close()
+            raise CheckpointError(
+                f"{self._store.directory} holds a run (step {self.steps()[-1]}), resume is off. Choose another "
+                f"checkpoint.dir, or set checkpoint.resume=true"
+            )
+
+    def steps(self) -> list[int]:
+        """Versions that this server has a checkpoint of, ascending."""
+        return self._store.rounds()
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether all servers once had a checkpoint, as far as this one knows."""
+        return (self._store.directory / _COMPLETED).exists() or len(self.steps()) > 1
+
+    def save(
+        self, step: int, shard: Shard, own: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]],
+        **counts: Any,
+    ) -> int:  # fmt: skip
+        """Save a version; returns its bytes.
+
+        Args:
+            own: of each worker what it has sent: plain data, and tensors by name.
+            counts: run_id, updates, refused and staleness.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        tensors = shard.tensors()
+        for rank, (_, named) in own.items():
+            tensors |= {f"worker-{rank}/{name}": tensor for name, tensor in named.items()}
+        pieces = [{"tensor": p.tensor, "start": p.start, "stop": p.stop, "shape": list(p.shape)} for p in shard.pieces]
+        meta = {
+            "server": self._server, "servers": self._roles.servers, "workers": self._roles.workers,
+            "layout": self._layout, "pieces": pieces, "settings": self._settings(),
+            "own": {str(rank): dict(plain) for rank, (plain, _) in own.items()}, **counts,
+        }  # fmt: skip
+        return self._store.save(Checkpoint(step, _apart(tensors), meta))
+
+    def prune(self) -> None:
+        """All servers have saved: those beyond ``checkpoint.keep`` are needed no more."""
+        with contextlib.suppress(OSError):  # without the mark the second checkpoint says the same
+            (self._store.directory / _COMPLETED).touch()
+        for step in self.steps()[: -self._config.checkpoint.keep]:
+            self._store.remove(step)
+
+    def delete_later(self, step: int) -> None:
+        """Remove what not every server has: the run goes on from ``step`` and saves those anew."""
+        for later in self.steps():
+            if later > step:
+                self._store.remove(later)
+
+    def load(self, step: int) -> tuple[Checkpoint, SavedServer]:
+        """Read and check it. Raises CheckpointError: damaged, or of another run than the settings describe."""
+        checkpoint = self._store.load(step, SavedServer.of)
+        saved = SavedServer.of(checkpoint)
+        here = {
+            "number of this server": (saved.server, self._server), "servers": (saved.servers, self._roles.servers),
+            "workers": (saved.workers, self._roles.workers),
+            **{key: (saved.settings.get(key), value) for key, value in self._settings().items()},
+        }  # fmt: skip
+        for key, (before, now) in here.items():
+            if before != now:
+                raise CheckpointMismatch(
+                    f"the checkpoint of step {step} was made with {key} {before!r:.200}, now it is {now!r}. Go on with "
+                    f"the same, or choose another checkpoint.dir"
+                )
+        if saved.layout != self._layout:
+            raise CheckpointMismatch(
+                f"the checkpoint of step {step} is of a model with other names, shapes or frozen parts. Go on with the "
+                f"same, or choose another checkpoint.dir"
+            )
+        return checkpoint, saved
+
+    def _settings(self) -> dict[str, Any]:
+        return {"cut_bytes": self._cut_bytes, **{key: getattr(self._config, key) for key in _KEPT}}
+
+    def close(self) -> None:
+        """Let another process use the directory."""
+        self._store.close()
+
+
+def own_tensors(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
+    """The tensors that a worker has kept in a checkpoint of server 0; {} if it has none."""
+    return tensors_below(f"worker-{rank}/", checkpoint.tensors)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, each in memory of its own: safetensors refuses shared memory."""
+    return {name: tensor.cpu().clone() for name, tensor in tensors.items()}
