@@ -22,7 +22,7 @@ NETWORK = "parameter_server"  # the group: workers are ranks 0 .. N - 1, servers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Introduction:
     """What a process tells the others.
 
     Attributes:
@@ -85,7 +85,7 @@ class Agreement:
 
 
 async def agree(
-    network: Group, roles: Roles, hello: Hello, config: DataParallelConfig, settings: ParameterServerSettings
+    network: Group, roles: Roles, hello: Introduction, config: DataParallelConfig, settings: ParameterServerSettings
 ) -> Agreement:
     """Compare all that must be equal.
 

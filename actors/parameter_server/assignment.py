@@ -13,7 +13,7 @@ from gradbus.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPart:
     """A tensor, or a part of one.
 
     Attributes:
@@ -46,7 +46,9 @@ class Piece:
         return tensor.reshape(-1)[self.start : self.stop]
 
 
-def assign(parameters: Mapping[str, Tensor], servers: int, cut_bytes: int | None = None) -> list[tuple[Piece, ...]]:
+def assign(
+    parameters: Mapping[str, Tensor], servers: int, cut_bytes: int | None = None
+) -> list[tuple[TensorPart, ...]]:
     """The pieces of each server. Equal on all processes that have the same model.
 
     The heaviest server has at most 4/3 of the smallest possible maximum (Graham, "Bounds on multiprocessing timing
@@ -79,8 +81,8 @@ def assign(parameters: Mapping[str, Tensor], servers: int, cut_bytes: int | None
     ]
 
 
-def _cut(name: str, tensor: Tensor, cut_bytes: int | None) -> list[Piece]:
+def _cut(name: str, tensor: Tensor, cut_bytes: int | None) -> list[TensorPart]:
     elems, shape = tensor.numel(), tuple(tensor.shape)
     parts = 1 if cut_bytes is None else max(1, min(elems, -(-tensor.nbytes // cut_bytes)))
     bounds = [elems * part // parts for part in range(parts + 1)]
-    return [Piece(name, start, stop, shape, tensor.dtype) for start, stop in itertools.pairwise(bounds)]
+    return [TensorPart(name, start, stop, shape, tensor.dtype) for start, stop in itertools.pairwise(bounds)]

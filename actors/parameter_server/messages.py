@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gradbus.actors.parameter_server.assignment import Piece
+from gradbus.actors.parameter_server.assignment import TensorPart
 from gradbus.actors.parameter_server.clocks import Kind
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack
 from gradbus.runtime.errors import CollectiveError
@@ -123,7 +123,7 @@ def decode(data: Any) -> Message:
     return Message(_KINDS[kind], clock, Flag(flags), epoch, updates, lr, packed, meta, state)
 
 
-def split(packed: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+def split(packed: Tensor, pieces: Sequence[TensorPart]) -> list[Tensor]:
     """Views of the pieces in what came packed, flat. Raises CollectiveError: it has another size, with both."""
     expected = sum(piece.nbytes for piece in pieces)
     if packed.numel() != expected:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradbus.actors.data_parallel.replicas import describe_layout
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan
-from gradbus.actors.parameter_server.agreement import Agreement, Hello, Roles, agree, find_version
+from gradbus.actors.parameter_server.agreement import Agreement, Introduction, Roles, agree, find_version
 from gradbus.actors.parameter_server.assignment import assign
 from gradbus.actors.parameter_server.clocks import Clocks, Decision, Kind, ProtocolError
 from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of
@@ -150,7 +150,7 @@ class ParameterServer:
         layout, buffer_bytes = await self._compute.run(self._build)
         if config.checkpoint.dir is not None:
             self._state = await self._compute.run(ServerState, config, settings, self._index, roles, layout)
-        hello = Hello(
+        hello = Introduction(
             optimizer=type(self._shard.optimizer.optimizer).__name__, layout=layout,
             steps=[] if self._state is None else self._state.steps(),
             has_completed=self._state is not None and self._state.has_completed,

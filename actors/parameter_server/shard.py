@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.optimization import RunOptimizer
-from gradbus.actors.parameter_server.assignment import Piece
+from gradbus.actors.parameter_server.assignment import TensorPart
 from gradbus.actors.parameter_server.messages import split
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Place, make_algorithm
@@ -41,7 +41,7 @@ class Shard:
         pieces: what it holds, in the order of messages. nbytes: their size. optimizer: changes them.
     """
 
-    def __init__(self, config: DataParallelConfig, task: Any, model: nn.Module, pieces: Sequence[Piece]) -> None:
+    def __init__(self, config: DataParallelConfig, task: Any, model: nn.Module, pieces: Sequence[TensorPart]) -> None:
         """Make the optimizer: one of the configuration over these pieces alone, or the task's over its model.
 
         Args:
@@ -140,9 +140,9 @@ class Shard:
         self.optimizer.load(own)
 
 
-def joined(saved: Sequence[Mapping[str, Tensor]], pieces: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
+def joined(saved: Sequence[Mapping[str, Tensor]], pieces: Sequence[Sequence[TensorPart]]) -> dict[str, Tensor]:
     """The parameters by name, from the checkpoints of all servers. Raises KeyError: a piece is missing."""
-    parts: dict[str, list[tuple[Piece, Tensor]]] = {}
+    parts: dict[str, list[tuple[TensorPart, Tensor]]] = {}
     for tensors, own in zip(saved, pieces, strict=True):
         for piece in own:
             parts.setdefault(piece.tensor, []).append((piece, tensors[_WEIGHTS + piece.name]))

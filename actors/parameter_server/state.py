@@ -27,8 +27,8 @@ _KEPT = ("seed", "accumulation_steps")  # with others the place within an epoch 
 _MAX_WORKERS = 1024
 
 
-class SavedPiece(Meta):
-    """A piece of the model, as :class:`~gradbus.actors.parameter_server.assignment.Piece` has it."""
+class SavedPart(Meta):
+    """A piece of the model, as :class:`~gradbus.actors.parameter_server.assignment.TensorPart` has it."""
 
     tensor: str
     start: Count
@@ -50,7 +50,7 @@ class SavedServer(Meta):
     servers: Count
     workers: Count
     layout: Annotated[list[str], Field(max_length=MAX_LAYOUT)]
-    pieces: Annotated[list[SavedPiece], Field(max_length=MAX_LAYOUT)]
+    pieces: Annotated[list[SavedPart], Field(max_length=MAX_LAYOUT)]
     settings: dict[str, Any]
     updates: Count
     refused: Count

@@ -29,8 +29,8 @@ from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
-from gradbus.actors.parameter_server.agreement import Hello, Roles, agree, find_version
-from gradbus.actors.parameter_server.assignment import Piece, assign
+from gradbus.actors.parameter_server.agreement import Introduction, Roles, agree, find_version
+from gradbus.actors.parameter_server.assignment import TensorPart, assign
 from gradbus.actors.parameter_server.clocks import Kind
 from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of, split
 from gradbus.actors.parameter_server.server import REPLY, REQUEST
@@ -105,7 +105,7 @@ class ParameterServerWorker:
         self._wait_s = 0.0
         self._seconds = 0.0
         self._has_started = False
-        self._pieces: list[tuple[Piece, ...]] = []  # by server
+        self._pieces: list[tuple[TensorPart, ...]] = []  # by server
         self._max_bytes = 0
         self._staleness: Counter[int] = Counter()  # of gradients so far, at server 0
         self._refused = 0
@@ -189,7 +189,7 @@ class ParameterServerWorker:
         buffer_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
         held = max(sum(piece.nbytes for piece in own) for own in self._pieces)
         self._max_bytes = largest(held, buffer_bytes)
-        hello = Hello(
+        hello = Introduction(
             optimizer=type(training.optimizer.optimizer).__name__, layout=describe_layout(self.model),
             batches=await self._compute.run(training.num_batches, 0), callbacks=bool(self._callbacks),
             run_id=int.from_bytes(os.urandom(8), "little"),
