@@ -13,7 +13,8 @@ Where programs are given tensors without values (:func:`.sizes.size_only`) only 
 and 1,024 ranks need no memory for theirs. A program that looks at values cannot be run so.
 
 What is not a rank program, as an actor on a switch, runs on the same links: it sends with :meth:`NetworkModel.send`,
-from and to any node of the topology, and waits with the timers and processes of :attr:`NetworkModel.env`.
+from and to any node of the topology, or with :meth:`NetworkModel.multicast` what may be lost, and waits with the timers
+and processes of :attr:`NetworkModel.env`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class NetworkModel:
     Attributes:
         env: SimPy's environment: ``env.now`` is the time in seconds, ``env.timeout(s)`` a wait.
         bytes_out: that each rank has sent, without those that were sent again.
+        lost: packets of :meth:`multicast` that a link has lost.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class NetworkModel:
         self._arrived: dict[_Key, Tensor] = {}
         self._awaited: dict[_Key, _Exchange] = {}
         self._running: dict[_Run, None] = {}
+        self._branches: dict[tuple[Node, tuple[Node, ...]], list[_Branch]] = {}
+        self.lost = 0
 
     def run(self, programs: Sequence[Program[R]], name: str = "") -> list[R]:
         """Run one program on each rank, all from now on, to their ends. Returns what they return.
@@ -106,13 +110,17 @@ class NetworkModel:
 
     def run_all(self) -> None:
         """Let time pass until nothing is left to happen. Raises as :meth:`run` does."""
-        with _no_garbage_collection():
-            self.env.run()
+        self.run_until(None)
         if self._running:
             raise Deadlock("; ".join(run.describe() for run in self._running))
         if self._arrived:
             sender, receiver, name, _ = min(self._arrived)
             raise Mismatch(f"rank {receiver} never received {name!r}, which rank {sender} sent")
+
+    def run_until(self, time_s: float | None) -> None:
+        """Let time pass until this time of the clock; None: until nothing is left to happen."""
+        with _no_garbage_collection():
+            self.env.run(time_s)
 
     def send(self, source: Node, target: Node, size_bytes: int, deliver: Callable[[], object]) -> float:
         """Send a message of this size from one node to another; ``deliver`` is called when all of it has come.
@@ -123,10 +131,60 @@ class NetworkModel:
         now_s = self.env.now
         route = self.topology.route(source, target)
         if not route:
-            self._at(now_s, deliver)
+            self.call_at(now_s, deliver)
             return now_s
         size_bytes, late_s = self._with_losses(route, size_bytes)
         return self._pass_on(route, 0, size_bytes, 0.0, late_s, deliver)
+
+    def multicast(
+        self, source: Node, targets: tuple[Node, ...], size_bytes: int, deliver: Callable[[Sequence[Node]], object]
+    ) -> None:
+        """Send a packet from one node to others. A link that several of their ways have in common carries it once.
+
+        On a link with loss it is lost as a whole, and nobody sends it again. ``deliver`` is called with the nodes that
+        it reaches, at each time at which it reaches some.
+        """
+        branches = self._branches.get((source, targets))
+        if branches is None:
+            branches = self._branches[source, targets] = _branches_of(
+                [(target, self.topology.route(source, target)) for target in targets]
+            )
+        self._spread(branches, size_bytes, 0.0, deliver)
+
+    def _spread(
+        self, branches: list[_Branch], size_bytes: int, tail_s: float, deliver: Callable[[Sequence[Node]], object]
+    ) -> None:
+        """The first byte of a packet is at the beginning of some links now, the last one not before ``tail_s``."""
+        reached: dict[float, list[Node]] = {}
+        for branch in branches:
+            spec = branch.link.spec
+            start_s, there_s = self._carry(branch.link, size_bytes, tail_s)
+            if spec.loss and self._random.random() < spec.loss:
+                self.lost += 1
+                continue
+            if branch.ends:
+                reached.setdefault(there_s, []).extend(branch.ends)
+            if branch.further:
+                self.call_at(
+                    start_s + spec.overhead_s + spec.latency_s,
+                    lambda further=branch.further, there_s=there_s: self._spread(  # type: ignore[misc]
+                        further, size_bytes, there_s, deliver
+                    ),
+                )
+        for there_s, nodes in reached.items():
+            self.call_at(there_s, lambda nodes=nodes: deliver(nodes))  # type: ignore[misc]
+
+    def _carry(self, link: LinkUse, size_bytes: int, tail_s: float) -> tuple[float, float]:
+        """A message is at the beginning of a link now. Returns when the link begins to carry it, and when all of it is
+        at the other end: not before ``tail_s``, when its last byte is at this one, and the latency."""
+        spec = link.spec
+        start_s = max(self.env.now, link.free_s)
+        takes_s = spec.overhead_s + size_bytes / spec.rate_bytes_s
+        link.free_s = start_s + takes_s  # what waits for a slower link before this one leaves room for others
+        link.busy_s += takes_s
+        link.bytes_carried += size_bytes
+        link.messages += 1
+        return start_s, max(link.free_s, tail_s) + spec.latency_s
 
     def _pass_on(
         self,
@@ -138,26 +196,19 @@ class NetworkModel:
         deliver: Callable[[], object],
     ) -> float:
         """The first byte of a message is at a link now, the last one not before ``tail_s``. Returns when it leaves."""
-        link = route[hop]
-        spec = link.spec
-        start_s = max(self.env.now, link.free_s)
-        takes_s = spec.overhead_s + size_bytes / spec.rate_bytes_s
-        link.free_s = start_s + takes_s  # what waits for a slower link before this one leaves room for others
-        link.busy_s += takes_s
-        link.bytes_carried += size_bytes
-        link.messages += 1
-        end_s = max(link.free_s, tail_s)
-        there_s = end_s + spec.latency_s
+        spec = route[hop].spec
+        start_s, there_s = self._carry(route[hop], size_bytes, tail_s)
         if hop + 1 == len(route):
-            self._at(there_s + late_s, deliver)
+            self.call_at(there_s + late_s, deliver)
         else:
-            self._at(
+            self.call_at(
                 start_s + spec.overhead_s + spec.latency_s,
                 lambda: self._pass_on(route, hop + 1, size_bytes, there_s, late_s, deliver),
             )
-        return end_s
+        return there_s - spec.latency_s
 
-    def _at(self, time_s: float, action: Callable[[], object]) -> None:
+    def call_at(self, time_s: float, action: Callable[[], object]) -> None:
+        """Do something at a time of the clock."""
         timeout = self.env.timeout(time_s - self.env.now)
         assert timeout.callbacks is not None
         timeout.callbacks.append(lambda _: cast(None, action()))
@@ -181,6 +232,36 @@ class NetworkModel:
             self._arrived[key] = tensor
         else:
             exchange.receive(key[0], tensor)
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """A link on the ways of a packet to several nodes.
+
+    Attributes:
+        ends: those that are at its end. further: links from there on.
+    """
+
+    link: LinkUse
+    ends: list[Node]
+    further: list[_Branch]
+
+
+def _branches_of(ways: Sequence[tuple[Node, list[LinkUse]]], hop: int = 0) -> list[_Branch]:
+    """Put together what the ways have in common. Raises ValueError: one of them is from a node to itself."""
+    by_link: dict[str, list[tuple[Node, list[LinkUse]]]] = {}
+    for target, route in ways:
+        if not route:
+            raise ValueError(f"node {target!r} sends a packet to itself")
+        by_link.setdefault(route[hop].name, []).append((target, route))
+    return [
+        _Branch(
+            shared[0][1][hop],
+            [target for target, route in shared if len(route) == hop + 1],
+            _branches_of([(target, route) for target, route in shared if len(route) > hop + 1], hop + 1),
+        )
+        for shared in by_link.values()
+    ]
 
 
 @contextmanager
@@ -219,7 +300,7 @@ class _Exchange:
     def end_when_sent(self) -> None:
         network = self.run.network
         if self.left_s > network.env.now:
-            network._at(self.left_s, self._end)
+            network.call_at(self.left_s, self._end)
         else:
             self._end()
 

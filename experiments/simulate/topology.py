@@ -57,6 +57,7 @@ class NetworkTopology:
     """A tree of nodes. What two nodes exchange goes up to the nearest node above both, and down.
 
     Attributes:
+        wires: links of their own from one node to another, beside the tree; the one from A to B is called "A > B".
         hosts: the host of each rank, in rank order, as for :class:`~gradbus.runtime.algorithms.base.Place`.
         loses: whether any link has loss.
         links: all links: the one from a node to that above it is called "NODE up", the other way "NODE down".
@@ -64,6 +65,7 @@ class NetworkTopology:
 
     uplinks: Mapping[Node, Uplink]
     hosts: tuple[str, ...]
+    wires: Mapping[tuple[Node, Node], LinkSpec] = field(default_factory=dict)
     links: dict[str, LinkUse] = field(init=False)
     loses: bool = field(init=False)
     _routes: dict[tuple[Node, Node], list[LinkUse]] = field(init=False, default_factory=dict)
@@ -75,6 +77,8 @@ class NetworkTopology:
         for node, uplink in self.uplinks.items():
             for way, spec in (("up", uplink.up), ("down", uplink.down)):
                 self.links[f"{node} {way}"] = LinkUse(f"{node} {way}", spec)
+        for (source, target), spec in self.wires.items():
+            self.links[f"{source} > {target}"] = LinkUse(f"{source} > {target}", spec)
         self.loses = any(link.spec.loss for link in self.links.values())
 
     @property
@@ -87,6 +91,8 @@ class NetworkTopology:
         found = self._routes.get((source, target))
         if found is not None:
             return found
+        if (source, target) in self.wires:
+            return [self.links[f"{source} > {target}"]]
         up, down = self._path(source), self._path(target)
         shared = 1  # nodes that both paths end with: all of them end at the root
         while shared < min(len(up), len(down)) and up[-1 - shared] == down[-1 - shared]:

@@ -97,7 +97,12 @@ class TreeNode:
     @property
     def is_idle(self) -> bool:
         """Whether no lane is taken."""
-        return all(lane.group is None for lane in self._lanes)
+        return not self.lanes_taken
+
+    @property
+    def lanes_taken(self) -> int:
+        """Number of lanes that hold a group."""
+        return sum(lane.group is not None for lane in self._lanes)
 
     @property
     def deadline_s(self) -> float | None:
