@@ -22,7 +22,7 @@ from gradbus.runtime.in_network.tree import NodeConfig, TreeNode
 from gradbus.runtime.in_network.worker import RingWorker, WorkerConfig
 
 
-class Core(Protocol):
+class ProtocolCore(Protocol):
     """A protocol without I/O. Methods return the packets that are to be sent."""
 
     @property
@@ -36,7 +36,7 @@ class Core(Protocol):
         """Send again what is due."""
 
 
-class WorkerCore(Core, Protocol):
+class WorkerCore(ProtocolCore, Protocol):
     """That of a rank. ``first_unfinished``: all groups before it are known. ``end``: groups that were submitted."""
 
     first_unfinished: int
@@ -47,7 +47,7 @@ class WorkerCore(Core, Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class SimulatedNode:
     """One who sends and receives packets.
 
     Attributes:
@@ -57,7 +57,7 @@ class Member:
         is_summing: of a rank: whether it waits for sums. wakes: whether a timer is running.
     """
 
-    core: Core
+    core: ProtocolCore
     node: Node
     is_switch: bool = False
     multicasts: bool = False
@@ -68,7 +68,7 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class BlockStream:
     """Blocks of a job that take one way.
 
     Attributes:
@@ -81,7 +81,7 @@ class Stream:
     world: int
     blocks: int
     group_blocks: int
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, SimulatedNode] = field(default_factory=dict)
     workers: list[WorkerCore] = field(default_factory=list)
 
 
@@ -94,7 +94,7 @@ class AggregationPlan:
     """
 
     topology: NetworkTopology
-    streams: list[Stream]
+    streams: list[BlockStream]
     slots: int
     taken: Callable[[], int]
 
@@ -202,11 +202,11 @@ def _ring(scenario: Scenario) -> AggregationPlan:
     slots = Slots(count if scenario.kind != "ring" else 0, 1, scenario.allocation)
     times = retransmission_times(scenario)
     aggregator = Aggregator(slots, block_elems=1, times=times)
-    switch = Member(aggregator, leaf_name(0), is_switch=True, multicasts=True)
+    switch = SimulatedNode(aggregator, leaf_name(0), is_switch=True, multicasts=True)
     streams = []
     for job in range(scenario.jobs):
         aggregator.open_job(job, world)
-        stream = Stream(job, job, world, scenario.total_blocks, world)
+        stream = BlockStream(job, job, world, scenario.total_blocks, world)
         if scenario.kind != "ring":
             stream.members[AGGREGATOR] = switch
         for rank in range(world):
@@ -217,7 +217,7 @@ def _ring(scenario: Scenario) -> AggregationPlan:
                 )
             )  # fmt: skip
             stream.workers.append(core)
-            stream.members[rank] = Member(core, job * world + rank, relays=scenario.kind == "ra-ina")
+            stream.members[rank] = SimulatedNode(core, job * world + rank, relays=scenario.kind == "ra-ina")
         streams.append(stream)
     topology = _topology(scenario, leaves=leaves)
     return AggregationPlan(topology, streams, len(slots.memory), lambda: len(slots.memory) - slots.free)
@@ -238,7 +238,7 @@ def _trees(scenario: Scenario) -> AggregationPlan:
     for number in range(scenario.jobs * trees):
         tree = number % trees
         blocks = len(range(tree, scenario.total_blocks, trees))
-        stream = Stream(number, number // trees, fabric.world, blocks, 1)
+        stream = BlockStream(number, number // trees, fabric.world, blocks, 1)
         window, lanes = _window(scenario, blocks)
         if is_ps:
             numbers = tuple(range(fabric.world))
@@ -257,7 +257,7 @@ def _trees(scenario: Scenario) -> AggregationPlan:
             if is_switch:
                 nodes.append(core)
                 plan.slots += lanes
-            stream.members[at] = Member(core, name, is_switch=is_switch, multicasts=is_switch)
+            stream.members[at] = SimulatedNode(core, name, is_switch=is_switch, multicasts=is_switch)
         for rank in range(fabric.world):
             worker = RingWorker(
                 WorkerConfig(
@@ -266,7 +266,7 @@ def _trees(scenario: Scenario) -> AggregationPlan:
                 )
             )  # fmt: skip
             stream.workers.append(worker)
-            stream.members[rank] = Member(worker, stream.job * fabric.world + rank, leaf=leaf_of[rank])
+            stream.members[rank] = SimulatedNode(worker, stream.job * fabric.world + rank, leaf=leaf_of[rank])
         plan.streams.append(stream)
     plan.taken = lambda: sum(node.lanes_taken for node in nodes)
     return plan

@@ -17,15 +17,15 @@ import numpy.typing as npt
 
 from gradbus.experiments.simulate.aggregation_plan import (
     AggregationPlan,
-    Member,
-    Stream,
+    BlockStream,
+    SimulatedNode,
     block_bytes,
     plan_of,
     retransmission_times,
 )
 from gradbus.experiments.simulate.lockstep import Deadlock
 from gradbus.experiments.simulate.network import NetworkModel
-from gradbus.experiments.simulate.scenario import Outcome, Scenario, SlotUse
+from gradbus.experiments.simulate.scenario import AggregationOutcome, Scenario, SlotUse
 from gradbus.experiments.simulate.topology import Node
 from gradbus.runtime.in_network.packets import AGGREGATOR, WORKERS, Packet, PacketKind
 
@@ -34,7 +34,7 @@ class WrongSum(AssertionError):
     """A rank got a sum that is not the sum, or a switch kept slots that nobody needs: an error of a protocol."""
 
 
-def simulate_aggregation(scenario: Scenario) -> Outcome:
+def simulate_aggregation(scenario: Scenario) -> AggregationOutcome:
     """Run a scenario to its end.
 
     Raises:
@@ -76,7 +76,7 @@ class _Simulation:
         self._full = (1 << scenario.fabric.world) - 1
         self._value_bytes = block_bytes(scenario) + scenario.header_bytes
         self._first_wait_s = retransmission_times(scenario).first_s
-        self._ways: dict[tuple[Member, int, tuple[int, ...]], _Way] = {}
+        self._ways: dict[tuple[SimulatedNode, int, tuple[int, ...]], _Way] = {}
         self._packets: Counter[PacketKind] = Counter()
         self._retransmissions = 0
         self._in_network: set[tuple[int, int, int]] = set()  # stream, group, block
@@ -84,7 +84,7 @@ class _Simulation:
         per_gradient_s = scenario.gradient_bytes / scenario.fabric.network.rate_bytes_s
         self._sample_every_s = scenario.iterations * per_gradient_s / scenario.samples
 
-    def run(self) -> Outcome:
+    def run(self) -> AggregationOutcome:
         scenario = self._scenario
         began_s = time.perf_counter()
         for job in self._jobs:
@@ -118,13 +118,13 @@ class _Simulation:
             self._submit_part(streams[at % len(streams)], rank, blocks[at : at + 1], sums[at : at + 1])
 
     def _submit_part(
-        self, stream: Stream, rank: int, blocks: npt.NDArray[np.int32], sums: npt.NDArray[np.int32]
+        self, stream: BlockStream, rank: int, blocks: npt.NDArray[np.int32], sums: npt.NDArray[np.int32]
     ) -> None:
         shape, member = (-1, stream.group_blocks, 1), stream.members[rank]
         member.is_summing = True
         self._post(member, stream.workers[rank].submit(blocks.reshape(shape), sums.reshape(shape), self._env.now))
 
-    def _look_at(self, stream: Stream, rank: int) -> None:
+    def _look_at(self, stream: BlockStream, rank: int) -> None:
         """Whether a rank that has received something has all sums now."""
         worker, member, job = stream.workers[rank], stream.members[rank], self._jobs[stream.job]
         if not member.is_summing or worker.first_unfinished != worker.end:
@@ -144,7 +144,7 @@ class _Simulation:
 
     # Packets
 
-    def _post(self, sender: Member, packets: Sequence[Packet]) -> None:
+    def _post(self, sender: SimulatedNode, packets: Sequence[Packet]) -> None:
         at, count = 0, len(packets)
         while at < count:
             first = packets[at]
@@ -158,7 +158,7 @@ class _Simulation:
         if not sender.wakes:
             self._wake_later(sender)
 
-    def _send(self, sender: Member, packet: Packet, to: tuple[int, ...]) -> None:
+    def _send(self, sender: SimulatedNode, packet: Packet, to: tuple[int, ...]) -> None:
         self._packets[packet.kind] += 1
         stream = self._plan.streams[packet.job]
         key = (sender, packet.job, to)
@@ -179,7 +179,11 @@ class _Simulation:
         )
 
     def _deliver(
-        self, stream: Stream, receivers: dict[Node, tuple[int, Member]], packet: Packet, nodes: Sequence[Node]
+        self,
+        stream: BlockStream,
+        receivers: dict[Node, tuple[int, SimulatedNode]],
+        packet: Packet,
+        nodes: Sequence[Node],
     ) -> None:
         for node in nodes:
             number, member = receivers[node]
@@ -189,7 +193,7 @@ class _Simulation:
 
     # Timers
 
-    def _wake_later(self, member: Member) -> None:
+    def _wake_later(self, member: SimulatedNode) -> None:
         """A timer for each member, not for each packet: it is never later than the first time that a packet waits, so
         that no packet that is sent in the meantime is due before it."""
         deadline_s, now_s = member.core.deadline_s, self._env.now
@@ -198,7 +202,7 @@ class _Simulation:
             at_s = max(now_s, min(deadline_s, now_s + self._first_wait_s))
             self._network.call_at(at_s, lambda: self._wake(member))
 
-    def _wake(self, member: Member) -> None:
+    def _wake(self, member: SimulatedNode) -> None:
         member.wakes = False
         deadline_s = member.core.deadline_s
         packets: list[Packet] = []
@@ -218,12 +222,12 @@ class _Simulation:
             self._sample_every_s *= 2
         self._network.call_at(self._env.now + self._sample_every_s, self._sample)
 
-    def _outcome(self, wall_s: float) -> Outcome:
+    def _outcome(self, wall_s: float) -> AggregationOutcome:
         scenario, links = self._scenario, self._plan.topology.links
         job_s = tuple(max(job.ended_s) - job.starts_s for job in self._jobs)
         blocks = scenario.total_blocks * scenario.iterations * scenario.jobs
         taken = [use.taken / use.total for use in self._slots if use.total]
-        return Outcome(
+        return AggregationOutcome(
             scenario=scenario,
             job_s=job_s,
             exchange_s=tuple(one / scenario.iterations - scenario.compute_s for one in job_s),
@@ -240,7 +244,7 @@ class _Simulation:
 
 
 _TO_OR_FROM_AGGREGATORS = frozenset({PacketKind.RESULT, PacketKind.CONTRIBUTION})
-_Way: TypeAlias = tuple[tuple[Node, ...], dict[Node, tuple[int, Member]]]
+_Way: TypeAlias = tuple[tuple[Node, ...], dict[Node, tuple[int, SimulatedNode]]]
 
 
 def _is_copy(packet: Packet, first: Packet) -> bool:
@@ -252,7 +256,7 @@ def _is_copy(packet: Packet, first: Packet) -> bool:
     )
 
 
-def _way(stream: Stream, sender: Member, to: tuple[int, ...]) -> _Way:
+def _way(stream: BlockStream, sender: SimulatedNode, to: tuple[int, ...]) -> _Way:
     """The nodes that a packet for these numbers goes to, and who is there."""
     if to == (WORKERS,):
         to = tuple(range(stream.world))

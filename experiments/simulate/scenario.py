@@ -104,7 +104,7 @@ class SlotUse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class AggregationOutcome:
     """What a simulation found. All sums were right: else it raises.
 
     Attributes:

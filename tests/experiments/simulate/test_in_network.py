@@ -9,7 +9,7 @@ import pytest
 from gradbus.experiments.simulate import closed_forms as forms
 from gradbus.experiments.simulate.closed_forms import Fabric
 from gradbus.experiments.simulate.in_network import simulate_aggregation
-from gradbus.experiments.simulate.scenario import Outcome, Scenario
+from gradbus.experiments.simulate.scenario import AggregationOutcome, Scenario
 from gradbus.experiments.simulate.topology import LinkSpec
 
 RESNET50 = 102_400_000
@@ -22,7 +22,7 @@ def fabric_of(world: int, **more: Any) -> Fabric:
     return Fabric(world=world, **{"network": WIRE, "uplink": UPLINK, "local": LOCAL, **more})
 
 
-def simulated(kind: Any, fabric: Fabric, blocks: int, **more: Any) -> Outcome:
+def simulated(kind: Any, fabric: Fabric, blocks: int, **more: Any) -> AggregationOutcome:
     return simulate_aggregation(
         Scenario(kind=kind, fabric=fabric, blocks=blocks, **{"gradient_bytes": RESNET50, **more})
     )
