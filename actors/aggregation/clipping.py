@@ -107,7 +107,7 @@ class LimitedStrategy(Strategy):
             cap_samples: an update with more samples counts as one of so many.
         """
         self._inner = inner
-        self.weighs_samples = inner.weighs_samples
+        self.weighs_samples, self.adds_sums = inner.weighs_samples, inner.adds_sums
         self._clip_norm = clip_norm
         self._cap_samples = cap_samples
         self._base: Tensor | None = None
@@ -190,5 +190,6 @@ def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
 
 def sample_cap(strategy: Strategy, config: FederatedConfig) -> SampleCap:
     """The cap on samples by the median, where it is configured and the strategy weighs samples."""
-    by_median = config.limits.cap_samples == "median" and strategy.weighs_samples
+    of_clients = config.clients.kind == "clients"  # the weight of a sum is not this Controller's to change
+    by_median = config.limits.cap_samples == "median" and strategy.weighs_samples and of_clients
     return SampleCap(config.limits.cap_times_median if by_median else None)

@@ -12,16 +12,17 @@ soon as each client has a handful of samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, PartialSum, Summary, encode
 from gradbus.codecs import DenseBlock, Parsed
 
-FRACTION_BITS = 30
 _LIMIT = 2.0**62  # of n_i * max|delta_i| * 2^30, and of a sum of such before it is carried: int64 does not overflow
+_CARRIED_LIMIT = 2**52  # of a carried sum, exact in float64
 _LOW_BITS = 32  # what a carry leaves; the rest stays below 2^53, exact in float64, for some eight million updates
 LARGEST = _LIMIT / 2.0**FRACTION_BITS  # of the samples of an update times its largest value
 # 240 KiB of float64 stay in the second-level cache. And torch computes fewer than 32,768 elements on the calling
@@ -102,6 +103,43 @@ class ExactMean:
         self._bound += bound
         self.num_samples += num_samples
         self.count += 1
+
+    def add_sum(self, partial: PartialSum) -> None:
+        """Add what another exact sum holds: the integers are then those of one sum over the vectors of both.
+
+        Raises:
+            OutOfRange: its integers are larger than so many updates can make them. Nothing has been added.
+        """
+        summary, largest, carried = partial.summary, partial.low.largest(), partial.carried
+        # An update is below 2^62 and leaves at most 2^31 of that to the carried sum, with what a carry rounds down.
+        most = min(summary.updates << (_LOW_BITS - 1), _CARRIED_LIMIT)
+        if largest >= _LIMIT or (carried is not None and carried.largest() > most):
+            raise OutOfRange(f"partial sum of {summary.updates} updates: its values are larger than theirs can be")
+        if not self.count:
+            self._sum.zero_()
+        if not self._bound + largest < _LIMIT:
+            self._carry()
+        for place, values in partial.low.blocks():
+            self._sum[place].add_(values)
+        if carried is not None:
+            if self._carried is None:
+                self._carried = torch.zeros_like(self._sum)
+            for place, values in carried.blocks():
+                self._carried[place].add_(values)
+        self._bound += largest
+        self.num_samples += summary.num_samples
+        self.count += summary.updates
+
+    def encode(self, clients: tuple[range, ...], loss_parts: Iterable[float], loss_samples: int) -> bytes:
+        """The message of this sum, with what the next level needs to know of it: see :class:`.Summary`.
+
+        Raises:
+            ValueError: nothing has been added, or the ids of the clients have too many gaps.
+        """
+        if not self.count:
+            raise ValueError("the sum of no updates is not sent: add at least one")
+        summary = Summary(self.num_samples, self.count, clients, tuple(loss_parts), loss_samples)
+        return encode(summary, self._sum, self._carried)
 
     def _round(self, scaled: Tensor) -> Tensor:
         """The front of the scratch memory, rounded to even, as int64."""

@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.codecs import Parsed
 from gradbus.runtime.choices import Options
 from gradbus.runtime.config.federated import FederatedConfig
@@ -36,11 +37,13 @@ class Strategy(ABC):
 
     Attributes:
         weighs_samples: an update of more samples weighs more. False: their number does not matter.
+        adds_sums: it needs the sum of the updates alone, so that :meth:`add_sum` works.
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
     Options: ClassVar[type[BaseModel]] = Options
     weighs_samples = True
+    adds_sums = False
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -58,6 +61,14 @@ class Strategy(ABC):
         Raises:
             ValueError: the update cannot be used; the text says why.
         """
+
+    def add_sum(self, partial: PartialSum) -> None:
+        """Take in the exact sum of a site's updates, in full or, with an exception, not at all.
+
+        Raises:
+            ValueError: it cannot be used; the text says why.
+        """
+        raise NotImplementedError(f"{self.name} needs the updates one by one")
 
     @abstractmethod
     def finish(self, weights: Tensor) -> None:
@@ -87,6 +98,7 @@ class FedAvg(Strategy):
     """The mean of the clients' models, weighted by their samples."""
 
     choice = "fedavg"
+    adds_sums = True
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
@@ -103,6 +115,10 @@ class FedAvg(Strategy):
         assert self._mean is not None, "begin() comes first"
         assert self._base is not None
         self._mean.add(update, base=self._base, num_samples=num_samples)
+
+    def add_sum(self, partial: PartialSum) -> None:
+        assert self._mean is not None, "begin() comes first"
+        self._mean.add_sum(partial)
 
     def finish(self, weights: Tensor) -> None:
         assert self._mean is not None, "begin() comes first"

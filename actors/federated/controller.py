@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradbus.actors.aggregation import partial_sum
 from gradbus.actors.aggregation.clipping import CAPPED, sample_cap, within_limits
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.clients import ClientRegistry
@@ -53,7 +54,7 @@ from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, CODECS, STRATEGIES
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
+from gradbus.runtime.errors import ConfigError, GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
@@ -127,15 +128,28 @@ class Controller:
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
         self._model = FlatModel(self._task.build_model(), config.exchange)
-        self._strategy = within_limits(
-            self._given_strategy or STRATEGIES.make(config.strategy, self._model.dim), config
-        )
+        self._strategy = within_limits(self._make_strategy(), config)
         self._strategy.check(config)
+        if config.clients.kind == "sites" and not self._strategy.adds_sums:
+            raise ConfigError(
+                f"federated.strategy: {config.strategy.name} needs the updates of single clients, and sites send their "
+                f"sums alone. Use fedavg, fedavgm or fedadam, or let the clients take part themselves"
+            )
         self._state = RunState(config, self._model, self._strategy)
         # Later than every start before, also where the clock was set back.
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
         self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
         self._state.incarnation = self._identity.incarnation
+
+    def _make_strategy(self) -> Strategy:
+        """The strategy, without the limits on updates. Called off the loop, when there is a model."""
+        return self._given_strategy or STRATEGIES.make(self._config.strategy, self._model.dim)
+
+    def _max_update_bytes(self) -> int:
+        """Length of the longest update that a participant can send."""
+        if self._config.clients.kind == "sites":
+            return partial_sum.max_bytes(self._model.dim)
+        return int(CODECS.make(self._config.codec).max_bytes(self._model.dim))
 
     def _wire(self) -> None:
         """Make all parts. Called on the loop, once the job is this controller's."""
@@ -156,7 +170,7 @@ class Controller:
         self._cap = sample_cap(self._strategy, config)
         admission = UpdateAdmission(
             state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
-            max_bytes=CODECS.make(config.codec).max_bytes(dim),
+            max_bytes=self._max_update_bytes(),
             max_samples=config.limits.max_samples,
         )  # fmt: skip
         self._receiver = UpdateReceiver(
@@ -289,15 +303,7 @@ class Controller:
                 group.create_task(self._monitor.run(), name="heartbeat"),
             ]
             try:
-                if state.round_id < config.rounds:
-                    await self._selection.wait_for_start(state.round_id + 1)
-                    self._dispatcher.has_begun = True
-                    await self._compute.run(state.save_initial)
-                    with tolerate_write_timeout("model", state.round_id):
-                        await self._publisher.publish_full(state.round_id)
-                await self._evaluate_resumed()
-                while state.round_id < config.rounds:
-                    on_report(await self._one_round(state.round_id + 1))
+                await self._all_rounds(on_report)
                 finished, reason[0] = True, "all rounds are done"
                 await self._monitor.announce_end(ok=True, reason=reason[0], linger=resumed_at_end)
             except Exception as error:
@@ -308,6 +314,25 @@ class Controller:
                     await self._monitor.announce_end(ok=False, reason=reason[0], final=final)
                 for helper in helpers:
                     helper.cancel()
+
+    async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
+        """The rounds that are left, when all parts run."""
+        state, rounds = self._state, self._config.rounds
+        if state.round_id < rounds:
+            await self._wait_for_clients()
+            await self._compute.run(state.save_initial)
+            with tolerate_write_timeout("model", state.round_id):
+                await self._publisher.publish_full(state.round_id)
+        await self._evaluate_resumed()
+        while state.round_id < rounds:
+            on_report(await self._one_round(state.round_id + 1))
+
+    async def _wait_for_clients(self) -> None:
+        """Wait until the first round can start. From then on the clients follow this controller."""
+        await self._selection.wait_for_start(
+            self._state.round_id + 1, timeout_s=self._config.clients.start_timeout_s
+        )  # fmt: skip
+        self._dispatcher.has_begun = True
 
     # Clients
 
@@ -365,23 +390,31 @@ class Controller:
     # A round
 
     async def _one_round(self, round_id: int) -> RoundReport:
-        """Attempts at a round, until there are enough updates. Those of one attempt count in the next."""
         started_s = time.perf_counter()
-        accepted: set[int] = set()
+        return await self._commit(*await self._gather(round_id, set()), started_s)
+
+    def _time_left(self) -> tuple[float, float]:
+        """Seconds for which an attempt at a round may wait for clients, and those that it may then take."""
+        return self._config.clients.start_timeout_s, self._config.round.timeout_s
+
+    async def _gather(self, round_id: int, accepted: set[int]) -> tuple[Round, Outcome, int]:
+        """Attempts at a round, until there are enough updates. Those of one attempt count in the next, and those of the
+        clients in ``accepted`` count already: it grows. Returns the last attempt, its outcome and its number."""
         self._missed = {}
         self._cap.begin(round_id, self._state.participation.samples())
         for attempt in range(1, self._config.round.max_attempts + 1):
             if len(accepted.union(self._selection.ready(round_id))) < self._config.clients.min:
-                await self._selection.wait_for_start(round_id, accepted)
+                await self._selection.wait_for_start(round_id, accepted, timeout_s=self._time_left()[0])
             round_, outcome = await self._collect(round_id, accepted)
-            accepted = round_.accepted
             if outcome is not Outcome.TOO_FEW:
-                return await self._commit(round_, outcome, attempt, started_s)
+                return round_, outcome, attempt
             self._missed.update(self._why_missed(round_))
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._registry.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its next Hello brings another
                     await self._dispatcher.welcome(member)
+            if self._time_left()[1] <= 0.0:
+                break
         raise self._too_few(round_)
 
     def _too_few(self, round_: Round) -> GradbusError:
@@ -398,12 +431,12 @@ class Controller:
         return RoundTimeout(round_.round_id, accepted, self._config.clients.min, self._config.round.max_attempts)
 
     async def _collect(self, round_id: int, accepted: set[int]) -> tuple[Round, Outcome]:
-        """Command the round and receive updates until it is over."""
+        """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled."""
         config = self._config
         rules = RoundRules(
             minimum=config.clients.min,
             quorum=config.round.quorum,
-            deadline_s=config.round.timeout_s,
+            deadline_s=self._time_left()[1],
             grace_s=config.round.grace_s,
         )
         round_ = Round(
@@ -418,8 +451,7 @@ class Controller:
         self._changed()
         if self._probe.history.on:
             await self._compute.run(self._note_command, round_)
-        training, lr = config.training, await self._compute.run(self._rates.at, round_id)
-        command = TrainCmd(round_id, training.subset_size, training.epochs, lr, config.seed)
+        command = await self._command(round_id)
         self._receiver.timing.commanded()
         with tolerate_write_timeout("command", round_id):
             await self._bus.publish(self._identity, command)
@@ -433,9 +465,15 @@ class Controller:
                 await self._sleep_until(round_.next_check_s())
         finally:
             await self._receiver.close()
+            accepted.update(round_.accepted)
             self._round = None
         # An update that was being added when the round ended counts, too.
         return round_, round_.verdict(time.monotonic()) or outcome
+
+    async def _command(self, round_id: int) -> TrainCmd:
+        """The command of a round."""
+        training, lr = self._config.training, await self._compute.run(self._rates.at, round_id)
+        return TrainCmd(round_id, training.subset_size, training.epochs, lr, self._config.seed)
 
     async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
         """From the sum of the updates to the published, durable model."""

@@ -7,6 +7,7 @@ import contextlib
 import re
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Protocol
 
 from gradbus.actors.federated.clients import ClientRecord, ClientRegistry, HelloAnswer
@@ -38,6 +39,10 @@ MAX_DISTINCT = 32  # tracebacks that are logged in a run; clients may send any t
 MAX_LINE = 1200  # characters of the last line of a traceback, which has the error
 MAX_TEXT = 8000  # characters of a traceback, from its end
 
+_OTHER_KIND = {
+    "clients": "it is the Controller of a site, and this one takes clients: set its clients.kind to sites",
+    "sites": "it is a client, and this Controller takes sites (clients.kind): let it join the Controller of its site",
+}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 log = get_logger("controller")
@@ -91,6 +96,7 @@ class Dispatcher:
 
     Attributes:
         has_begun: the clients follow this controller: one that starts now stays away.
+        terms: how to train and to encode, as the level above has it; None: as this controller's settings have it.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class Dispatcher:
         self._events = events
         self._duplicates = DuplicateControllers(context.bus.job, context.identity)
         self.has_begun = False
+        self.terms: Welcome | None = None
 
     async def run(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
         """Handle messages until the bus is closed."""
@@ -180,7 +187,10 @@ class Dispatcher:
         earlier = self._registry.incarnation_of(client_id)
         was_ready = before is not None and self._is_ready(before)
         next_round, out_until = self._events.next_round(), quarantine.out_until(client_id)
-        if out_until == FOR_GOOD:
+        kind = self._context.config.clients.kind
+        if hello.site is not (kind == "sites"):
+            answer, why = HelloAnswer.REFUSE, _OTHER_KIND[kind]
+        elif out_until == FOR_GOOD:
             answer, why = HelloAnswer.REFUSE, quarantine.exclusion_reason(client_id, next_round) or ""
         else:
             answer, why = self._registry.hello(
@@ -216,8 +226,13 @@ class Dispatcher:
             chunk_elems=codec.get("chunk_elems", 1), codec_version=codec["version"],
             num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
-            rule=training.rule.name, options=training.sent_options(),
+            rule=training.rule.name, options=training.sent_options(), round_s=config.round.timeout_s,
         )  # fmt: skip
+        if (terms := self.terms) is not None:
+            welcome = replace(
+                welcome, codec=terms.codec, density=terms.density, chunk_elems=terms.chunk_elems,
+                codec_version=terms.codec_version, rule=terms.rule, options=terms.options,
+            )  # fmt: skip
         await self._context.publish(welcome)
         await self._publisher.announce_to(client.client_id)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from gradbus.actors.aggregation.partial_sum import Summary, exact_parts, ranges_of
 from gradbus.runtime.wire.control import UploadRequest
 
 CLIENT_LOST = "client lost"
@@ -163,23 +164,41 @@ class RoundTotals:
     num_samples: int = 0
     samples: dict[int, int] = field(default_factory=dict)  # of each client, as it announced them
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
+    sums: dict[int, Summary] = field(default_factory=dict)  # of each site: what it has reported of its clients
     train_s: float = 0.0
     encode_s: float = 0.0
     aggregate_s: float = 0.0
 
-    def count(self, client_id: int, request: UploadRequest, weight: int, *, from_memory: bool) -> None:
-        """Add an update that counts with this weight."""
+    def count(
+        self, client_id: int, request: UploadRequest, weight: int, *, from_memory: bool, partial: Summary | None = None
+    ) -> None:
+        """Add an update that counts with this weight. ``partial``: it is the sum of a site."""
         self.bytes_up += request.total_bytes
         self.bytes_up_shared += request.total_bytes * from_memory
         self.num_samples += request.num_samples
         self.samples[client_id] = request.num_samples
-        self.losses.append((weight, request.loss))
+        if partial is None:
+            self.losses.append((weight, request.loss))
+        else:
+            self.sums[client_id] = partial
         self.train_s = max(self.train_s, request.train_s)
         self.encode_s = max(self.encode_s, request.encode_s)
 
     def loss(self) -> float | None:
         """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""
+        parts, total = self.loss_parts()
+        return math.fsum(parts) / total if total else None
+
+    def loss_parts(self) -> tuple[list[float], int]:
+        """Floats whose exact sum is that of samples times loss over all clients, and the number of these samples."""
         # Anything beyond is as good as none, and could overflow the sum; NaN is not below it either.
-        known = sorted((samples, loss) for samples, loss in self.losses if abs(loss) < 1e100)
-        total = sum(samples for samples, _ in known)
-        return math.fsum(samples * loss for samples, loss in known) / total if total else None
+        known = [(samples, loss) for samples, loss in self.losses if abs(loss) < 1e100]
+        total = sum(samples for samples, _ in known) + sum(partial.loss_samples for partial in self.sums.values())
+        parts = [part for partial in self.sums.values() for part in partial.loss_parts]
+        return exact_parts([*parts, *(samples * loss for samples, loss in known)]), total
+
+    def clients(self) -> tuple[range, ...]:
+        """Ids of all clients in the sum, those of sites included."""
+        if not self.sums:
+            return ranges_of(self.samples)
+        return ranges_of(number for partial in self.sums.values() for each in partial.clients for number in each)

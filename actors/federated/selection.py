@@ -92,15 +92,15 @@ class ParticipantSelection:
         self._sleep_until = sleep_until
         self._changed = changed
 
-    async def wait_for_start(self, round_id: int, accepted: Collection[int] = ()) -> None:
+    async def wait_for_start(self, round_id: int, accepted: Collection[int] = (), *, timeout_s: float) -> None:
         """Wait until enough clients are matched both ways and welcomed. Those in ``accepted`` need not be there, as
-        their updates count already. Raises BarrierTimeout: they were not, for too long."""
+        their updates count already. Raises BarrierTimeout: they were not, for so long."""
         config, bus, out = self._context.config, self._context.bus, self._context.state.quarantine.excluded(round_id)
         self._progress.phase = "waiting"
         kept_out = f" (kept out: {', '.join(map(str, list(out)[:20]))})" if out else ""
         condition = StartCondition(
             minimum=config.clients.min, expected=config.clients.num, now_s=time.monotonic(),
-            timeout_s=config.clients.start_timeout_s, grace_s=config.clients.start_grace_s, excused=out,
+            timeout_s=timeout_s, grace_s=config.clients.start_grace_s, excused=out,
             describe=lambda: (
                 f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration, bus.reach.advice()
             ),

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
+from gradbus.actors.aggregation.partial_sum import CountedTwice, Summary
+from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.report import RoundTiming
@@ -356,7 +358,7 @@ class UpdateReceiver:
         self.timing.note(update.client_id, "adding")
         transfer.adding = True
         try:
-            await self._context.compute.run(self._add, transfer, weight)
+            partial = await self._context.compute.run(self._add, transfer, weight)
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
                 self._unreadable_from_here(transfer, error)
@@ -364,13 +366,15 @@ class UpdateReceiver:
             await self._reject(update, UpdateRefusal("non-finite", str(error), True))
         except CodecError as error:
             await self._reject(update, UpdateRefusal("malformed", str(error), True))
+        except CountedTwice as error:
+            await self._reject(update, UpdateRefusal("counted twice", str(error)))
         except NoRoom as error:
             await self._reject(update, UpdateRefusal("no room", str(error)))
         except ValueError as error:
             await self._reject(update, UpdateRefusal("refused", str(error), True))
         else:
             self.totals.aggregate_s += time.perf_counter() - started_s
-            self._count(round_, update, weight, from_memory=transfer.in_memory)
+            self._count(round_, update, weight, from_memory=transfer.in_memory, partial=partial)
             receipts.create_task(self._send_receipt(update, accepted=True), name="receipt")
         finally:
             self._transfers.pop(transfer.key, None)
@@ -378,9 +382,11 @@ class UpdateReceiver:
                 self._context.bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(transfer.payload)
             transfer.payload = None  # also where an error's traceback holds the transfer
 
-    def _count(self, round_: Round, update: UpdateFromClient, weight: int, *, from_memory: bool) -> None:
+    def _count(
+        self, round_: Round, update: UpdateFromClient, weight: int, *, from_memory: bool, partial: Summary | None
+    ) -> None:
         client_id, request = update.client_id, update.request
-        self.totals.count(client_id, request, weight, from_memory=from_memory)
+        self.totals.count(client_id, request, weight, from_memory=from_memory, partial=partial)
         if weight < request.num_samples:
             log.warning(
                 "samples capped", client=client_id, round=request.round_id, announced=request.num_samples, weight=weight
@@ -391,18 +397,39 @@ class UpdateReceiver:
         round_.accept(client_id, time.monotonic())
         self._on_change()
 
-    def _add(self, transfer: _IncomingUpdate, weight: int) -> None:
-        """Read, decode and add, off the loop. The journal notes it before the receipt goes out."""
+    def _add(self, transfer: _IncomingUpdate, weight: int) -> Summary | None:
+        """Read, decode and add, off the loop. The journal notes it before the receipt goes out. Returns what a site has
+        reported of its clients; None: it is the update of a client."""
         key, request, history = transfer.key, transfer.update.request, self._context.history
         payload = transfer.payload
         if payload is None:
             payload = transfer.payload = read(request.memory, request.total_bytes)
-        self._strategy.add(key.sender, codecs.parse(payload, expected_dim=self._dim), weight)
+        summary = None
+        if self._context.config.clients.kind == "sites":
+            summary = self._add_sum(key.sender, payload, weight)
+        else:
+            self._strategy.add(key.sender, codecs.parse(payload, expected_dim=self._dim), weight)
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         history.note(
             "counted", round=key.round_id, client=key.sender, incarnation=key.incarnation, transfer=key.transfer,
             num_samples=request.num_samples, bytes=request.total_bytes, crc32=history.checksum(payload), weight=weight,
         )  # fmt: skip
+        return summary
+
+    def _add_sum(self, site_id: int, payload: memoryview, announced: int) -> Summary:
+        """Add the exact sum of a site."""
+        partial = parse_sum(payload, expected_dim=self._dim, max_samples=self._context.config.limits.max_samples)
+        summary = partial.summary
+        if summary.num_samples != announced:
+            raise CodecError(f"partial sum of {summary.num_samples:,} samples, {announced:,} were announced")
+        for other_id, other in self.totals.sums.items():
+            if other_id != site_id and (client_id := summary.shared_client(other)) is not None:
+                raise CountedTwice(
+                    f"client {client_id} counts already, in the sum of site {other_id}: a client belongs to one site, "
+                    f"and its id to one client of the whole tree"
+                )
+        self._strategy.add_sum(partial)
+        return summary
 
     async def _grant_more(self) -> None:
         """Grant requests in order of arrival while the budget lasts."""

@@ -44,6 +44,9 @@ def _rule_can_travel(rule: Choice) -> Choice:
 class ClientsSettings(Settings):
     """The clients: how many there are, and when one counts as gone."""
 
+    kind: Literal["clients", "sites"] = "clients"
+    """Who takes part: `clients`, which train, or `sites`: Controllers, each with the exact sum of its own clients. The
+    settings below are then of the sites."""
     num: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of clients that are expected. null: unknown; the run starts with `min`."""
     min: Annotated[int, Field(ge=1)] = 1
@@ -218,6 +221,14 @@ class FederatedConfig(Settings):
     def _consistent(self) -> FederatedConfig:
         if self.downlink_codec.options.get("version", 2) != 2:
             raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
+        if self.clients.kind == "sites":
+            single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
+            for key, value in single.items():
+                if value not in (None, "median"):
+                    raise ValueError(
+                        f"limits.{key} limits one update, and with clients.kind = sites this Controller sees sums "
+                        f"alone: set it at the sites, whose clients it is for"
+                    )
         return self
 
 

@@ -56,6 +56,7 @@ class Hello:
         memory: the machine whose shared memory it reads, empty: none.
         phase_s: seconds since the phase began.
         trained_dim, trained_layout: dim and layout of the trained part alone; 0: nothing of its model is frozen.
+        site: it is the Controller of a site, whose updates are exact sums.
     """
 
     protocol: U32
@@ -72,6 +73,7 @@ class Hello:
     phase_s: Seconds = 0.0
     trained_dim: U64 = 0
     trained_layout: U64 = 0
+    site: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -88,6 +90,7 @@ class Welcome:
         rule: how to train, and ``options``, of the rule. A client refuses a rule that it does not have or allow.
         frozen: hash over the values of the model that are not sent; a client with other values requests them, as the
             model of round FROZEN_ROUND. 0: all are sent.
+        round_s: deadline of a round, in seconds after its command; 0: unknown.
     """
 
     to: U32
@@ -104,6 +107,7 @@ class Welcome:
     frozen: U64 = 0
     rule: Name = "plain"
     options: Options = dataclasses.field(default_factory=dict)
+    round_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

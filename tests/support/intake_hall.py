@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.aggregation import partial_sum
 from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.federated import updates_in as intake_module
@@ -120,10 +121,10 @@ class Hall:
 @contextlib.asynccontextmanager
 async def hall_of(
     *, clients: int = 3, budget_bytes: int = 1 << 20, held: bool = False, history: History | None = None,
-    repair_after_s: float = 60.0, stall_after_s: float = 60.0,
+    repair_after_s: float = 60.0, stall_after_s: float = 60.0, sites: bool = False,
 ) -> AsyncIterator[Hall]:  # fmt: skip
     """``repair_after_s``, ``stall_after_s``: of the intake; long, as a machine may stand still between any two steps of
-    a test that counts what is said."""
+    a test that counts what is said. ``sites``: their exact sums are expected."""
     bus, strategy, base = FakeBus(), HeldFedAvg(DIM), torch.zeros(DIM)
     if not held:
         strategy.go_on.set()
@@ -137,11 +138,13 @@ async def hall_of(
     with ComputeThread("intake-test") as compute, mock.patch.multiple(intake_module, **delays):
         state, journal = SimpleNamespace(run_id=RUN), history or History(None, "controller")
         context = RunContext(
-            bus, Identity(CONTROLLER, 1), compute, FederatedConfig(), state, journal  # type: ignore[arg-type]
+            bus, Identity(CONTROLLER, 1), compute,  # type: ignore[arg-type]
+            FederatedConfig(clients={"kind": "sites" if sites else "clients"}), state, journal,  # type: ignore[arg-type]
         )  # fmt: skip
         admission = UpdateAdmission(
             Quarantine(max_strikes=2, quarantine_rounds=3), SampleCap(None), run_id=RUN,
-            max_bytes=codecs.get("fp32").max_bytes(DIM), budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
+            max_bytes=partial_sum.max_bytes(DIM) if sites else codecs.get("fp32").max_bytes(DIM),
+            budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
         )  # fmt: skip
         intake = UpdateReceiver(
             context, strategy, admission, dim=DIM, on_strike=note,

@@ -65,8 +65,8 @@ EXAMPLES: list[Body] = [
 
 
 LATER: dict[type[Any], dict[str, Any]] = {
-    Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0},
-    Welcome: {"memory": "", "frozen": 0, "rule": "plain", "options": {}},
+    Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0, "site": False},
+    Welcome: {"memory": "", "frozen": 0, "rule": "plain", "options": {}, "round_s": 0.0},
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {
