@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, PartialSum, Summary, encode
+from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, PartialSum, SumSummary, encode
 from gradbus.codecs import DenseBlock, Parsed
 
 _LIMIT = 2.0**62  # of n_i * max|delta_i| * 2^30, and of a sum of such before it is carried: int64 does not overflow
@@ -131,14 +131,14 @@ class ExactMean:
         self.count += summary.updates
 
     def encode(self, clients: tuple[range, ...], loss_parts: Iterable[float], loss_samples: int) -> bytes:
-        """The message of this sum, with what the next level needs to know of it: see :class:`.Summary`.
+        """The message of this sum, with what the next level needs to know of it: see :class:`.SumSummary`.
 
         Raises:
             ValueError: nothing has been added, or the ids of the clients have too many gaps.
         """
         if not self.count:
             raise ValueError("the sum of no updates is not sent: add at least one")
-        summary = Summary(self.num_samples, self.count, clients, tuple(loss_parts), loss_samples)
+        summary = SumSummary(self.num_samples, self.count, clients, tuple(loss_parts), loss_samples)
         return encode(summary, self._sum, self._carried)
 
     def _round(self, scaled: Tensor) -> Tensor:

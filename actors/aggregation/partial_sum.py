@@ -37,8 +37,8 @@ class NotAPartialSum(CodecError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Integers:
-    """Integers that are still packed, checked for length alone.
+class PackedIntegers:
+    """PackedIntegers that are still packed, checked for length alone.
 
     Attributes:
         dim: how many. widths: uint8, bytes of each integer, by block. data: uint8, all blocks.
@@ -78,7 +78,7 @@ class CountedTwice(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class SumSummary:
     """What the next level needs to know of a sum beside its integers.
 
     Attributes:
@@ -93,7 +93,7 @@ class Summary:
     loss_parts: tuple[float, ...]
     loss_samples: int
 
-    def shared_client(self, other: Summary) -> int | None:
+    def shared_client(self, other: SumSummary) -> int | None:
         """The lowest client that both sums contain; None: there is none."""
         mine, theirs = list(reversed(self.clients)), list(reversed(other.clients))
         while mine and theirs:
@@ -112,9 +112,9 @@ class PartialSum:
         summary: of it. low: the sum, in units of 2^-30. carried: what did not fit, in units of 4; None: all of it fits.
     """
 
-    summary: Summary
-    low: Integers
-    carried: Integers | None
+    summary: SumSummary
+    low: PackedIntegers
+    carried: PackedIntegers | None
 
 
 def ranges_of(ids: Iterable[int]) -> tuple[range, ...]:
@@ -148,7 +148,7 @@ def max_bytes(dim: int) -> int:
     return _HEADER.size + 8 * MAX_RANGES + 8 * MAX_LOSS_PARTS + 2 * (_blocks(dim) + 8 * dim)
 
 
-def encode(summary: Summary, low: Tensor, carried: Tensor | None) -> bytes:
+def encode(summary: SumSummary, low: Tensor, carried: Tensor | None) -> bytes:
     """The message of a sum; see :class:`PartialSum`. ``low``, ``carried``: int64, shape (D,), on the CPU.
 
     Raises:
@@ -223,14 +223,14 @@ def parse(payload: Payload, *, expected_dim: int, max_samples: int) -> PartialSu
     if len(view) < position + sets * _blocks(dim):
         raise CodecError(f"partial sum cut short: {len(view)} bytes, at least {position + sets * _blocks(dim)} follow")
     clients, parts = _read_summary(view, num_ranges, num_parts, updates)
-    found: list[Integers] = []
+    found: list[PackedIntegers] = []
     for _ in range(sets):
         position, integers = _unpacked(view, position, dim)
         found.append(integers)
     if position != len(view):
         raise CodecError(f"partial sum of {len(view)} bytes: expected {position}")
     carried = found[1] if sets == 2 else None
-    return PartialSum(Summary(num_samples, updates, clients, parts, loss_samples), found[0], carried)
+    return PartialSum(SumSummary(num_samples, updates, clients, parts, loss_samples), found[0], carried)
 
 
 def _read_summary(
@@ -256,7 +256,7 @@ def _is_ascending(clients: tuple[range, ...]) -> bool:
     return True
 
 
-def _unpacked(view: memoryview, position: int, dim: int) -> tuple[int, Integers]:
+def _unpacked(view: memoryview, position: int, dim: int) -> tuple[int, PackedIntegers]:
     """Where the next set begins, and this one."""
     blocks = _blocks(dim)
     if len(view) < position + blocks:
@@ -270,7 +270,7 @@ def _unpacked(view: memoryview, position: int, dim: int) -> tuple[int, Integers]
     position += blocks
     if len(view) < position + size:
         raise CodecError(f"partial sum cut short: {len(view)} bytes, at least {position + size} expected")
-    return position + size, Integers(dim, widths, np.frombuffer(view, np.uint8, size, position))
+    return position + size, PackedIntegers(dim, widths, np.frombuffer(view, np.uint8, size, position))
 
 
 def _blocks(dim: int) -> int:

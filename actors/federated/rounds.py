@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gradbus.actors.aggregation.partial_sum import Summary, exact_parts, ranges_of
+from gradbus.actors.aggregation.partial_sum import SumSummary, exact_parts, ranges_of
 from gradbus.runtime.wire.control import UploadRequest
 
 CLIENT_LOST = "client lost"
@@ -164,13 +164,19 @@ class RoundTotals:
     num_samples: int = 0
     samples: dict[int, int] = field(default_factory=dict)  # of each client, as it announced them
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
-    sums: dict[int, Summary] = field(default_factory=dict)  # of each site: what it has reported of its clients
+    sums: dict[int, SumSummary] = field(default_factory=dict)  # of each site: what it has reported of its clients
     train_s: float = 0.0
     encode_s: float = 0.0
     aggregate_s: float = 0.0
 
     def count(
-        self, client_id: int, request: UploadRequest, weight: int, *, from_memory: bool, partial: Summary | None = None
+        self,
+        client_id: int,
+        request: UploadRequest,
+        weight: int,
+        *,
+        from_memory: bool,
+        partial: SumSummary | None = None,
     ) -> None:
         """Add an update that counts with this weight. ``partial``: it is the sum of a site."""
         self.bytes_up += request.total_bytes

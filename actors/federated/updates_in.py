@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
-from gradbus.actors.aggregation.partial_sum import CountedTwice, Summary
+from gradbus.actors.aggregation.partial_sum import CountedTwice, SumSummary
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.federated.participation import Quarantine, Strike
@@ -383,7 +383,7 @@ class UpdateReceiver:
             transfer.payload = None  # also where an error's traceback holds the transfer
 
     def _count(
-        self, round_: Round, update: UpdateFromClient, weight: int, *, from_memory: bool, partial: Summary | None
+        self, round_: Round, update: UpdateFromClient, weight: int, *, from_memory: bool, partial: SumSummary | None
     ) -> None:
         client_id, request = update.client_id, update.request
         self.totals.count(client_id, request, weight, from_memory=from_memory, partial=partial)
@@ -397,7 +397,7 @@ class UpdateReceiver:
         round_.accept(client_id, time.monotonic())
         self._on_change()
 
-    def _add(self, transfer: _IncomingUpdate, weight: int) -> Summary | None:
+    def _add(self, transfer: _IncomingUpdate, weight: int) -> SumSummary | None:
         """Read, decode and add, off the loop. The journal notes it before the receipt goes out. Returns what a site has
         reported of its clients; None: it is the update of a client."""
         key, request, history = transfer.key, transfer.update.request, self._context.history
@@ -416,7 +416,7 @@ class UpdateReceiver:
         )  # fmt: skip
         return summary
 
-    def _add_sum(self, site_id: int, payload: memoryview, announced: int) -> Summary:
+    def _add_sum(self, site_id: int, payload: memoryview, announced: int) -> SumSummary:
         """Add the exact sum of a site."""
         partial = parse_sum(payload, expected_dim=self._dim, max_samples=self._context.config.limits.max_samples)
         summary = partial.summary

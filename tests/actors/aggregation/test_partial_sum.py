@@ -21,7 +21,7 @@ from gradbus.actors.aggregation.partial_sum import (
     MAX_RANGES,
     NotAPartialSum,
     PartialSum,
-    Summary,
+    SumSummary,
     encode,
     exact_parts,
     max_bytes,
@@ -32,7 +32,7 @@ from gradbus.codecs import CodecError, DimMismatchError
 
 DIM = 2 * BLOCK_ELEMS + 17
 MAX_SAMPLES = 1 << 30
-ONE = Summary(1, 1, (range(7, 8),), (0.5,), 1)
+ONE = SumSummary(1, 1, (range(7, 8),), (0.5,), 1)
 
 
 def sum_of(updates: list[tuple[Tensor, int]], base: Tensor) -> ExactMean:
@@ -115,7 +115,7 @@ def test_parts_of_losses_add_up_to_the_same_bits(values: list[float], cut: int) 
 @given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)))
 @settings(max_examples=200, deadline=None)
 def test_a_client_in_two_sums_is_found(one: set[int], other: set[int]) -> None:
-    first, second = (Summary(99, 99, ranges_of(ids), (), 0) for ids in (one, other))
+    first, second = (SumSummary(99, 99, ranges_of(ids), (), 0) for ids in (one, other))
     assert first.shared_client(second) == min(one & other, default=None)
     assert {number for each in first.clients for number in each} == one
 

@@ -69,7 +69,7 @@ def field(offset: int, form: str, value: int) -> bytes:
         (replace(FIRST, payload=FIRST.payload[:-1]), "malformed", "cut short"),
         (
             replace(FIRST, payload=partial_sum.encode(
-                partial_sum.Summary(21, 2, (range(2),), (), 0), torch.full((DIM,), 1 << 62), None
+                partial_sum.SumSummary(21, 2, (range(2),), (), 0), torch.full((DIM,), 1 << 62), None
             )), "refused", "larger than theirs can be",
         ),
         (replace(FIRST, payload=bytes(partial_sum.max_bytes(DIM) + 1)), "oversized", "at most"),
