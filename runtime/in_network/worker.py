@@ -289,7 +289,7 @@ class RingWorker:
                 self._unacknowledged.acknowledge(packet.carrier)
             case PacketKind.AGGREGATOR_ACK:
                 self._unacknowledged.acknowledge(packet.carrier)
-                if not group.is_at_aggregator:
+                if not group.is_at_aggregator and packet.acked is not PacketKind.PROBE:
                     yield from self._at_aggregator(packet.group, group, now_s)
             case _:
                 self.dropped += 1
