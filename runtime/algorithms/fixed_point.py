@@ -22,7 +22,7 @@ from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Scope, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.in_network.options import InNetworkOptions
-from gradbus.runtime.in_network.topology import Leaves, Roots, Topology, TopologyKind
+from gradbus.runtime.in_network.topology import AggregatorTopology, Leaves, Roots, TopologyKind
 
 
 class FixedPoint(Algorithm):
@@ -90,7 +90,7 @@ class FixedPoint(Algorithm):
         options = self.options
         if options.route == "direct" or self.place.world == 1:
             return None
-        topology = Topology(
+        topology = AggregatorTopology(
             kind=options.topology, leaves=options.leaves, leaves_by=options.leaves_by, roots=options.roots
         )
         return InNetworkOptions(

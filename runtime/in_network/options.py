@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gradbus.runtime.in_network.topology import SINGLE, Topology
+from gradbus.runtime.in_network.topology import SINGLE, AggregatorTopology
 
 InNetworkRoute: TypeAlias = Literal["ina", "ra-ina", "ra-ina-inline"]
 
@@ -34,7 +34,7 @@ class InNetworkOptions:
     route: InNetworkRoute = "ra-ina"
     block_elems: int = 1 << 16
     window_groups: int = 4
-    topology: Topology = SINGLE
+    topology: AggregatorTopology = SINGLE
     timeout_s: float = 5.0
     without: Literal["fail", "direct"] = "fail"
     retry_s: float = 30.0
@@ -55,5 +55,5 @@ class InNetworkPlan(BaseModel):
     route: InNetworkRoute
     block_elems: Annotated[int, Field(ge=1, le=1 << 22)]
     window_groups: Annotated[int, Field(ge=1, le=64)]
-    topology: Topology = SINGLE
+    topology: AggregatorTopology = SINGLE
     loss: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -23,7 +23,7 @@ Leaves: TypeAlias = Annotated[int, Field(ge=1, le=64)] | Annotated[list[Ranks], 
 Roots: TypeAlias = Annotated[int, Field(ge=1, le=16)]
 
 
-class Topology(BaseModel):
+class AggregatorTopology(BaseModel):
     """Aggregators of a job, the same on all of its workers.
 
     Attributes:
@@ -107,7 +107,7 @@ class Topology(BaseModel):
         return nodes | _roots(world, children, first_root, self.roots, lanes, options)
 
 
-SINGLE = Topology()
+SINGLE = AggregatorTopology()
 Nodes: TypeAlias = dict[int, NodeConfig]
 
 

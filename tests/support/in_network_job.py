@@ -12,7 +12,7 @@ import gradbus
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
 from gradbus.runtime.collectives.in_network import InNetworkSum, join_aggregator
 from gradbus.runtime.in_network.options import InNetworkOptions
-from gradbus.runtime.in_network.topology import Topology
+from gradbus.runtime.in_network.topology import AggregatorTopology
 
 Run = Callable[[Callable[[], Coroutine[Any, Any, Any]]], Any]
 Program = Callable[[int, InNetworkSum], Coroutine[Any, Any, Any]]
@@ -37,7 +37,7 @@ def options(route: str = "ina", *, topology: dict[str, Any] | None = None, **oth
         block_elems=ELEMS,
         window_groups=2,
         retransmit_s=0.05,
-        topology=Topology(**topology or {}),
+        topology=AggregatorTopology(**topology or {}),
         **others,
     )  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ import numpy as np
 from gradbus.runtime.in_network.aggregator import Aggregator
 from gradbus.runtime.in_network.packets import AGGREGATOR, CARRIERS, WORKERS, Packet, RetransmissionTimes
 from gradbus.runtime.in_network.slots import Allocation, Slots
-from gradbus.runtime.in_network.topology import Topology, aggregators_of
+from gradbus.runtime.in_network.topology import AggregatorTopology, aggregators_of
 from gradbus.runtime.in_network.tree import TreeNode
 from gradbus.runtime.in_network.worker import PeerSilent, RingWorker, WorkerConfig
 
@@ -285,7 +285,7 @@ class TreeNetwork(PacketNetwork):
         leaves = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, world], strict=True)]
         kind = self.random.choice(("single", "tree", "chain"))
         roots = 1 if kind == "chain" else self.random.choice((1, 2, 3))
-        self.topology = Topology(kind=kind, leaves=1 if kind == "single" else leaves, roots=roots)
+        self.topology = AggregatorTopology(kind=kind, leaves=1 if kind == "single" else leaves, roots=roots)
         self._connect()
 
     def _connect(self) -> None:

@@ -17,7 +17,7 @@ from gradbus.actors.in_network import aggregator
 from gradbus.runtime.collectives.in_network import InNetworkSum
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, PacketKind
-from gradbus.runtime.in_network.topology import Topology
+from gradbus.runtime.in_network.topology import AggregatorTopology
 
 WORLD = 2
 
@@ -37,7 +37,7 @@ async def until_returned(rank: int, sums: InNetworkSum) -> list[bool]:
 def test_an_aggregator_that_comes_back_is_used_again_by_all_workers_at_one_sum(
     place: dict[str, Any], run: Run, topology: dict[str, Any]
 ) -> None:
-    nodes, retry_s = Topology(**topology).num_nodes, 0.4
+    nodes, retry_s = AggregatorTopology(**topology).num_nodes, 0.4
     asked = options(topology=topology, retry_s=retry_s)
 
     async def serve_again(actor: Any, node: int) -> None:
@@ -116,7 +116,7 @@ def test_a_run_that_finds_no_aggregator_fails_otherwise(place: dict[str, Any], r
 def test_slots_of_a_worker_that_sends_nothing_are_freed_after_the_lease(
     place: dict[str, Any], run: Run, topology: dict[str, Any]
 ) -> None:
-    actors = aggregators(Topology(**topology).num_nodes, lease_s=0.4)
+    actors = aggregators(AggregatorTopology(**topology).num_nodes, lease_s=0.4)
 
     async def program(rank: int, sums: InNetworkSum) -> Any:
         if rank == 1:

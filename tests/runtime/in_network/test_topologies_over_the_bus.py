@@ -12,7 +12,7 @@ from in_network_job import Run, aggregators, job, options, serve, total_of, valu
 from gradbus.runtime.collectives.in_network import InNetworkSum
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.in_network.packets import Packet
-from gradbus.runtime.in_network.topology import Topology
+from gradbus.runtime.in_network.topology import AggregatorTopology
 from gradbus.runtime.in_network.tree import TreeNode
 
 TOPOLOGIES = {
@@ -28,7 +28,7 @@ TOPOLOGIES = {
 @pytest.mark.parametrize(("world", "loss"), [(2, 0.1), (3, 0.01), (4, 0.0)])
 def test_sums_are_exact_by_every_topology(place: dict[str, Any], run: Run, name: str, world: int, loss: float) -> None:
     topology = TOPOLOGIES[name]
-    actors = aggregators(Topology(**topology).num_nodes)  # type: ignore[arg-type]
+    actors = aggregators(AggregatorTopology(**topology).num_nodes)  # type: ignore[arg-type]
 
     async def program(rank: int, sums: InNetworkSum) -> list[Any]:
         found = [await sums.all_reduce(values(rank, step, 4000)) for step in range(2)]
@@ -50,7 +50,7 @@ def test_sums_are_exact_by_every_topology(place: dict[str, Any], run: Run, name:
 )
 def test_no_sum_is_lost_when_a_node_dies(place: dict[str, Any], run: Run, name: str, node: int) -> None:
     topology, world = TOPOLOGIES[name], 2
-    nodes = Topology(**topology).num_nodes  # type: ignore[arg-type]
+    nodes = AggregatorTopology(**topology).num_nodes  # type: ignore[arg-type]
     all_have_one = asyncio.Event()
     finished: set[int] = set()
 
@@ -106,7 +106,7 @@ def test_a_node_that_hangs_is_noticed_by_all_workers(
         return total
 
     async def main() -> list[Any]:
-        actors = aggregators(Topology(**topology).num_nodes)  # type: ignore[arg-type]
+        actors = aggregators(AggregatorTopology(**topology).num_nodes)  # type: ignore[arg-type]
         return await job(place, 2, actors, options(topology=topology, timeout_s=0.4, retry_s=0.0), program)
 
     assert all(total.equal(total_of(2)) for total in run(main))
@@ -127,7 +127,7 @@ def test_a_topology_that_does_not_fit_the_workers_is_refused(
         raise AssertionError("joined")
 
     async def main() -> None:
-        nodes = Topology(**topology).num_nodes
+        nodes = AggregatorTopology(**topology).num_nodes
         serving = [
             asyncio.create_task(serve(place, actor, 2, at, nodes)) for at, actor in enumerate(aggregators(nodes))
         ]
