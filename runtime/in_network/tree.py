@@ -39,7 +39,7 @@ class NodeConfig:
         result_to: ranks and nodes that get the results from it.
         lanes: groups that it holds at once. group_blocks: blocks of a group; None: one for each rank.
         children: ranks and nodes that send it their sums, and bits of the ranks whose blocks are in these; what does
-            not fit that is refused. None: it is not checked.
+            not fit that is refused, as are results of other nodes. None: it is not checked.
         results_from: the node that sends it results; None: its parents do.
         trees: how many share the groups. tree: of a root, which of them it is; None: this node is in all.
     """
@@ -271,7 +271,8 @@ class TreeNode:
 
     def _result(self, packet: Packet, lane: _Lane, now_s: float) -> Iterator[Packet]:
         config, block = self._config, packet.block
-        if packet.source not in ({config.results_from} if config.results_from is not None else config.parents):
+        from_ = config.parents if config.results_from is None else (config.results_from,)
+        if config.children is not None and packet.source not in from_:
             self.violations += 1
             return
         if packet.group <= lane.finished:
