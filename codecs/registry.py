@@ -17,7 +17,7 @@ from gradbus.codecs.errors import CodecError, DimMismatchError
 from gradbus.codecs.wire import Payload, as_view
 
 _CODECS: dict[str, type[Codec]] = {
-    "fp32": fp32.Fp32, "q8": q8.Q8, "q4": q4.Q4, "q2": q2.Q2, "s4": s4.S4, "sq8": sq8.SQ8, "loco": loco.Loco,
+    "fp32": fp32.Fp32, "loco": loco.Loco, "q2": q2.Q2, "q4": q4.Q4, "q8": q8.Q8, "s4": s4.S4, "sq8": sq8.SQ8,
 }  # fmt: skip
 _ALIASES = {"chunk": "chunk_elems"}
 
