@@ -8,6 +8,7 @@ from gradbus.actors.data_parallel.worker import Worker
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.report import ClientSummary, Progress, RoundReport
+from gradbus.actors.federated.site import Site
 from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Progress",
     "RoundReport",
     "ShardCounts",
+    "Site",
     "Strategy",
     "TrainOutcome",
     "TrimmedMean",

@@ -38,7 +38,7 @@ class NotAPartialSum(CodecError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedIntegers:
-    """PackedIntegers that are still packed, checked for length alone.
+    """Integers that are still packed, checked for length alone.
 
     Attributes:
         dim: how many. widths: uint8, bytes of each integer, by block. data: uint8, all blocks.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader
-from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, ResidualStore
+from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, NonFiniteResult, ResidualStore
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import ClientHeartbeat, ClientStatus, ControllerSession
@@ -270,7 +270,7 @@ class Client:
             if welcome is not None and not self._prepared:
                 self._status.set("preparing")
                 await self._heartbeat.send_hello()
-                await self._compute.run(self._training.prepare, welcome.num_clients)
+                await self._prepare(welcome, group)
                 self._status.set("idle")
                 self._prepared = True
                 await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
@@ -287,6 +287,17 @@ class Client:
                 await self._fetch(
                     welcome, self._replica, command.round_id - 1, partial(self._session.superseded, command)
                 )
+
+    async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
+        """What has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
+        await self._compute.run(self._training.prepare, welcome.num_clients)
+
+    async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
+        """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
+        return await self._compute.run(
+            self._training.train, welcome, command, base, self._transfers, self._compute.should_stop,
+            self._session.commanded_s,
+        )  # fmt: skip
 
     async def _lacks_frozen(self, welcome: Welcome) -> bool:
         """Whether this client needs the controller's frozen parameters: decided once for each Welcome."""
@@ -352,10 +363,7 @@ class Client:
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
         group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
         try:
-            update = await self._compute.run(
-                self._training.train, welcome, command, base, self._transfers, self._compute.should_stop,
-                current.commanded_s,
-            )  # fmt: skip
+            update = await self._make_update(welcome, command, base)
         except Exception as error:
             failure = error
         finally:

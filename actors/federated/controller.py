@@ -14,7 +14,7 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -77,6 +77,28 @@ def check_choices(config: FederatedConfig) -> None:
     CLIENT_RULES.options(config.training.rule)
     CLIENT_OPTIMIZERS.options(config.training.optimizer)
     CLIENT_SCHEDULES.options(config.training.schedule)
+
+
+async def reports_of(
+    serve: Callable[[Callable[[RoundReport], object]], Coroutine[Any, Any, None]],
+) -> AsyncGenerator[RoundReport, None]:
+    """The reports of a run as they come; it is cancelled when nobody takes them any more."""
+    reports: asyncio.Queue[RoundReport | None] = asyncio.Queue()  # bounded by the number of rounds
+    running = asyncio.create_task(serve(reports.put_nowait), name="controller")
+    running.add_done_callback(lambda _: reports.put_nowait(None))
+    try:
+        while (report := await reports.get()) is not None:
+            yield report
+        try:
+            await running
+        except BaseExceptionGroup as group:
+            raise single_error(group) from None
+    finally:
+        if not running.done():
+            running.cancel()
+            await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
+            if not running.cancelled():
+                running.exception()  # it was asked to stop: nobody waits for the error
 
 
 class Controller:
@@ -237,24 +259,12 @@ class Controller:
         Raises:
             As :meth:`run`.
         """
-        reports: asyncio.Queue[RoundReport | None] = asyncio.Queue()  # bounded by the number of rounds
-        running = asyncio.create_task(self._run(reports.put_nowait), name="controller")
-        running.add_done_callback(lambda _: reports.put_nowait(None))
-        try:
-            while (report := await reports.get()) is not None:
+        async with contextlib.aclosing(reports_of(self.serve)) as reports:
+            async for report in reports:
                 yield report
-            try:
-                await running
-            except BaseExceptionGroup as group:
-                raise single_error(group) from None
-        finally:
-            if not running.done():
-                running.cancel()
-                await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
-                if not running.cancelled():
-                    running.exception()  # it was asked to stop: nobody waits for the error
 
-    async def _run(self, on_report: Callable[[RoundReport], None]) -> None:
+    async def serve(self, on_report: Callable[[RoundReport], object]) -> None:
+        """The run, with a call for each round that is done. Raises as :meth:`run`, errors possibly in a group."""
         reason = ["the controller was stopped"]
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self._probe.end(
@@ -280,7 +290,7 @@ class Controller:
             self._state.close()
 
     async def _run_rounds(
-        self, stack: AsyncExitStack, on_report: Callable[[RoundReport], None], reason: list[str]
+        self, stack: AsyncExitStack, on_report: Callable[[RoundReport], object], reason: list[str]
     ) -> None:
         config, finished, final = self._config, False, False
         stack.callback(self._close_state)

@@ -94,7 +94,7 @@ class ResidualStore:
             self._store.close()
 
 
-def _codec_of(welcome: Welcome) -> Codec:
+def codec_of(welcome: Welcome) -> Codec:
     """The codec of the updates, with those of the announced options that it takes."""
     options = {"version": welcome.codec_version, "density": welcome.density, "chunk_elems": welcome.chunk_elems}
     return codecs.get(welcome.codec, **{key: options[key] for key in CODECS.options_of(welcome.codec).model_fields})
@@ -197,7 +197,7 @@ class LocalTraining:
         self.train_s += trained_s - started_s
         self._check_loss(outcome.loss)
         self._model.check_frozen()
-        codec = _codec_of(welcome)
+        codec = codec_of(welcome)
         payload, residual = self._encode(codec, base, command.round_id)
         update_norm = l2_distance(self._model.read(), base)
         self._check(payload, base, int(outcome.num_samples), update_norm, command.round_id)

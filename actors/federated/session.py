@@ -27,11 +27,11 @@ class ControllerSession:
         ended: the controller's last message, when all rounds are done.
         incarnation: of the controller that has welcomed this client last. run_id: of its run.
         counted_round: the last round in which an update of this client counted, in this session.
+        controller_timeout_s: without a message of a controller for so long, this client gives up.
     """
 
     def __init__(self, controller_timeout_s: float) -> None:
-        """``controller_timeout_s``: without a message of a controller for so long, this client gives up."""
-        self._controller_timeout_s = controller_timeout_s
+        self.controller_timeout_s = controller_timeout_s
         self._handled = False  # the command has been answered, without success
         self._session_seen_s = 0.0
         self._turn_s = LISTENED_S
@@ -126,7 +126,7 @@ class ControllerSession:
         """Raises BarrierTimeout: no controller for too long. ``misconfiguration``: the likely reason, for its text,
         and ``hint``: what to do."""
         self.listen()
-        limit_s = self._controller_timeout_s
+        limit_s = self.controller_timeout_s
         if time.monotonic() - self._seen_s > limit_s:
             raise BarrierTimeout(
                 "controller", missing=(), ready=0, needed=1, timeout_s=limit_s, misconfiguration=misconfiguration,

@@ -296,6 +296,16 @@ class RunState:
         self._thin_history()
         self._save(held)
 
+    def adopt(self, round_id: int) -> None:
+        """Save the weights as the model of a round that was committed elsewhere, and forget what is newer here. Raises
+        CheckpointError: it could not be written."""
+        self.round_id = round_id
+        self.history = [report for report in self.history if report.round_id <= round_id]
+        if self._store is not None:
+            for newer in [known for known in self._store.rounds() if known > round_id]:
+                self._store.remove(newer)
+        self._save(self.held)
+
     def _thin_history(self) -> None:
         del self.history[:-KEPT_IN_CHECKPOINT]
         for place in range(len(self.history) - NAMED_IN_CHECKPOINT - 1, -1, -1):

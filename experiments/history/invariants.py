@@ -127,8 +127,11 @@ def _one_model(run: RunHistory, result: InvariantResult) -> None:
         name, last = start.opening["run"], start.opening["round"]
         held[name, last].add(start.opening["held_crc32"])
         weights[name, last].add(start.opening["crc32"])
-        for event in start.all("committed"):
-            result.expect(event["round"] == last + 1, f"round {event['round']} was committed after round {last}")
+        for event in start.events:
+            if event["event"] not in ("committed", "adopted"):  # a site adopts what another level has committed
+                continue
+            follows = event["round"] == last + 1 or event["event"] == "adopted"
+            result.expect(follows, f"round {event['round']} was committed after round {last}")
             last = event["round"]
             held[name, last].add(event["held_crc32"])
             weights[name, last].add(event["crc32"])
@@ -171,8 +174,9 @@ def _nothing_lost(run: RunHistory, result: InvariantResult) -> None:
                 opening["round"] != last["round"] or opening["crc32"] == last["crc32"],
                 f"the model of round {last['round']} is not the one that was committed",
             )
-        for event in start.all("committed"):
-            newest[name] = event
+        for event in start.events:
+            if event["event"] in ("committed", "adopted"):
+                newest[name] = event
         before = start
 
 

@@ -232,6 +232,26 @@ class FederatedConfig(Settings):
         return self
 
 
+class UpstreamConfig(Settings):
+    """How the Controller of a site takes part in the run of the level above it; see docs/trees.md."""
+
+    site: Annotated[int, Field(ge=0, lt=0x7FFF_FFFF)] = 0
+    """Number of this site among those of the level above, each of which has its own."""
+    deadline_share: Fraction = 0.8
+    """Share of the deadline of the level above after which a round of this site ends, as `federated.round.timeout_s`,
+    which may be shorter, but not longer. The rest is for the way of its sum."""
+    timeout_s: Positive = 600.0
+    """Silence of the level above, in seconds, after which the site gives up: at its start, and without `alone`."""
+    alone: bool = True
+    """Whether a site that is cut off from the level above goes on with rounds of its own."""
+    alone_after_s: Positive = 30.0
+    """Silence of the level above, in seconds, after which a site counts as cut off."""
+    rejoin: Literal["drop", "contribute"] = "drop"
+    """What becomes of the rounds that a site did alone when the level above is back; they are kept on the disk in any
+    case. `drop`: nothing. `contribute`: what they changed is one more update in the next sum of the site, with the
+    samples of the last of them."""
+
+
 class ClientConfig(Settings):
     """Settings of a federated client. The rules of the run come from its controller."""
 

@@ -1,0 +1,395 @@
+"""A site of a tree: the Controller of its own clients, and one participant of the level above.
+
+    async for report in gradbus.Site(above, bus, task, FederatedConfig(), UpstreamConfig(site=0)).rounds(): ...
+
+To the level above it is a client (:class:`SiteMember`) whose training is a round of its own clients, and whose update
+is their exact sum. Where that level cannot be reached, the clients go on with a run of their own, which has its own id
+and its own checkpoints, until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradbus.actors.federated.client import Client
+from gradbus.actors.federated.controller import Controller, check_choices, reports_of
+from gradbus.actors.federated.local_training import EncodedUpdate
+from gradbus.actors.federated.report import Progress, RoundReport
+from gradbus.actors.federated.rounds import RoundTotals
+from gradbus.actors.federated.session import ControllerSession
+from gradbus.actors.federated.site_controller import RelayingController, SiteController, UpstreamChanged
+from gradbus.actors.federated.state import SavedRun
+from gradbus.actors.federated.task import FederatedTask
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError, TrainingFailed
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.tasks import single_error
+from gradbus.runtime.wire.control import Hello, Status, UploadRequest, Welcome
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.wire.messages import Control, Message, TrainCmd
+
+ENDLESS = 1_000_000  # rounds: the level above ends the run
+LAST_MODEL_S = 2.0  # at the end of the run, so long the last model is waited for
+
+log = get_logger("site")
+
+MakeController = Callable[[Welcome, Tensor | None], Awaitable[SiteController]]
+
+
+class _Superseded(GradbusError):
+    """The level above does not want this round any more."""
+
+
+class _UpstreamSession(ControllerSession):
+    """A session with the level above, which may be lost: ``lost`` is then set."""
+
+    lost = False
+
+    def check_controller(self, misconfiguration: str, hint: str = "") -> None:
+        try:
+            super().check_controller(misconfiguration, hint)
+        except BarrierTimeout:
+            self.lost = True
+            raise
+
+
+class Followed(NamedTuple):
+    """What a site has of the level above: enough to go on alone.
+
+    Attributes:
+        round_id, base: the newest model, float32, shape (D,). command: the newest command. terms: how to train.
+        frozen: the frozen parameters; None: there are none.
+    """
+
+    round_id: int
+    base: Tensor
+    command: TrainCmd
+    terms: Welcome
+    frozen: Tensor | None
+
+
+class SiteMember(Client):
+    """The upward side of a site, for as long as the level above is there.
+
+    Attributes:
+        controller: of the site's clients, once this site is welcomed.
+        followed: what it has of the level above; None before the first command.
+    """
+
+    def __init__(
+        self, bus: Bus, task: FederatedTask, upstream: UpstreamConfig, make_controller: MakeController,
+        on_report: Callable[[RoundReport], object], *, followed: Followed | None = None,
+    ) -> None:  # fmt: skip
+        """A member that has not started.
+
+        Args:
+            make_controller: called when it is welcomed, with its frozen parameters.
+            followed: as of the member before.
+        """
+        timeout_s = upstream.alone_after_s if followed and upstream.alone else upstream.timeout_s
+        super().__init__(bus, task, client_id=upstream.site, config=ClientConfig(controller_timeout_s=timeout_s))
+        self._upstream = upstream
+        self._make_controller = make_controller
+        self._on_report = on_report
+        self._session: _UpstreamSession = _UpstreamSession(timeout_s)
+        self.controller: SiteController | None = None
+        self.followed = followed
+        self._frozen_values: Tensor | None = None
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the level above has been silent for too long."""
+        return self._session.lost
+
+    def _describe(self, matched: bool) -> Hello:
+        return replace(super()._describe(matched), site=True)
+
+    def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
+        if isinstance(body, Status) and self.controller is not None:
+            self.controller.progress.rounds = body.rounds
+        super()._on_controller(session, body, group)
+
+    def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
+        try:
+            super()._handle(message, group)
+        except TrainingFailed as error:
+            if self.controller is None or not self.controller.started.is_set():
+                raise
+            self.controller.end(error)  # which ends the clients of this site, then this member
+
+    async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
+        """Start the Controller of this site, and wait for its clients."""
+        if welcome.frozen:
+            if await self._lacks_frozen(welcome):
+                await self._fetch_frozen(welcome)
+            self._frozen_values = self._model.read_frozen()
+        self.controller = await self._make_controller(welcome, self._frozen_values)
+        self._serving = group.create_task(self.controller.serve(self._on_report), name="site-controller")
+        await self.controller.started.wait()
+        if self._upstream.alone:
+            self._session.controller_timeout_s = self._upstream.alone_after_s
+        self._session.begin()
+
+    async def _work(self, group: asyncio.TaskGroup) -> None:
+        await super()._work(group)
+        if (controller := self.controller) is None:
+            return
+        until_s = time.monotonic() + LAST_MODEL_S
+        if (welcome := self._session.welcome) is not None:
+            await self._fetch(
+                welcome, self._replica, controller.counted_round, lambda: time.monotonic() > until_s, first_after_s=0.1
+            )
+        await self._take_newest(controller)
+        controller.end()
+        await self._serving
+
+    async def _take_newest(self, controller: SiteController) -> None:
+        """Pass the newest model on to the site's clients, if it is new."""
+        vector, round_id = self._replica.vector, self._replica.round_id
+        if vector is None or self._session.welcome is None:
+            return
+        if self._session.run_id != controller.run_id:
+            raise UpstreamChanged(f"the level above has begun run {self._session.run_id:016x}")
+        await controller.adopt(round_id, vector)
+        if self.followed is not None:
+            self.followed = self.followed._replace(round_id=round_id, base=vector)
+
+    async def _wait(self, timeout_s: float) -> None:
+        if self.controller is not None and self.controller.started.is_set():
+            await self._take_newest(self.controller)  # before its command: the site's clients get it earlier
+        await super()._wait(timeout_s)
+
+    async def _train_and_send(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
+    ) -> None:
+        controller = self.controller
+        assert controller is not None, "it is started before this site is ready"
+        await self._take_newest(controller)
+        self.followed = Followed(command.round_id - 1, base, command, welcome, self._frozen_values)
+        await super()._train_and_send(welcome, command, base, group)
+        if self._session.counted_round == command.round_id:
+            controller.counted_round = command.round_id
+
+    async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
+        """A round of the site's clients, and its sum."""
+        controller = self.controller
+        assert controller is not None
+        began_s = time.perf_counter()
+        due_s = time.monotonic() + controller.round_s - (began_s - self._session.commanded_s)
+        gathering = asyncio.create_task(controller.gather(command, due_s), name="site-round")
+        try:
+            while not gathering.done():
+                self._changed.clear()
+                if self._session.superseded(command):
+                    raise _Superseded(f"round {command.round_id} is not wanted any more")
+                changed = asyncio.create_task(self._changed.wait(), name="site-round-superseded")
+                await asyncio.wait({gathering, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            payload, num_samples, totals = gathering.result()
+        finally:
+            if not gathering.done():
+                gathering.cancel()
+                await asyncio.wait({gathering})
+        return await self._compute.run(self._wrap, welcome, command, payload, num_samples, totals, began_s)
+
+    def _wrap(
+        self, welcome: Welcome, command: TrainCmd, payload: bytes, num_samples: int, totals: RoundTotals, began_s: float
+    ) -> EncodedUpdate:
+        """The sum as an update, in shared memory where the level above reads that."""
+        here = self._bus.memory.here
+        sealed = self._bus.memory.put(payload) if here and here == welcome.memory else None
+        loss = totals.loss()
+        request = UploadRequest(
+            run_id=welcome.run_id, round_id=command.round_id, transfer=self._transfers, total_bytes=len(payload),
+            num_samples=num_samples, loss=math.nan if loss is None else loss,
+            train_s=max(0.0, time.perf_counter() - began_s), encode_s=0.0,
+            memory="" if sealed is None else sealed.place, wait_s=max(0.0, began_s - self._session.commanded_s),
+        )  # fmt: skip
+        key = FrameKey(
+            Kind.UPDATE, welcome.run_id, command.round_id, self.client_id, self._identity.incarnation, self._transfers
+        )  # fmt: skip
+        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, None, sealed)
+
+
+class Site:
+    """A Controller with a level above it.
+
+    Attributes:
+        progress: where it stands, for display, as of a Controller; phase ``alone`` while it is cut off.
+    """
+
+    def __init__(
+        self, above: Bus, bus: Bus, task: FederatedTask, config: FederatedConfig, upstream: UpstreamConfig, *,
+        on_open: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """A site that has not started.
+
+        Args:
+            above: joined to the job of the level above. bus: joined to the job of this site's clients.
+            config: the rules of this site. How clients train, with which codec, and for how many rounds, comes from
+                above; see docs/trees.md.
+            on_open: as of :class:`.Controller`.
+
+        Raises:
+            ConfigError: the rules do not fit a site.
+        """
+        check_choices(config)
+        _check(config, upstream)
+        self._above = above
+        self._bus = bus
+        self._task = task
+        self._config = config
+        self._upstream = upstream
+        self._on_open = on_open
+        self._contribution: tuple[Tensor, int] | None = None
+        self._followed: Followed | None = None
+        self.progress = Progress(minimum=config.clients.min)
+
+    async def run(self) -> list[RoundReport]:
+        """All rounds that are left, as of :meth:`.Controller.run`."""
+        async with contextlib.aclosing(self.rounds()) as rounds:
+            async for _ in rounds:
+                pass
+        return list(self.progress.reports)
+
+    def rounds(self) -> AsyncGenerator[RoundReport, None]:
+        """The rounds in which the clients of this site counted, as of :meth:`.Controller.rounds`.
+
+        Raises:
+            JoinRefused: the level above has refused this site.
+            BarrierTimeout: that level is silent, or too few clients came.
+            TrainingFailed, CheckpointError: as of a Controller.
+        """
+        return reports_of(self._serve)
+
+    async def _serve(self, on_report: Callable[[RoundReport], object]) -> None:
+        while True:
+            member = SiteMember(
+                self._above, self._task, self._upstream, self._make_controller, on_report, followed=self._followed
+            )
+            try:
+                await member.run()
+                self.progress.phase = "done"
+                return
+            except UpstreamChanged as change:
+                log.warning("site begins anew", reason=str(change))
+            except BarrierTimeout as error:
+                self._followed = member.followed
+                if not member.is_cut_off or not self._upstream.alone or self._followed is None:
+                    raise
+                log.error("cut off", site=self._upstream.site, after=self._followed.round_id, reason=str(error))
+                await self._go_on_alone(self._followed)
+
+    async def _make_controller(self, welcome: Welcome, frozen: Tensor | None) -> SiteController:
+        config = self._config_for(welcome)
+        directory = config.checkpoint.dir
+        if directory is not None:
+            config = config.replaced(
+                "checkpoint.dir", await asyncio.to_thread(_directory_of, directory, welcome.run_id)
+            )
+        controller = SiteController(
+            self._bus, self._task, config, terms=welcome, frozen=frozen, progress=self.progress, on_open=self._on_open
+        )
+        controller.contribution, self._contribution = self._contribution, None
+        return controller
+
+    def _config_for(self, welcome: Welcome) -> FederatedConfig:
+        """The rules of this site, with what the level above decides.
+
+        Raises:
+            ConfigError: a round of this site could end too late for that level.
+        """
+        own, share = self._config.round.timeout_s, self._upstream.deadline_share
+        due_s = welcome.round_s * share
+        if welcome.round_s and "timeout_s" in self._config.round.model_fields_set:
+            if own > due_s:
+                raise ConfigError(
+                    f"federated.round.timeout_s is {own:g} s, and a round of the level above ends after "
+                    f"{welcome.round_s:g} s, of which this site may take {share:g} (upstream.deadline_share): set at "
+                    f"most {due_s:g} s, or leave it out"
+                )
+            due_s = own
+        due_s = due_s or own
+        log.info("round deadlines", above_s=welcome.round_s, here_s=due_s)
+        config = self._config.replaced("round.timeout_s", due_s).replaced("rounds", ENDLESS)
+        return config.replaced("exchange", "trained" if welcome.frozen else "all")
+
+    async def _go_on_alone(self, followed: Followed) -> None:
+        """Rounds of the site's own, from its newest model, until the level above is back."""
+        round_id, base, command, terms, frozen = followed
+        assert self._config.checkpoint.dir is not None, "checked at the start"
+        directory = await asyncio.to_thread(_directory_of, self._config.checkpoint.dir, terms.run_id)
+        kept = directory / f"alone-after-{round_id:06d}"
+        config = self._config_for(terms).replaced("history.dir", None).replaced("checkpoint.dir", kept)
+        config = config.replaced("checkpoint.init_path", directory / f"round-{round_id:06d}.safetensors")
+        controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)
+        async with asyncio.TaskGroup() as group:
+            rounds = group.create_task(self._alone(controller), name="site-alone")
+            await _until_heard(self._above)
+            rounds.cancel()
+            await asyncio.wait({rounds})
+        reports = controller.progress.reports
+        samples = reports[-1].num_samples if reports else 0
+        log.warning(
+            "level above is back", rounds_alone=len(reports), samples=samples, kept=str(kept),
+            rejoin=self._upstream.rejoin,
+        )  # fmt: skip
+        if reports and self._upstream.rejoin == "contribute":
+            self._contribution = controller.weights - base, samples
+
+    async def _alone(self, controller: Controller) -> None:
+        self.progress.phase = "alone"
+        try:
+            async with contextlib.aclosing(controller.rounds()) as rounds:
+                async for report in rounds:
+                    log.info("round alone", number=report.round_id, clients=list(report.clients), loss=report.loss)
+        except (GradbusError, BaseExceptionGroup) as error:
+            reason = single_error(error) if isinstance(error, BaseExceptionGroup) else error
+            log.error("rounds alone end", reason=str(reason), effect="the site waits for the level above")
+
+
+async def _until_heard(bus: Bus) -> None:
+    """Wait for a Controller on this bus."""
+    with bus.subscribe(Control) as inbox:
+        while True:
+            message = await inbox.get()
+            if isinstance(message, Control) and message.sender == CONTROLLER and isinstance(message.body, Status):
+                return
+
+
+def _check(config: FederatedConfig, upstream: UpstreamConfig) -> None:
+    """Raises ConfigError: these rules are not for a site."""
+    if config.strategy.name != "fedavg" or config.strategy.options:
+        raise ConfigError(
+            f"federated.strategy is {config.strategy.name}: a site adds up exact sums, and the strategy is that of the "
+            f"top level. One that needs single updates, such as a median, cannot be had of sums. Leave it out here"
+        )
+    if config.downlink_codec.name != "fp32":
+        raise ConfigError(
+            f"federated.downlink_codec is {config.downlink_codec.name}: a site passes models on unchanged. Set it at "
+            f"the level above, or leave it out here"
+        )
+    if config.history.payloads:
+        raise ConfigError("federated.history.payloads: the rounds of a site cannot be computed again from its updates")
+    if upstream.alone and config.checkpoint.dir is None:
+        raise ConfigError("upstream.alone needs federated.checkpoint.dir, where the rounds alone are kept")
+
+
+def _directory_of(directory: Path, run_id: int) -> Path:
+    """The checkpoints of this run: the directory itself, unless it has those of another one."""
+    if directory.is_dir():
+        newest = CheckpointStore.to_read(directory).load_newest(SavedRun.of)
+        if newest is not None and int(SavedRun.of(newest).run_id, 16) != run_id:
+            return directory / f"run-{run_id:016x}"
+    return directory

@@ -1,0 +1,234 @@
+"""The Controller of a site's clients: its rounds are those of the level above, from which each model comes.
+
+It is the Controller of every run, but for three things: how to train, and when, is what the level above says; the
+updates of a round become a sum that is sent there, not a model; and the next model is what is received from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from gradbus import codecs
+from gradbus.actors.aggregation.strategies import FedAvg, Strategy
+from gradbus.actors.federated.controller import Controller
+from gradbus.actors.federated.liveness import tolerate_write_timeout
+from gradbus.actors.federated.local_training import codec_of
+from gradbus.actors.federated.report import Progress, RoundReport
+from gradbus.actors.federated.rounds import Outcome, Round, RoundTotals
+from gradbus.actors.federated.task import FederatedTask
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.wire.control import Welcome
+from gradbus.runtime.wire.messages import TrainCmd
+
+CONTRIBUTED = "contributed rounds alone"  # in the marks of a round's report
+
+log = get_logger("site")
+
+
+class UpstreamChanged(Exception):
+    """The level above has gone back to an earlier model, or to another run: the site's clients have to begin anew."""
+
+
+class SiteSum(FedAvg):
+    """The exact sum of a round. Its model is the one that the level above has made of the sums of all sites.
+
+    Attributes:
+        next_model: float32, shape (D,), from the level above, before :meth:`finish`.
+    """
+
+    next_model: Tensor
+
+    def finish(self, weights: Tensor) -> None:
+        weights.copy_(self.next_model)
+
+    def contribute(self, difference: Tensor, num_samples: int) -> None:
+        """Add one more vector to the sum of the round, with this weight. Raises ValueError: it does not fit."""
+        update = codecs.parse(codecs.get("fp32").encode(difference), expected_dim=difference.numel())
+        self.add(-1, update, num_samples)
+
+    def encode(self, totals: RoundTotals) -> tuple[bytes, int]:
+        """The message for the level above, and the number of samples in it."""
+        assert self._mean is not None, "begin() comes first"
+        parts, samples = totals.loss_parts()
+        return self._mean.encode(totals.clients(), parts, samples), self._mean.num_samples
+
+
+class RelayingController(Controller):
+    """A Controller whose clients train as another level says.
+
+    Attributes:
+        command: the newest one of that level. The rounds differ in nothing but their number.
+    """
+
+    def __init__(
+        self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, terms: Welcome, frozen: Tensor | None = None,
+        command: TrainCmd | None = None, on_open: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """A controller that has not started.
+
+        Args:
+            terms: the Welcome of that level, with codec and rule. frozen: its frozen parameters; None: there are none.
+        """
+        super().__init__(bus, task, config, on_open=on_open)
+        self._terms = terms
+        self._frozen = frozen
+        self.command = command
+
+    def _open(self) -> None:
+        super()._open()
+        if self._frozen is not None:
+            self._model.write_frozen(self._frozen)
+
+    def _wire(self) -> None:
+        super()._wire()
+        self._dispatcher.terms = self._terms
+
+    def _max_update_bytes(self) -> int:
+        if self._config.clients.kind == "sites":
+            return super()._max_update_bytes()
+        return int(codec_of(self._terms).max_bytes(self._model.dim))
+
+    async def _command(self, round_id: int) -> TrainCmd:
+        assert self.command is not None, "no round begins before the level above has commanded one"
+        return replace(self.command, round_id=round_id)
+
+
+class SiteController(RelayingController):
+    """A site's Controller while the level above is there. :class:`.SiteMember` calls it, one call at a time.
+
+    Attributes:
+        started: set when enough clients are there.
+        counted_round: the newest round in which the sum of this site counts.
+        contribution: a difference of models and its weight, which are added to the next sum.
+    """
+
+    def __init__(
+        self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, terms: Welcome, frozen: Tensor | None,
+        progress: Progress, on_open: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """``progress``: of the site, over all such controllers; else as of :class:`RelayingController`."""
+        super().__init__(bus, task, config, terms=terms, frozen=frozen, on_open=on_open)
+        self.progress = progress
+        self.started = asyncio.Event()
+        self.counted_round = 0
+        self.contribution: tuple[Tensor, int] | None = None
+        self._has_contributed = False
+        self._due_s = 0.0
+        self._accepted: set[int] = set()
+        self._gathered: tuple[Round, Outcome, int, float] | None = None
+        self._published = -1  # the model of this round was published last
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_report: Callable[[RoundReport], object]
+
+    def _make_strategy(self) -> Strategy:
+        self._sum = SiteSum(self._model.dim)
+        return self._sum
+
+    def _open(self) -> None:
+        super()._open()
+        self._state.run_id = self._terms.run_id
+
+    def _wire(self) -> None:
+        self.progress.reports.clear()  # those of the checkpoint follow
+        self.progress.dropped.clear()
+        super()._wire()
+
+    async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
+        self._on_report = on_report
+        await self._wait_for_clients()
+        self.started.set()
+        await self._ended
+
+    @property
+    def round_s(self) -> float:
+        """Seconds that a round of this site may take."""
+        return self._config.round.timeout_s
+
+    def end(self, error: Exception | None = None) -> None:
+        """End the run for the clients of this site: all rounds are done, or with this error."""
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def _time_left(self) -> tuple[float, float]:
+        left_s = max(0.0, self._due_s - time.monotonic())
+        return max(0.01, min(self._config.clients.start_timeout_s, left_s)), left_s
+
+    async def gather(self, command: TrainCmd, due_s: float) -> tuple[bytes, int, RoundTotals]:
+        """Have the clients do this round until ``due_s``, by ``time.monotonic``. A round whose sum is complete is not
+        done again: its sum is still there.
+
+        Returns:
+            The message for the level above, its samples, and what else is known of the updates.
+
+        Raises:
+            BarrierTimeout, RoundTimeout, TrainingFailed: there are too few updates. Those that there are count in the
+            next attempt at this round.
+        """
+        self.command, self._due_s = command, due_s
+        started_s = time.perf_counter()
+        if self._gathered is None:
+            self._gathered = (*await self._gather(command.round_id, self._accepted), started_s)
+            if self.contribution is not None:
+                contribution, self.contribution = self.contribution, None
+                try:
+                    await self._compute.run(self._sum.contribute, *contribution)
+                    self._has_contributed = True
+                except ValueError as error:  # it is kept on the disk all the same
+                    log.warning("rounds alone not contributed", round=command.round_id, reason=str(error))
+        self.progress.phase = "delivering"
+        return (*await self._compute.run(self._sum.encode, self._receiver.totals), self._receiver.totals)
+
+    async def adopt(self, round_id: int, vector: Tensor) -> None:
+        """Take the model after this round, which the level above has committed: as the state of this site, and for its
+        clients, unchanged.
+
+        Raises:
+            UpstreamChanged: the clients hold a later one.
+            CheckpointError: it cannot be written.
+        """
+        if round_id == self._published:
+            return
+        if round_id < self._published:
+            raise UpstreamChanged(f"the level above has gone back from round {self._published} to {round_id}")
+        self._sum.next_model = vector
+        gathered, self._gathered = self._gathered, None
+        self._accepted = set()
+        if gathered is not None and gathered[0].round_id == round_id == self.counted_round:
+            self._on_report(await self._commit(*gathered))
+        else:
+            if self._published >= 0:
+                log.warning("round without this site", round=round_id, held=self._published)
+            await self._take_over(round_id)
+        self._published = self.progress.round_id = round_id
+        self.progress.phase = "waiting"
+
+    async def _take_over(self, round_id: int) -> None:
+        """Go on from a model to which this site has not contributed."""
+        await self._publisher.quiesce()
+        await self._compute.run(self._adopt, round_id)
+        with tolerate_write_timeout("model", round_id):
+            await self._publisher.publish_full(round_id)
+
+    def _adopt(self, round_id: int) -> None:
+        self._strategy.finish(self._state.weights)
+        self._state.adopt(round_id)
+        if (history := self._probe.history).on:
+            crc32 = zlib.crc32(self._state.weights.numpy().data)
+            history.note("adopted", round=round_id, crc32=crc32, held_crc32=crc32)
+
+    def _marks(self) -> dict[str, tuple[int, ...]]:
+        alone: dict[str, tuple[int, ...]] = {CONTRIBUTED: ()} if self._has_contributed else {}
+        self._has_contributed = False
+        return {**super()._marks(), **alone}
