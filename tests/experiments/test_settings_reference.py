@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,10 +21,16 @@ from gradbus.runtime.config.job_name import default_job
 GRADBUS = Path(sys.executable).parent / "gradbus"
 
 
-def gradbus(*words: str) -> str:
-    done = subprocess.run([GRADBUS, "config", *words], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+@pytest.fixture
+def config(invoke: Any) -> Callable[..., str]:
+    """What ``gradbus config`` prints with these words, in this process."""
+
+    def printed(*words: str) -> str:
+        ended = invoke("config", *words)
+        assert (ended.code, ended.err) == (0, "")
+        return str(ended.out)
+
+    return printed
 
 
 def names_of(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -43,9 +49,9 @@ def names_of(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def test_the_page_is_what_the_command_prints(root: Path) -> None:
+def test_the_page_is_what_the_command_prints(root: Path, config: Callable[..., str]) -> None:
     page = (root / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == gradbus("reference", "--markdown"), "run: gradbus config reference --markdown > docs/settings.md"
+    assert page == config("reference", "--markdown"), "run: gradbus config reference --markdown > docs/settings.md"
 
 
 def test_the_page_and_the_schemas_do_not_depend_on_the_user() -> None:
@@ -68,8 +74,8 @@ def test_every_setting_has_a_type_and_is_explained_by_whole_sentences() -> None:
         assert setting.text.endswith("."), setting.name
 
 
-def test_the_reference_for_a_terminal_shows_name_default_type_and_text() -> None:
-    text = gradbus("reference")
+def test_the_reference_for_a_terminal_shows_name_default_type_and_text(config: Callable[..., str]) -> None:
+    text = config("reference")
     assert text == as_text()
     assert "\nfederated.rounds = 10    (integer >= 1, <= 1000000)\n    Number of rounds in all" in text
     assert '\nfederated.codec = "fp32"    (choice: `fp32`, `loco`, `q2`, `q4`, `q8`, `s4`, `sq8`)\n' in text
@@ -85,8 +91,8 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(FileKind))
-def test_a_schema_knows_the_settings_of_its_file_and_no_others(kind: FileKind) -> None:
-    schema = json.loads(gradbus("schema", kind))
+def test_a_schema_knows_the_settings_of_its_file_and_no_others(kind: FileKind, config: Callable[..., str]) -> None:
+    schema = json.loads(config("schema", kind))
     assert schema == json_schema(kind)
     assert schema["properties"].keys() == FILES[kind].model_fields.keys()
     assert schema["additionalProperties"] is False
