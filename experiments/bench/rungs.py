@@ -114,7 +114,7 @@ def climb(rung: Rung, plan: LadderPlan, *, timeout_s: float = 900.0) -> RungTime
         bytes_out=max(epochs[-1]["bytes_out_per_step"] for epochs in ranks),
         samples_s=plan.world * plan.batch_size / step_s, steps=last["step"], accuracy=last["accuracy"],
         to_target_s=last["step"] * step_s if reached else None,
-        simulated_step_s=simulate(rung, plan, compute_s).typical_s,
+        simulated_step_s=simulate(rung, plan, compute_s).step_s,
     )  # fmt: skip
 
 

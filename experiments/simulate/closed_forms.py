@@ -202,7 +202,7 @@ def hina_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
 
 
 def mtina_s(gradient_bytes: float, blocks: int, fabric: Fabric, *, trees: int) -> float:
-    """S trees, each for 1 / S of the blocks: as HINA with uplinks S times as fast, since each tree has its own.
+    """S trees, each for 1 / S of the blocks: as HINA, but all uplinks of a leaf together are S times as fast.
 
     The document prints ``(k + 1) (S + 1) K / (k S B) + (S + 1) a``. With S = 1 that is twice the time of one tree, and
     with S it grows without bound. A host sends K once, by whichever tree, so more trees only help where the uplink is
@@ -210,7 +210,9 @@ def mtina_s(gradient_bytes: float, blocks: int, fabric: Fabric, *, trees: int) -
     """
     uplink = fabric.to_spine
     faster = replace(uplink, rate_bytes_s=trees * uplink.rate_bytes_s, overhead_s=uplink.overhead_s / trees)
-    return hina_s(gradient_bytes, blocks, replace(fabric, uplink=faster))
+    on_one_s = gradient_bytes / (blocks * uplink.rate_bytes_s) + uplink.overhead_s  # each block takes one of them
+    more_s = 2 * on_one_s * (1 - 1 / trees) if fabric.leaves > 1 else 0.0
+    return hina_s(gradient_bytes, blocks, replace(fabric, uplink=faster)) + more_s
 
 
 def cina_links(fabric: Fabric) -> list[LinkSpec]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from gradbus.experiments.simulate.comparison import ComparisonRow, compare, conditions
 from gradbus.experiments.simulate.lockstep import Deadlock, Mismatch
 from gradbus.experiments.simulate.network import NetworkModel
 from gradbus.experiments.simulate.settings import SimulationSettings
@@ -98,32 +100,80 @@ def simulate(settings: SimulationSettings) -> Iterator[SimulatedSteps]:
 
 
 def run(settings: SimulationSettings, out: Path | None) -> None:
-    """Simulate, print a table, and write it as CSV."""
-    found = list(
-        track(
-            simulate(settings), description="simulating", total=len(settings.worlds), transient=True,
-            console=Console(file=sys.stderr), disable=not sys.stderr.isatty(),
-        )
-    )  # fmt: skip
-    table = Table(title=f"{settings.algorithm.name}, {settings.model}, seed {settings.seed}", title_justify="left")
-    for name in ("ranks", "step", "computing", "exchange", "samples/s", "sent by a rank", "busiest link"):
-        table.add_column(name, justify="left" if name == "busiest link" else "right")
-    for one in found:
-        table.add_row(
-            f"{one.world}", f"{1e3 * one.typical_s:,.1f} ms", f"{one.utilisation:.1%}", f"{one.exchange_share:.1%}",
-            f"{one.samples_s:,.0f}", f"{one.bytes_out / 1e6:,.2f} MB", f"{one.link} {one.link_use:.0%}",
-        )  # fmt: skip
+    """Simulate, print a table, and write it as CSV, a line as soon as it is found."""
+    if settings.compare.ways:
+        work = work_of(settings)
+        columns = [one.name for one in fields(ComparisonRow)]
+        rows = _shown(compare(settings, work), len(conditions(settings)))
+        table = _comparison(settings, work, list(_written(rows, out, columns)))
+    else:
+        table = _steps(settings, list(_written(_shown(simulate(settings), len(settings.worlds)), out, COLUMNS)))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if out is not None:
-        write_csv(out, found)
         print(f"written: {out}")
 
 
-def write_csv(path: Path, found: Sequence[SimulatedSteps]) -> None:
-    """A line for each simulation, with COLUMNS; times in seconds, the median step."""
+T = TypeVar("T")
+
+
+def _shown(found: Iterable[T], count: int) -> Iterable[T]:
+    """The same, with a progress bar where somebody looks on."""
+    return track(
+        found, description="simulating", total=count, transient=True, console=Console(file=sys.stderr),
+        disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+
+
+def _written(found: Iterable[T], path: Path | None, columns: Sequence[str]) -> Iterator[T]:
+    """The same, each also a line of a CSV file with these attributes. Times are in seconds."""
+    if path is None:
+        yield from found
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(columns)
         for one in found:
-            writer.writerow([one.typical_s if name == "step_s" else getattr(one, name) for name in COLUMNS])
+            writer.writerow([getattr(one, name) for name in columns])
+            file.flush()
+            yield one
+
+
+def _steps(settings: SimulationSettings, found: Iterable[SimulatedSteps]) -> Table:
+    table = _table(
+        f"{settings.algorithm.name}, {settings.trace or settings.model}, seed {settings.seed}",
+        ("ranks", "step", "computing", "exchange", "samples/s", "sent by a rank", "busiest link"),
+    )
+    for one in found:
+        table.add_row(
+            f"{one.world}", _ms(one.step_s), f"{one.utilisation:.1%}", f"{one.exchange_share:.1%}",
+            f"{one.samples_s:,.0f}", f"{one.bytes_out / 1e6:,.2f} MB", f"{one.link} {one.link_use:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def _comparison(settings: SimulationSettings, work: StepWork, rows: Sequence[ComparisonRow]) -> Table:
+    table = _table(
+        f"{settings.trace or 'gradient'}, {work.gradient_bytes / 1e6:,.1f} MB, computing {_ms(work.compute_s)}",
+        ("way", "ranks", "loss", "memory", "jobs", "seed", "exchange", "formula", "off by", "step", "speed-up"),
+    )
+    for one in rows:
+        off = one.exchange_s / one.formula_s - 1 if one.exchange_s is not None and one.formula_s else None
+        table.add_row(
+            one.way, f"{one.world}", f"{one.loss:.2%}", "" if one.memory is None else f"{one.memory:g}", f"{one.jobs}",
+            f"{one.seed}", _ms(one.exchange_s), _ms(one.formula_s), "" if off is None else f"{off:+.2%}",
+            _ms(one.step_s if one.step_s is not None else one.formula_step_s),
+            "" if one.speed_up is None else f"{one.speed_up:,.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("way", "busiest link") else "right")
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:,.1f} ms"

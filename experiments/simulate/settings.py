@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gradbus.experiments.simulate.topology import LinkSpec
+from gradbus.experiments.simulate.ways import Way
 from gradbus.runtime.choices import ALGORITHMS, Choice
 from gradbus.runtime.config.settings import NonNegative, Positive, Settings, load_settings
 
@@ -61,6 +62,31 @@ class StragglerSettings(Settings):
     """Standard deviation of the logarithm of a factor that is drawn for each rank and step."""
 
 
+class ComparisonSettings(Settings):
+    """Ways to sum gradients, compared: each way with each number of ranks, loss, memory, number of jobs and seed."""
+
+    ways: tuple[Way, ...] = ()
+    """Which: see `experiments/simulate/ways.py`. []: none; `algorithm` is simulated instead."""
+    losses: tuple[Annotated[float, Field(ge=0, le=0.5)], ...] = (0.0,)
+    """Shares of the packets that each link loses."""
+    memory: tuple[Annotated[float, Field(ge=0, le=1000)] | None, ...] = (None,)
+    """Slots of a switch, in multiples of those that keep the links of one job busy. null: enough for all."""
+    jobs: tuple[Annotated[int, Field(ge=1, le=64)], ...] = (1,)
+    """Numbers of jobs that share the switches, each on hosts of its own. They begin at times that the seed draws."""
+    seeds: tuple[Annotated[int, Field(ge=0, le=0x7FFF_FFFF)], ...] = (0,)
+    """Seeds of what is lost and of when jobs begin."""
+    blocks: Annotated[int, Field(ge=1, le=1 << 20)] = 128
+    """Packets that a whole gradient is cut in, where switches or servers add it."""
+    trees: Annotated[int, Field(ge=1, le=64)] = 4
+    """Trees of `mtina`."""
+    window_blocks: Annotated[int, Field(ge=1)] | None = None
+    """Packets of a rank that are under way. null: all; where `memory` is given, as many as keep its link busy."""
+    retransmit_ms: Positive | None = None
+    """Milliseconds after which a packet is sent again, for the first time. null: three times what a window takes."""
+    most_messages: Annotated[int, Field(ge=0)] = 1_000_000
+    """Simulations that would take more messages are left out, and the closed form stands alone."""
+
+
 class SimulationSettings(Settings):
     """A simulation of data-parallel steps."""
 
@@ -103,6 +129,7 @@ class SimulationSettings(Settings):
     """Seed of all that is drawn."""
     topology: TopologySettings = TopologySettings()
     stragglers: StragglerSettings = StragglerSettings()
+    compare: ComparisonSettings = ComparisonSettings()
 
 
 class SimulationFile(Settings):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,11 @@ class StepWork:
     batch_size: int = 1
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of all gradients, in float32."""
+        return 4 * sum(shape.numel() for shape in self.shapes.values())
+
+    @property
     def compute_s(self) -> float:
         """All of it."""
         return self.forward_s + sum(self.backward_s) + self.update_s
@@ -67,7 +72,7 @@ class SimulatedSteps:
     """What was simulated.
 
     Attributes:
-        step_s: the time of each step, of the slowest rank. compute_s: that its own work takes, of a rank without delay.
+        times_s: of each step, of the slowest rank. compute_s: that its own work takes, of a rank without delay.
         bytes_out: of a step, of the rank that sends most. link: the busiest link; link_use: the share of the time for
             which it carries something.
     """
@@ -75,20 +80,20 @@ class SimulatedSteps:
     world: int
     compute_s: float
     batch_size: int
-    step_s: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
     bytes_out: float = 0.0
     link: str = ""
     link_use: float = 0.0
 
     @property
-    def typical_s(self) -> float:
+    def step_s(self) -> float:
         """The median step."""
-        return statistics.median(self.step_s)
+        return statistics.median(self.times_s)
 
     @property
     def utilisation(self) -> float:
         """The share of a step in which a rank computes."""
-        return self.compute_s / self.typical_s
+        return self.compute_s / self.step_s
 
     @property
     def exchange_share(self) -> float:
@@ -98,7 +103,7 @@ class SimulatedSteps:
     @property
     def samples_s(self) -> float:
         """Samples a second, of all ranks."""
-        return self.world * self.batch_size / self.typical_s
+        return self.world * self.batch_size / self.step_s
 
 
 def simulate_steps(
@@ -127,7 +132,7 @@ def simulate_steps(
     network.run_all()
     last = [max(times) for times in zip(*ends, strict=True)]
     found = SimulatedSteps(topology.world, work.compute_s, work.batch_size)
-    found.step_s = [end - begin for begin, end in zip([0.0, *last], last, strict=False)]
+    found.times_s = [end - begin for begin, end in zip([0.0, *last], last, strict=False)]
     found.bytes_out = max(np.subtract(network.bytes_out, began_bytes)) / steps
     busiest = max(topology.links.values(), key=lambda link: link.busy_s)
     found.link, found.link_use = busiest.name, busiest.busy_s / last[-1] if last[-1] else 0.0
@@ -162,6 +167,46 @@ def _rank(
         ends.append(float(env.now))
 
 
+class ReadyBucket(NamedTuple):
+    """A bucket of a step.
+
+    Attributes:
+        members: positions of its parameters. size_bytes: of its gradients, in float32. ready_s: when the last one is
+            there, from the beginning of the backward pass.
+    """
+
+    members: list[int]
+    size_bytes: int
+    ready_s: float
+
+
+def ready_buckets(work: StepWork) -> list[ReadyBucket]:
+    """The buckets of a step in the order in which they are full."""
+    like = [torch.empty(shape, device="meta") for shape in work.shapes.values()]
+    plan = assign_buckets(like, bucket_bytes=work.bucket_bytes, first_bucket_bytes=work.first_bucket_bytes)
+    # A bucket is full when the last of its parameters, the first one in the model, has its gradient; buckets follow one
+    # another in this order but for single large parameters, which are sent when they are there.
+    there_s = np.cumsum(np.asarray(work.backward_s)[::-1])[::-1]
+    found = [
+        ReadyBucket(members, sum(like[at].nbytes for at in members), float(max(there_s[at] for at in members)))
+        for members in plan
+    ]
+    return sorted(found, key=lambda bucket: bucket.ready_s)
+
+
+def overlapped_s(work: StepWork, exchange_s: Callable[[int], float]) -> float:
+    """A step in which buckets are exchanged one after the other, each as soon as it is full and those before it are
+    through.
+
+    Args:
+        exchange_s: the time of one exchange of so many bytes.
+    """
+    end_s = work.forward_s
+    for bucket in ready_buckets(work):
+        end_s = max(end_s, work.forward_s + bucket.ready_s) + exchange_s(bucket.size_bytes)
+    return max(end_s, work.forward_s + sum(work.backward_s)) + work.update_s
+
+
 class _Buckets:
     """The gradients of one rank in buckets, in the order in which they come.
 
@@ -172,16 +217,10 @@ class _Buckets:
     def __init__(self, work: StepWork, *, seed: int | None) -> None:
         """``seed``: of the values; None: sizes alone."""
         self._shapes, self._seed = work.shapes, seed
-        like = [torch.empty(shape, device="meta") for shape in work.shapes.values()]
-        self.plan = assign_buckets(like, bucket_bytes=work.bucket_bytes, first_bucket_bytes=work.first_bucket_bytes)
-        # A bucket is full when the last of its parameters, the first one in the model, has its gradient; buckets follow
-        # one another in this order but for single large parameters, which are sent when they are there.
-        there_s = np.cumsum(np.asarray(work.backward_s)[::-1])[::-1]
-        full_s = [float(max(there_s[at] for at in members)) for members in self.plan]
-        order = sorted(range(len(self.plan)), key=full_s.__getitem__)
-        self.plan = [self.plan[number] for number in order]
-        self.backward_s = np.diff([0.0, *sorted(full_s)]).tolist()
-        self.backward_s[-1] += float(there_s[0]) - max(full_s)
+        buckets = ready_buckets(work)
+        self.plan = [bucket.members for bucket in buckets]
+        self.backward_s = np.diff([0.0, *(bucket.ready_s for bucket in buckets)]).tolist()
+        self.backward_s[-1] += sum(work.backward_s) - buckets[-1].ready_s
 
     def of_step(self, number: int, *, whole: bool) -> list[TensorBucket]:
         """The gradients of a step. ``whole``: all in one bucket."""
