@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from gradbus import models
@@ -33,6 +34,9 @@ from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipe
 from gradbus.experiments.bench.results import Measurement, commit, measurement
 from gradbus.experiments.bench.timing import by_turns
 from gradbus.experiments.bench.training import Data, Training
+from gradbus.experiments.simulate.lockstep import Lockstep
+from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
+from gradbus.runtime.dds import malloc
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"CNN": models.mnist_cnn, "MLP": models.mnist_mlp}
 _TIMED_AGAINST = "powersgd rank 4"  # what ByteGrad is said to be half as fast again as
@@ -40,16 +44,22 @@ _WARM_UP_STEPS = 8
 _SAMPLES = 512  # generated digits: what a step costs does not depend on them
 _SMALL_LR = 1e-6  # where only bytes and times count: Adam hardly warmed up diverges
 _OF_CHANCE = 0.1  # accuracy of a training that has diverged
+_LOCKSTEP_NUMEL = 1 << 16  # 64 entries for each part of a ring of 1,024
+_IN_LOCKSTEP: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "dense, ring": ("dense", {"route": "ring"}), "decentralized, shift-one": ("decentralized", {"peers": "shift-one"}),
+    "decentralized, ring": ("decentralized", {"peers": "ring"}),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetting:
-    """What all algorithms have in common. ``batch_size``: of one rank."""
+    """What all algorithms have in common. ``batch_size``: of one rank. ``schedule``: of the learning rate."""
 
     model: str
     world: int
     batch_size: int
     steps: int
+    schedule: str = "fixed"
 
     @property
     def name(self) -> str:
@@ -71,6 +81,7 @@ class CompressionPlan:
     timing: Sequence[TrainingSetting]
     launches: int
     timed: Sequence[str] = ()
+    lockstep_world: int = 1024
     data: Data = "mnist"
 
 
@@ -78,7 +89,7 @@ PLANS = {
     "tiny": CompressionPlan(
         settings=[TrainingSetting("MLP", 2, 4, 2)], seeds=1, sending=[TrainingSetting("MLP", 2, 4, 4)],
         timing=[TrainingSetting("MLP", 2, 4, 3)], launches=1, timed=["dense fp32", _TIMED_AGAINST, "bytegrad"],
-        data="glyphs",
+        lockstep_world=8, data="glyphs",
     ),
     "quick": CompressionPlan(
         settings=[TrainingSetting("MLP", 4, 128, 60)], seeds=1, sending=[TrainingSetting("CNN", 2, 16, 8)],
@@ -86,8 +97,8 @@ PLANS = {
         timed=["dense fp32", _TIMED_AGAINST, "hybrid", "bytegrad", "topk 1 %", "signsgd"],
     ),
     "full": CompressionPlan(
-        settings=[TrainingSetting("MLP", 4, 128, 351), TrainingSetting("CNN", 2, 16, 100),
-                  TrainingSetting("MLP", 2, 128, 351), TrainingSetting("CNN", 4, 16, 100)],
+        settings=[TrainingSetting("MLP", 4, 128, 351), TrainingSetting("CNN", 4, 16, 351),
+                  TrainingSetting("CNN", 2, 16, 351), TrainingSetting("MLP", 2, 128, 351)],
         seeds=3, sending=[TrainingSetting("CNN", world, 8, 8) for world in (2, 4, 8)],
         timing=[TrainingSetting("CNN", 2, 64, 24), TrainingSetting("CNN", 4, 64, 24)], launches=3,
     ),
@@ -132,11 +143,12 @@ class KeptResults:
 def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Points below dense, of each algorithm in each setting; a sample is a seed."""
     plan = PLANS[chosen.effort]
+    malloc.keep_memory()  # as every process with a bus: else a fifth of the time goes into page faults
     kept = KeptResults(chosen.out.with_name(f"{chosen.out.stem}-accuracy.jsonl"))
     split = models.load(plan.data, chosen.data_root, download=False)
     until_s = time.monotonic() + 60 * chosen.minutes
     percent: dict[tuple[TrainingSetting, str], dict[int, float]] = {}  # by seed
-    limited, others = _by_limit(_compared())
+    limited, others = _by_limit(_chosen(chosen, _compared()))
     for recipes, setting, seed in itertools.product((limited, others), plan.settings, range(plan.seeds)):
         task = models.ClassificationTask(_MODELS[setting.model], split, batch_size=setting.batch_size, seed=seed)
         on_gloo = partial(_train_on_gloo, setting, plan.data, chosen.data_root, seed)
@@ -151,7 +163,7 @@ def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
     for setting, recipe in itertools.product(plan.settings, _compared()):
         own, dense = percent.get((setting, recipe.title), {}), percent.get((setting, _compared()[0].title), {})
         if own.keys() & dense.keys():
-            yield _below_dense(recipe, setting, own, dense, asks=chosen.effort == "full" and setting.model == "MLP")
+            yield _below_dense(recipe, setting, own, dense, asks=chosen.effort == "full")
 
 
 def _by_limit(recipes: Sequence[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
@@ -162,6 +174,11 @@ def _by_limit(recipes: Sequence[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
 
 def _compared() -> list[Recipe]:
     return [*all_recipes(), TORCH_POWERSGD]
+
+
+def _chosen(chosen: argparse.Namespace, recipes: Sequence[Recipe]) -> list[Recipe]:
+    """Those that ``--only`` names, and dense."""
+    return [recipe for at, recipe in enumerate(recipes) if at == 0 or not chosen.only or recipe.title in chosen.only]
 
 
 def _reported(title: str, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -175,7 +192,8 @@ def _reported(title: str, train: Callable[[], dict[str, Any]]) -> dict[str, Any]
 def _train(recipe: Recipe, setting: TrainingSetting, task: models.ClassificationTask, seed: int) -> dict[str, Any]:
     """All ranks in this process."""
     try:
-        return LockstepTraining(recipe, task, setting.world, seed).run(setting.steps)._asdict()
+        training = LockstepTraining(recipe, task, setting.world, seed, schedule=setting.schedule)
+        return training.run(setting.steps)._asdict()
     except NotFinite as error:
         return {"accuracy": _OF_CHANCE, "diverged": str(error)}
 
@@ -249,7 +267,11 @@ def measure_time(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Steps of real processes, of all algorithms by turns."""
     plan = PLANS[chosen.effort]
     for setting in plan.timing:
-        recipes = [recipe for recipe in all_recipes() if not plan.timed or recipe.title in plan.timed]
+        recipes = [
+            recipe
+            for recipe in _chosen(chosen, [*all_recipes()])
+            if chosen.only or not plan.timed or recipe.title in plan.timed
+        ]
         ways: dict[str, Callable[[], StepTimes]] = {
             recipe.title: partial(_times_of, recipe, setting) for recipe in recipes
         }
@@ -273,10 +295,28 @@ def measure_time(chosen: argparse.Namespace) -> Iterator[Measurement]:
             f"{setting.name}: gloo DDP, step", "ms", steps["gloo DDP"], against=("dense", steps[recipes[0].title])
         )
         yield measurement(f"{setting.name}: {title}, step", "ms", steps[title], against=("gloo DDP", steps["gloo DDP"]))
-        yield measurement(
-            f"{setting.name}: bytegrad beside {_TIMED_AGAINST}, step", "ms", steps["bytegrad"],
-            against=(_TIMED_AGAINST, steps[_TIMED_AGAINST]), note="claimed by its authors: 0.67",
-        )  # fmt: skip
+        if {"bytegrad", _TIMED_AGAINST} <= steps.keys():
+            yield measurement(
+                f"{setting.name}: bytegrad beside {_TIMED_AGAINST}, step", "ms", steps["bytegrad"],
+                against=(_TIMED_AGAINST, steps[_TIMED_AGAINST]), note="claimed by its authors: 0.67",
+            )  # fmt: skip
+
+
+def measure_lockstep(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Processor time of one exchange of many ranks on one core: how large a world can be tried out in one process."""
+    world = PLANS[chosen.effort].lockstep_world
+    for title, (name, options) in _IN_LOCKSTEP.items():
+        algorithms = [make_algorithm(name, Place(rank, world), options) for rank in range(world)]
+        buckets = [bucket_of({"x": torch.full((_LOCKSTEP_NUMEL,), float(rank))}) for rank in range(world)]
+        programs = [
+            one.exchange(bucket, Step(0, active=world)) for one, bucket in zip(algorithms, buckets, strict=True)
+        ]
+        lockstep, began_s = Lockstep(world), time.process_time()
+        lockstep.run(programs)
+        taken_s = time.process_time() - began_s
+        note = f"{sum(lockstep.cost.messages):,} messages"
+        full = chosen.effort == "full"
+        yield measurement(f"{world:,} ranks: {title}", "s", [taken_s], at_most=60 if full else None, note=note)
 
 
 def _times_of(recipe: Recipe, setting: TrainingSetting) -> StepTimes:
@@ -313,6 +353,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=float, default=math.inf,
         help="begin no training after so long: rows then have fewer seeds, and another run trains what is missing",
     )  # fmt: skip
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TITLE", choices=[it.title for it in _compared()],
+        help="accuracy and time of dense and this row alone, such as 'topk 1 %%'; may be given several times",
+    )  # fmt: skip
     parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer steps, one seed")
     parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
 
@@ -328,6 +372,9 @@ BENCHMARK = Benchmark(
             needs_mnist=True,
         ),
         "bytes": Part(measure_bytes, "Compression: bytes that a rank sends in a step", 120, 20, needs_mnist=True),
+        "lockstep": Part(
+            measure_lockstep, "Compression: processor time of an exchange of 1,024 ranks in lockstep", 60, 60
+        ),
         "time": Part(measure_time, "Compression: time of a step, of waiting and of coding", 1500, 240),
     },
     options,

@@ -28,6 +28,7 @@ from gradbus.experiments.bench.processes import run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import by_turns
 from gradbus.experiments.bench.training import Data, Training, train
+from gradbus.experiments.namespaces import Host
 
 _LR = 0.05
 _SAMPLES = 512  # generated digits: what a step costs does not depend on them
@@ -81,9 +82,9 @@ def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
         yield measurement(title, "ms", ms[name], against=("gloo DDP", ms["gloo"]))
 
 
-def steps_of(run: Training, skip: int) -> dict[str, list[list[float]]]:
+def steps_of(run: Training, skip: int, hosts: tuple[Host, ...] = ()) -> dict[str, list[list[float]]]:
     """Seconds and bytes of each step, after the first ones: by the name of the amount, a list for each rank."""
-    found = train(run)
+    found = train(run, hosts=hosts)
     return {
         name: [[window.get(name, 0.0) for window in rank["windows"][skip:]] for rank in found]
         for name in ("step_s", "encode_s", "wait_s", "decode_s", "bytes_out")

@@ -4,22 +4,30 @@ Ranks are processes in network namespaces of this machine, whose links to a swit
 slow that the processors here are not the bottleneck. ``make bench-ladder``; it needs the right to make namespaces.
 
 ``hosts``: two hosts of two ranks at 1 Gbit/s, the route over hosts beside reduce-scatter and gather over all.
+
+``pipeline``: two hosts of one rank at 400 Mbit/s, where a step whose results come a step later should take as long as
+computing or exchanging alone, whichever is longer. What these take is measured in runs without overlap, by turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from gradbus import models
 from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rungs import RUNGS, TARGET, LadderPlan, climb
-from gradbus.experiments.bench.timing import in_turns
+from gradbus.experiments.bench.timing import by_turns, in_turns
+from gradbus.experiments.bench.training import Training
 from gradbus.experiments.namespaces import hosts_on_a_switch, sent_bytes
 from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.requests import AllReduce, Program
@@ -29,6 +37,8 @@ from gradbus.runtime.compute import ComputeThread
 
 HOSTS_RATE_MBIT_S = 1000.0
 HOSTS_NUMEL, TINY_NUMEL = 4 << 20, 1 << 20
+PIPELINE_RATE_MBIT_S = 400.0
+_PIPELINE_WARM_UP = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +110,41 @@ def measure_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
     yield measurement(f"{title}: bytes", "MB", sent["hierarchical"], against=against, at_most=0.6, note=note)
 
 
+def measure_pipeline(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """A dense step of the CNN with ``delay_steps = 1``, against the longer of computing and exchanging."""
+    launches, steps = {"tiny": (1, 3), "quick": (1, 16), "full": (3, 24)}[chosen.effort]
+    batch_size = 4 if chosen.effort == "tiny" else 64
+    ways = {"pipeline": {"delay_steps": 1}, "apart": {"overlap": False}}
+    with hosts_on_a_switch(2, PIPELINE_RATE_MBIT_S) as hosts:
+
+        def times(way: str) -> dict[str, list[list[float]]]:
+            config = {**EVERY_STEP, **ways[way], "max_steps": _PIPELINE_WARM_UP + steps}
+            run = Training(
+                model=models.mnist_cnn, batch_size=batch_size, config=config, data="glyphs",
+                samples=2 * batch_size * (_PIPELINE_WARM_UP + steps),  # one epoch: what is late is awaited at its end
+            )  # fmt: skip
+            return steps_of(run, _PIPELINE_WARM_UP, hosts)
+
+        taken = by_turns({way: partial(times, way) for way in ways}, launches)
+    step_ms = [1e3 * typical(max, run["step_s"]) for run in taken["pipeline"]]
+    exchange_ms = [1e3 * typical(min, run["wait_s"]) for run in taken["apart"]]
+    compute_ms = [
+        1e3 * statistics.median(
+            max(step - wait for step, wait in zip(*ranks, strict=True))
+            for ranks in zip(zip(*run["step_s"], strict=True), zip(*run["wait_s"], strict=True), strict=True)
+        )
+        for run in taken["apart"]
+    ]  # fmt: skip
+    title = f"dense step of the CNN, batch {batch_size}, 2 hosts, {PIPELINE_RATE_MBIT_S:g} Mbit/s"
+    longer = [max(both) for both in zip(compute_ms, exchange_ms, strict=True)]
+    against, limit = ("max(compute, exchange)", longer), 1.1 if chosen.effort == "full" else None
+    yield measurement(f"{title}: a step late", "ms", step_ms, against=against, at_most=limit)
+    apart = [1e3 * typical(max, run["step_s"]) for run in taken["apart"]]
+    yield measurement(f"{title}: without overlap", "ms", apart, against=("max(compute, exchange)", longer))
+    yield measurement(f"{title}: compute", "ms", compute_ms)
+    yield measurement(f"{title}: exchange", "ms", exchange_ms)
+
+
 def measure_rungs(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Each rung against the first one."""
     plan = PLANS[chosen.effort]
@@ -133,6 +178,7 @@ BENCHMARK = Benchmark(
     {
         "rungs": Part(measure_rungs, "star, ring, compression, overlap at 200 Mbit/s", 300, 60, needs_mnist=True),
         "hosts": Part(measure_hosts, "hierarchical on two hosts at 1 Gbit/s", 60, 30),
+        "pipeline": Part(measure_pipeline, "a step late, against the longer of computing and exchanging", 60, 20),
     },
     _options,
 )

@@ -77,8 +77,11 @@ class LockstepTraining:
         lockstep: with what has been sent so far.
     """
 
-    def __init__(self, recipe: Recipe, task: models.ClassificationTask, world: int, seed: int = 0) -> None:
-        """``seed``: of the order of the samples, as the Worker's setting."""
+    def __init__(
+        self, recipe: Recipe, task: models.ClassificationTask, world: int, seed: int = 0, *, schedule: str = "fixed"
+    ) -> None:
+        """``seed``: of the order of the samples. ``schedule``: of the learning rate over a run. As the Worker's
+        settings."""
         self.world = world
         self.lockstep = Lockstep(world)
         self.algorithms: list[Algorithm] = [
@@ -91,7 +94,7 @@ class LockstepTraining:
         self.models: list[nn.Module] = [task.build_model() for _ in range(1 if first.equal_replicas else world)]
         self._task, self._seed = task, seed
         self._parameters = [_trained(model) for model in self.models]
-        config = DataParallelConfig(**recipe.settings())
+        config = DataParallelConfig(**recipe.settings(), schedule={"name": schedule})
         made = [  # for each rank, as an algorithm may take its settings from that of the optimizer
             RunOptimizer(config, task, self.models[rank % len(self.models)], self._of(rank), algorithm)
             for rank, algorithm in enumerate(self.algorithms)
@@ -125,6 +128,8 @@ class LockstepTraining:
             ReplicasDiffer, NotFinite: see there.
         """
         first_half = 0
+        for optimizer in self._optimizers:
+            optimizer.start_schedule(steps)
         for number in range(steps):
             if number == steps // 2:
                 first_half = sum(self.lockstep.cost.bytes_out)

@@ -13,6 +13,7 @@ from torch import nn
 import gradbus
 from gradbus import models
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
+from gradbus.experiments.namespaces import Host
 
 Data = Literal["mnist", "glyphs"]
 
@@ -62,10 +63,13 @@ async def _train(place: BenchRank) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def train(run: Training, *, timeout_s: float = 300.0) -> list[dict[str, Any]]:
+def train(run: Training, *, timeout_s: float = 300.0, hosts: tuple[Host, ...] = ()) -> list[dict[str, Any]]:
     """Train in one process per rank over DDS on this machine, and return what the ranks found, in rank order.
+
+    Args:
+        hosts: network namespaces that the ranks are on, see :func:`run_ranks`.
 
     Raises:
         ProcessFailed: a rank failed, or some had not ended in time.
     """
-    return run_ranks(_train, run.world, run, timeout_s=timeout_s)
+    return run_ranks(_train, run.world, run, timeout_s=timeout_s, hosts=hosts)

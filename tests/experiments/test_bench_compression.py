@@ -139,6 +139,22 @@ def test_a_tiny_run_has_every_algorithm_beside_dense_and_another_run_trains_noth
     assert (tmp_path / "c-accuracy.jsonl").read_text(encoding="utf-8") == before
 
 
+def test_only_what_is_named_is_trained_beside_dense(tmp_path: Path) -> None:
+    arguments = ["compression", "--tiny", "--out", "c.json", "--part", "accuracy", "--only", "topk 1 %"]
+    assert bench.main(arguments) == 0
+    run = Results.load(tmp_path / "c.json").run("accuracy")
+    assert run is not None
+    assert {one.name for one in run.figures} == {"MLP, world 2: dense fp32", "MLP, world 2: topk 1 %"}
+
+
+def test_exchanges_of_a_large_world_are_timed_in_lockstep(tmp_path: Path) -> None:
+    assert bench.main(["compression", "--tiny", "--out", "c.json", "--part", "lockstep"]) == 0
+    run = Results.load(tmp_path / "c.json").run("lockstep")
+    assert run is not None
+    notes = {one.name: one.note for one in run.figures}
+    assert notes["8 ranks: dense, ring"] == f"{8 * 2 * 7} messages"
+
+
 @pytest.mark.slow
 def test_pytorchs_own_hook_is_trained_on_gloo() -> None:
     found = compression._train_on_gloo(TrainingSetting("MLP", 2, 4, 4), "glyphs", None, 0)

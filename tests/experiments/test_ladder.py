@@ -37,3 +37,15 @@ def test_a_rung_is_run_and_simulated() -> None:
     # At 200 Mbit/s these bytes take 0.19 s, beside what is computed.
     assert found.compute_s + 0.19 <= found.simulated_step_s < found.compute_s + 0.25
     assert found.to_target_s is None
+
+
+@pytest.mark.timeout(240)
+def test_a_step_that_is_late_is_timed_beside_computing_and_exchanging_alone() -> None:
+    try:
+        late, apart, compute, exchange = ladder.measure_pipeline(argparse.Namespace(effort="tiny"))
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    assert late.against is not None
+    assert list(late.against.samples) == [max(*compute.samples, *exchange.samples)]
+    assert min(exchange.samples) > 0.9 * 1e3 * 4 * 1_199_882 * 8 / (ladder.PIPELINE_RATE_MBIT_S * 1e6)  # at this rate
+    assert min(apart.samples) > min(exchange.samples)
