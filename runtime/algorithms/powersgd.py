@@ -10,9 +10,10 @@ A tensor is the matrix (shape[0], rest). It is compressed if (rows + columns) * 
 others go dense, together with P.
 
 Differs from the paper and the hook: ``max_aspect``, if it is set, makes other matrices of long ones; orthonormal is
-Gram-Schmidt in float64 with a fixed order, and P Q^T is a sum of outer products in a fixed order, by torch's addcmul:
-ranks get the same bits with AVX2 and AVX-512, where it is one fused operation, and nearly always the same P and Q, where
-QR and matrix products differ between libraries. Processors that do not fuse round differently: do not mix them. A column of Q that has become zero, as after a step without a gradient, is drawn anew: it would stay zero.
+Gram-Schmidt in float64 with a fixed order, and P Q^T is a sum of outer products in a fixed order, by addcmul. So
+processors with AVX2 or AVX-512, where that is one fused operation, get the same bits, or nearly always, where QR and
+matrix products differ between libraries. One without them rounds differently: do not mix it with those. A column of
+Q that has become zero, as after a step without a gradient, is drawn anew: it would stay zero.
 """
 
 from __future__ import annotations
