@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -114,7 +115,7 @@ def measure_pipeline(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """A dense step of the CNN with ``delay_steps = 1``, against the longer of computing and exchanging."""
     launches, steps = {"tiny": (1, 3), "quick": (1, 16), "full": (3, 24)}[chosen.effort]
     batch_size = 4 if chosen.effort == "tiny" else 64
-    ways = {"pipeline": {"delay_steps": 1}, "apart": {"overlap": False}}
+    ways: Mapping[str, Mapping[str, Any]] = {"pipeline": {"delay_steps": 1}, "apart": {"overlap": False}}
     with hosts_on_a_switch(2, PIPELINE_RATE_MBIT_S) as hosts:
 
         def times(way: str) -> dict[str, list[list[float]]]:
