@@ -98,8 +98,8 @@ run-ddp: $(STAMP)  ## data-parallel training: all ranks with WORLD=2, or one pro
 	@$(BIN)/gradbus $(if $(RANK),worker --rank $(RANK) $(WORLD:%=--world %),run $(WORLD:%=-n %) --) $(CONFIG) $(ARGS)
 
 run-aggregator: CONFIG ?= experiments/configs/aggregator.conf.json
-run-aggregator: $(STAMP)  ## add the gradients of data-parallel jobs: then make run-ddp CONFIG=experiments/configs/ddp-aggregator.conf.json
-	@$(BIN)/gradbus aggregator $(CONFIG) $(ARGS)
+run-aggregator: $(STAMP)  ## add the gradients of data-parallel jobs, as one of several with NODE=0: then make run-ddp CONFIG=experiments/configs/ddp-aggregator.conf.json
+	@$(BIN)/gradbus aggregator $(CONFIG) $(if $(NODE),--set aggregator.node=$(NODE)) $(ARGS)
 
 report: $(STAMP)  ## one HTML file of what a run has left: make report RUN=runs/...
 	@test -n "$(RUN)$(ARGS)" || { echo "make report: which run? make report RUN=runs/<job>-<time>" >&2; exit 2; }

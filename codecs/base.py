@@ -83,6 +83,9 @@ class CodecOptions(BaseModel):
 class Codec(ABC):
     """A wire format with its options fixed, without state. :func:`gradbus.codecs.get` makes one.
 
+    Attributes:
+        versions: of the format.
+
     Bytes of any codec are read by :func:`gradbus.codecs.decode`, which needs no options: a message describes itself.
     """
 
@@ -91,10 +94,11 @@ class Codec(ABC):
     Options: ClassVar[type[BaseModel]] = CodecOptions
     name: ClassVar[str]
     lossless: ClassVar[bool]
+    versions: ClassVar[tuple[int, ...]] = VERSIONS
     v1_is_delta: ClassVar[bool]  # version 1 has no flag: each format always means the same
 
     def __post_init__(self) -> None:
-        _check_version(self.version)
+        self._check_version(self.version)
 
     def encode(self, vector: Tensor, *, is_delta: bool | None = None, version: int | None = None) -> bytes:
         """The message for ``vector``, always a copy: the tensor may change the moment this returns.
@@ -110,12 +114,17 @@ class Codec(ABC):
             ValueError: not a float vector, or version 1 cannot say ``is_delta``.
         """
         version = self.version if version is None else version
-        _check_version(version)
+        self._check_version(version)
         vector = _as_float32(vector)
         if version == 1 and is_delta not in (None, self.v1_is_delta):
             meaning = "a difference" if self.v1_is_delta else "weights"
             raise ValueError(f"{self.name} version 1 always carries {meaning}; use version=2 for is_delta={is_delta}")
         return self._encode(vector, version, is_delta is None or is_delta)
+
+    def _check_version(self, version: int) -> None:
+        if version not in self.versions:
+            known = " or ".join(map(str, self.versions))
+            raise ValueError(f"{self.name}: version must be {known}, got {version!r}")
 
     @abstractmethod
     def max_bytes(self, dim: int) -> int:
@@ -134,11 +143,6 @@ def check_finite(values: Tensor, what: str) -> None:
     if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():
         bad = int((~values.isfinite()).nonzero()[0, 0])
         raise NonFiniteError(f"non-finite {what}: element {bad} of {values.numel()} is {float(values[bad])}")
-
-
-def _check_version(version: int) -> None:
-    if version not in VERSIONS:
-        raise ValueError(f"version must be 1 or 2, got {version!r}")
 
 
 def _as_float32(vector: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""int8 with one float32 scale per chunk: the arithmetic that ``q8`` and ``sq8`` share.
+"""Small integers with one float32 scale per chunk: the arithmetic that ``q8``, ``sq8`` and ``q4`` share.
 
-``scale = max|x| / 127`` over the chunk, ``q = round_half_even(x / scale)``, ``x_hat = q * scale``.
+``scale = max|x| / q_max`` over the chunk, ``q = round_half_even(x / scale)``, ``x_hat = q * scale``; ``q_max`` is 127
+for 8 bits, 7 for 4 bits.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from gradbus.codecs.wire import tensor_view
 
 Q_MAX = 127
 
-# x_hat = 127 * scale must not overflow: float32(FLT_MAX / 127) * 127 is infinite, its lower neighbour is not.
 _FLT_MAX = torch.tensor(torch.finfo(torch.float32).max)
-MAX_SCALE = float(torch.nextafter(_FLT_MAX / Q_MAX, torch.tensor(0.0)))
 # Below the smallest normal number a scale has too few bits to keep the error within scale / 2.
 MIN_SCALE = torch.finfo(torch.float32).tiny
 
 _CPU_BLOCK_ELEMS = 1 << 18  # 1 MiB of float32: the temporaries of a block stay in the cache
+
+
+def max_scale(q_max: int) -> float:
+    """The largest scale: q_max * scale must not overflow. float32(FLT_MAX / 127) * 127 is infinite, its lower neighbour
+    is not."""
+    return float(torch.nextafter(_FLT_MAX / q_max, torch.tensor(0.0)))
 
 
 def check_chunk_elems(chunk_elems: int) -> None:
@@ -36,14 +41,14 @@ def num_chunks(num_elems: int, chunk_elems: int) -> int:
     return -(-num_elems // chunk_elems)
 
 
-def quantize(x: Tensor, chunk_elems: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, chunk_elems: int, q_max: int = Q_MAX) -> tuple[Tensor, Tensor]:
     """``x`` as int8 with one scale per chunk, computed on the device of ``x``.
 
     Args:
         x: float32, shape (n,), contiguous.
 
     Returns:
-        q: int8, shape (n,), within [-127, 127].
+        q: int8, shape (n,), within [-q_max, q_max].
         scales: float32, shape (ceil(n / chunk_elems),), positive; 1.0 for a chunk of zeros.
 
     Raises:
@@ -51,13 +56,14 @@ def quantize(x: Tensor, chunk_elems: int) -> tuple[Tensor, Tensor]:
     """
     q = torch.empty(x.numel(), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_chunks(x.numel(), chunk_elems), dtype=torch.float32, device=x.device)
+    most = max_scale(q_max)
     block_elems = _CPU_BLOCK_ELEMS if x.device.type == "cpu" else x.numel()
     for elems, chunks in chunk_spans(x.numel(), chunk_elems, block_elems):
         rows = x[elems].view(chunks.stop - chunks.start, -1)
         peak = rows.abs().amax(dim=1)
-        scale = (peak / Q_MAX).clamp_(MIN_SCALE, MAX_SCALE).where(peak != 0, 1.0)
+        scale = (peak / q_max).clamp_(MIN_SCALE, most).where(peak != 0, 1.0)
         scales[chunks] = torch.where(peak.isfinite(), scale, peak)  # a chunk with NaN or infinity keeps its mark
-        q[elems] = (rows / scale.unsqueeze(1)).round_().clamp_(-Q_MAX, Q_MAX).view(-1)
+        q[elems] = (rows / scale.unsqueeze(1)).round_().clamp_(-q_max, q_max).view(-1)
     if not scales.isfinite().all():
         check_finite(x, "vector")  # says which element
     return q, scales
@@ -85,23 +91,23 @@ def quantized_views(view: memoryview, offset: int, count: int, chunk_elems: int,
     return q, scales
 
 
-def check_quantized(q: Tensor, scales: Tensor, name: str) -> None:
+def check_quantized(q: Tensor, scales: Tensor, name: str, q_max: int = Q_MAX) -> None:
     """Check that bytes of a peer are as :func:`quantize` makes them.
 
     Raises:
         NonFiniteError: a scale that is, or leads to, NaN or infinity.
-        CodecError: a scale <= 0, or the unused code -128.
+        CodecError: a scale <= 0, or the unused code below -q_max.
     """
     if not q.numel():
         return
     check_finite(scales, f"{name} scales")
     low, high = (float(bound) for bound in torch.aminmax(scales))
-    if high > MAX_SCALE:
-        raise NonFiniteError(f"non-finite {name} values: scale {high:.9g} times 127 overflows float32")
+    if high > max_scale(q_max):
+        raise NonFiniteError(f"non-finite {name} values: scale {high:.9g} times {q_max} overflows float32")
     if low <= 0:
         raise CodecError(f"{name} scales: expected > 0, got {low:.9g} at chunk {int(scales.argmin())}")
-    if int(q.min()) < -Q_MAX:
-        raise CodecError(f"{name} values: expected -127 .. 127, got -128 at entry {int(q.argmin())}")
+    if int(q.min()) < -q_max:
+        raise CodecError(f"{name} values: expected {-q_max} .. {q_max}, got {int(q.min())} at entry {int(q.argmin())}")
 
 
 def chunk_spans(num_elems: int, chunk_elems: int, block_elems: int) -> Iterator[tuple[slice, slice]]:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradbus.codecs import fp32, q8, s4, sq8
+from gradbus.codecs import fp32, loco, q2, q4, q8, s4, sq8
 from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed
 from gradbus.codecs.errors import CodecError, DimMismatchError
 from gradbus.codecs.wire import Payload, as_view
 
-_CODECS: dict[str, type[Codec]] = {"fp32": fp32.Fp32, "q8": q8.Q8, "s4": s4.S4, "sq8": sq8.SQ8}
+_CODECS: dict[str, type[Codec]] = {
+    "fp32": fp32.Fp32, "loco": loco.Loco, "q2": q2.Q2, "q4": q4.Q4, "q8": q8.Q8, "s4": s4.S4, "sq8": sq8.SQ8,
+}  # fmt: skip
 _ALIASES = {"chunk": "chunk_elems"}
 
 ALL: tuple[str, ...] = tuple(_CODECS)
@@ -25,6 +27,9 @@ _PARSERS: dict[bytes, Callable[[memoryview, int], Parsed]] = {
     fp32.MAGIC_V2: fp32.parse_fp32_v2,
     q8.MAGIC_V1: q8.parse_q8_v1,
     q8.MAGIC_V2: q8.parse_q8_v2,
+    q4.MAGIC: q4.parse_q4,
+    q2.MAGIC: q2.parse_q2,
+    loco.MAGIC: loco.parse_loco,
     s4.MAGIC_V1: partial(s4.parse_sparse_v1, "s4", s4.FLOAT32_VALUES),
     s4.MAGIC_V2: partial(s4.parse_sparse_v2, "s4", s4.FLOAT32_VALUES),
     sq8.MAGIC_S8: partial(s4.parse_sparse_v1, "s8", sq8.S8_VALUES),
@@ -36,8 +41,8 @@ _PARSERS: dict[bytes, Callable[[memoryview, int], Parsed]] = {
 def get(name: str, **options: float) -> Codec:
     """The codec ``name`` (one of :data:`ALL`) with its options.
 
-    Options: ``version`` 1 or 2 (default) for all; ``chunk_elems`` (or ``chunk``) for q8 and sq8; ``density`` for s4
-    and sq8.
+    Options: ``version`` 1 or 2 (default), of q4, q2 and loco 2 alone; ``chunk_elems`` (or ``chunk``) for q8, q4, q2 and
+    sq8; ``density`` for s4 and sq8.
 
     Raises:
         ValueError: no such codec or option (the text names the nearest one), or a value out of range.

@@ -142,6 +142,11 @@ class AggregatorSettings(Settings):
     jobs: dict[str, Annotated[int, Field(ge=1, le=MAX_AGGREGATED_WORLD)]] = Field(default={})
     """Number of workers by the name of their job, for several jobs that share the slots. {}: bus.job alone, of `world`
     workers."""
+    node: Annotated[int, Field(ge=0, lt=128)] = 0
+    """Number of this aggregator, where the workers' topology has several: leaves of a tree first, then its roots; those
+    of a chain in their order."""
+    nodes: Annotated[int, Field(ge=1, le=128)] = 1
+    """How many aggregators the topology has."""
     slots: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
     """Number of blocks that it holds, of all jobs together. 0: it never adds, and rings go past it."""
     block_elems: Annotated[int, Field(ge=1, le=1 << 22)] = 1 << 16
@@ -153,8 +158,14 @@ class AggregatorSettings(Settings):
     """Number of groups of one job that may hold slots at once."""
     retransmit_s: Positive = 0.5
     """Seconds after which a worker that has not acknowledged a sum gets it again."""
+    lease_s: Positive = 60.0
+    """Seconds after which a job is given up when one of its slots got nothing new. Its workers go on without
+    aggregators, and come back (`parallel.algorithm.aggregator_retry_s`)."""
+    report_s: Positive = 60.0
+    """Seconds between two lines of the log on a job that goes on. What was dropped is logged within 5 s."""
     join_s: Positive = 60.0
-    """Seconds that it waits for the workers of a job; with keep_serving it waits again after that."""
+    """Seconds that it waits for the workers of a job, and the other aggregators; with keep_serving it waits again after
+    that."""
     keep_serving: bool = True
     """Whether a job is served again when its workers have left, so that it can be continued, until the aggregator is
     stopped. false: once."""
@@ -163,6 +174,8 @@ class AggregatorSettings(Settings):
     def _one_way_to_name_jobs(self) -> AggregatorSettings:
         if self.jobs and "world" in self.model_fields_set:
             raise ValueError("world is for bus.job alone: with jobs, each has its number of workers there")
+        if self.node >= self.nodes:
+            raise ValueError(f"node: expected 0 to {self.nodes - 1}, as nodes is {self.nodes}, got {self.node}")
         return self
 
 

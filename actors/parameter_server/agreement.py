@@ -26,7 +26,8 @@ class Introduction:
     """What a process tells the others.
 
     Attributes:
-        optimizer: the class of its optimizer. layout: of its model, see ``describe_layout``.
+        protocol: version of the messages. optimizer: the class of its optimizer.
+        layout: of its model, see ``describe_layout``.
         batches: of a worker in the first epoch. callbacks: whether it has some.
         run_id: of a new run, if this is rank 0. steps: of which a server has checkpoints. has_completed: it knows of a
             checkpoint that all servers had.
@@ -39,6 +40,7 @@ class Introduction:
     run_id: int = 0
     steps: Sequence[int] = ()
     has_completed: bool = False
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ async def agree(
         ConfigError: it is not; the text names the ranks, what they have, and what the others have.
     """
     shared = {
-        "version of the protocol": PROTOCOL, "number of workers": roles.workers,
+        "version of the protocol": hello.protocol, "number of workers": roles.workers,
         **{f"parameter_server.{key}": value for key, value in settings.model_dump(mode="json").items()},
         **config.shared({"name": config.algorithm.name}), "class of the optimizer": hello.optimizer,
     }  # fmt: skip

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradbus.actors.data_parallel.replicas import describe_layout
@@ -89,14 +90,14 @@ class ParameterServer:
         self._compute = ComputeThread(f"server-{self._index}")
         self._state: ServerState | None = None
         self._run_id = 0
-        self._fits_prune = False
+        self._has_saved = False
         self._answers: dict[int, asyncio.Future[Tensor | Message]] = {}
         self._pushed: dict[int, Tensor] = {}  # by worker, what is not applied yet
         self._asked: dict[int, Message] = {}  # by worker, what it has sent to the meeting
         self._own: dict[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]] = {}  # what workers keep, of a resume
         self._lost: list[int] = []
         self._is_new = True
-        self._epoch = 0
+        self._epoch = self._step_number = 0
         self._stepped_to = 0  # schedules of a task are stepped once a clock
         self._max_bytes = 0
         # Made by _open:
@@ -242,6 +243,9 @@ class ParameterServer:
     async def _answer(self, rank: int, request: Message) -> Tensor:
         """The reply, when there is one. Raises CollectiveError: nobody may ask for that now."""
         self._answers[rank] = answer = asyncio.get_running_loop().create_future()
+        if self._has_saved and self._state is not None:  # every server has answered this worker's last request, a save
+            self._has_saved = False
+            await self._compute.run(self._state.prune)
         if request.kind == "push":
             decision = await self._push(rank, request)
         else:
@@ -258,9 +262,6 @@ class ParameterServer:
         if Flag.HAS_GRADIENT in flags:
             await self._compute.run(self._shard.check, rank, request.packed)
             self._pushed[rank] = request.packed
-        if self._fits_prune and self._state is not None:  # so every server has answered its last save
-            self._fits_prune = False
-            await self._compute.run(self._state.prune)
         self._epoch = max(self._epoch, request.epoch)
         return self._decided(
             lambda: self._clocks.push(
@@ -270,6 +271,7 @@ class ParameterServer:
         )  # fmt: skip
 
     def _decided(self, event: Callable[[], Decision]) -> Decision:
+        self._step_number = self._clocks.slowest  # before the event: what is applied now belongs to that step
         try:
             return event()
         except ProtocolError as error:
@@ -281,13 +283,12 @@ class ParameterServer:
         pushing = [rank for rank in decision.release if rank not in self._asked]
         if not gradients and not decision.release:
             return
-        slowest, epoch = self._clocks.slowest, self._epoch
+        number, slowest, epoch = self._step_number, self._clocks.slowest, self._epoch
         if gradients or pushing:
             flags = Flag.WANTS_END if decision.wants_end else Flag.NONE
             updates = self._clocks.updates
-            reply = await self._compute.run(
-                self._step, gradients, decision.count, slowest, epoch, bool(pushing), flags, updates
-            )
+            answer = Message("push", slowest, flags, epoch, updates) if pushing else None
+            reply = await self._compute.run(self._step, gradients, decision.count, number, epoch, slowest, answer)
             for rank in pushing:
                 self._resolve(rank, reply)
         asked = {rank: self._asked.pop(rank) for rank in decision.release if rank in self._asked}
@@ -301,21 +302,18 @@ class ParameterServer:
             answer.set_result(reply)
 
     def _step(
-        self, gradients: list[Tensor], count: int, slowest: int, epoch: int, answers: bool, flags: Flag, updates: int
+        self, gradients: list[Tensor], count: int, number: int, epoch: int, slowest: int, answer: Message | None
     ) -> Tensor:
-        """Change the weights, and make the reply with them."""
+        """Change the weights by a step with this number, and make the answer with them."""
         optimizer = self._shard.optimizer
         if gradients:
-            # In synchronous mode the version that is made has the number of the pushes before it.
-            number = slowest - 1 if self._settings.mode == "synchronous" else slowest
-            self._shard.apply(gradients, count, step=max(0, number), epoch=epoch)
+            self._shard.apply(gradients, count, step=number, epoch=epoch)
         while self._stepped_to < slowest:
             self._stepped_to += 1
             optimizer.step_has_ended()
-        if not answers:
-            return Message("push").packed
-        reply = Message("push", slowest, flags, epoch, updates, optimizer.lr)
-        return encode(reply, self._shard.weights())
+        if answer is None:
+            return torch.empty(0, dtype=torch.uint8)
+        return encode(replace(answer, lr=optimizer.lr), self._shard.weights())
 
     # Meetings
 
@@ -381,7 +379,7 @@ class ParameterServer:
             refused=self._clocks.refused,
             staleness={str(key): number for key, number in self._clocks.staleness_counts.items()},
         )  # fmt: skip
-        self._fits_prune = True
+        self._has_saved = True
         log.info("checkpoint", server=self._index, step=clock, bytes=size)
 
 

@@ -90,7 +90,7 @@ def measure_rates(dim: int = REFERENCE_DIM, repeats: int = 15) -> Iterator[Measu
     """Every codec in both versions on a random normal vector of ``dim`` elements, beside its limits."""
     vector = _vector(dim)
     for name in codecs.ALL:
-        for version in (1, 2):
+        for version in codecs.get(name).versions:
             codec = codecs.get(name, version=version)
             payload = codec.encode(vector)
             ms = _block_ms(codec.encode, payload, vector, repeats)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-CodecName = Literal["fp32", "q8", "s4", "sq8"]
+CodecName = Literal["fp32", "loco", "q2", "q4", "q8", "s4", "sq8"]
 Network = Literal["loopback", "network"]
 FileFormat = Literal["safetensors", "torch"]
 FileKind = Literal["controller", "client", "worker", "aggregator"]

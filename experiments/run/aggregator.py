@@ -24,6 +24,8 @@ async def run_aggregator(file: AggregatorFile) -> None:
             max_jobs=max(1, len(settings.jobs)),
             max_groups_per_job=settings.max_groups_per_job,
             retransmit_s=settings.retransmit_s,
+            lease_s=settings.lease_s,
+            report_s=settings.report_s,
         )
     )
 
@@ -32,8 +34,10 @@ async def run_aggregator(file: AggregatorFile) -> None:
         own = file.bus.model_copy(update={"job": job})
         while True:
             try:
-                async with open_bus(own, rank=world) as bus:  # it is the rank after the workers'
-                    await actor.serve(bus, world, timeout_s=settings.join_s)
+                async with open_bus(
+                    own, rank=world + settings.node
+                ) as bus:  # aggregators are the ranks after the workers
+                    await actor.serve(bus, world, node=settings.node, nodes=settings.nodes, timeout_s=settings.join_s)
             except (BarrierTimeout, CollectiveError) as error:
                 if not settings.keep_serving:
                     raise

@@ -111,13 +111,14 @@ def aggregator_run(config: Path | None, overrides: Sequence[str], screen: Screen
     file = load(AggregatorFile, config, overrides=overrides)
     jobs = file.aggregator.jobs or {file.bus.job: file.aggregator.world}
     for world in jobs.values():
-        check(file.bus, rank=world)
+        check(file.bus, rank=world + file.aggregator.node)
     screen.configure_logs()
     from gradbus.experiments.run.aggregator import run_aggregator
 
     held = size(4 * file.aggregator.slots * file.aggregator.block_elems)
     names = ", ".join(f"{job} of {world} workers" for job, world in jobs.items())
-    screen.say(f"aggregator with {file.aggregator.slots} slots ({held}) for {names}")
+    which = f", node {file.aggregator.node} of {file.aggregator.nodes}," if file.aggregator.nodes > 1 else ""
+    screen.say(f"aggregator{which} with {file.aggregator.slots} slots ({held}) for {names}")
     try:
         run_loop(lambda: run_aggregator(file), loop)
     except ExceptionGroup as group:

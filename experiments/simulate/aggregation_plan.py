@@ -13,7 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gradbus.experiments.simulate.scenario import RING_KINDS, Scenario
+from gradbus.experiments.simulate.baselines.shared_slots import FallbackServer, SharedSwitch, WindowWorker
+from gradbus.experiments.simulate.baselines.switchml import PoolSwitch, PoolWorker
+from gradbus.experiments.simulate.scenario import BASELINES, RING_KINDS, Scenario
 from gradbus.experiments.simulate.topology import LinkSpec, NetworkTopology, Node, Uplink
 from gradbus.runtime.in_network.aggregator import Aggregator
 from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, RetransmissionTimes
@@ -120,14 +122,14 @@ def retransmission_times(scenario: Scenario) -> RetransmissionTimes:
         overhead_s = window * max(link.overhead_s for link in links)
         window_s = times * (window * block_bytes(scenario) * slowest + overhead_s)
         first_s = 3 * (window_s + 2 * (on_links_s + sum(link.latency_s for link in links)))
-    return RetransmissionTimes(first_s=first_s, max_s=8 * first_s, max_tries=1000)
+    return RetransmissionTimes(first_s=first_s, max_s=8 * first_s, max_tries=1_000_000)
 
 
 def plan_of(scenario: Scenario) -> AggregationPlan:
     """Build all of it. Raises ValueError: slots that are too few for any window."""
     if scenario.kind in RING_KINDS:
         return _ring(scenario)
-    return _trees(scenario)
+    return _baseline(scenario) if scenario.kind in BASELINES else _trees(scenario)
 
 
 # The network
@@ -285,6 +287,39 @@ def _window(scenario: Scenario, blocks: int) -> tuple[int, int]:
             )
         return window, lanes
     return window, min(2 * window, scenario.iterations * blocks)
+
+
+# Baselines
+
+
+def _baseline(scenario: Scenario) -> AggregationPlan:
+    world, jobs, blocks = scenario.fabric.world, scenario.jobs, scenario.total_blocks
+    window = min(scenario.window_blocks or blocks, blocks)
+    slots = 2 * window * jobs if scenario.slots is None else scenario.slots
+    worlds = dict.fromkeys(range(jobs), world)
+    has_servers = scenario.kind != "switchml"
+    switch: PoolSwitch | SharedSwitch
+    if has_servers:
+        switch = SharedSwitch(worlds, slots, preempts=scenario.kind == "esa")
+    else:
+        window = min(window, slots // (2 * jobs))
+        if window < 1:
+            raise ValueError(f"slots: {jobs} jobs need at least 2 each, got {scenario.slots}")
+        switch = PoolSwitch(worlds, window)
+    times = retransmission_times(scenario)
+    topology = _topology(scenario, leaves=1, servers=jobs if has_servers else 0)
+    plan = AggregationPlan(topology, [], slots, lambda: switch.taken)
+    for job in range(jobs):
+        stream = BlockStream(job, job, world, blocks, 1)
+        stream.members[AGGREGATOR] = SimulatedNode(switch, leaf_name(0), is_switch=True, multicasts=True)
+        if has_servers:
+            stream.members[world] = SimulatedNode(FallbackServer(world), server_name(job), relays=True)
+        for rank in range(world):
+            worker = (WindowWorker if has_servers else PoolWorker)(rank, job, window, times)
+            stream.workers.append(worker)
+            stream.members[rank] = SimulatedNode(worker, job * world + rank)
+        plan.streams.append(stream)
+    return plan
 
 
 _Places = dict[int, tuple[int | None, tuple[int, ...], int, Node]]

@@ -172,7 +172,7 @@ class _Simulation:
         size_bytes = self._scenario.ack_bytes
         if packet.values is not None:
             size_bytes = self._value_bytes
-            if sender.is_switch and packet.bitmap == self._full and packet.kind in _TO_OR_FROM_AGGREGATORS:
+            if sender.is_switch and packet.bitmap == self._full and stream.members[packet.source] is sender:
                 self._in_network.add((packet.job, packet.group, packet.block))
         self._network.multicast(
             sender.node, nodes, size_bytes, lambda there: self._deliver(stream, receivers, packet, there)
@@ -243,7 +243,6 @@ class _Simulation:
         )
 
 
-_TO_OR_FROM_AGGREGATORS = frozenset({PacketKind.RESULT, PacketKind.CONTRIBUTION})
 _Way: TypeAlias = tuple[tuple[Node, ...], dict[Node, tuple[int, SimulatedNode]]]
 
 
@@ -258,10 +257,10 @@ def _is_copy(packet: Packet, first: Packet) -> bool:
 
 def _way(stream: BlockStream, sender: SimulatedNode, to: tuple[int, ...]) -> _Way:
     """The nodes that a packet for these numbers goes to, and who is there."""
-    if to == (WORKERS,):
-        to = tuple(range(stream.world))
-    elif sender.relays:
+    if sender.relays:
         to = (AGGREGATOR,)
+    elif to == (WORKERS,):
+        to = tuple(range(stream.world))
     numbers = [sender.leaf if number == AGGREGATOR else number for number in to]
     receivers = {stream.members[number].node: (number, stream.members[number]) for number in numbers}
     return tuple(receivers), receivers

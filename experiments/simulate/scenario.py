@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from gradbus.experiments.simulate.closed_forms import Fabric
 from gradbus.runtime.in_network.slots import Allocation
 
-Kind: TypeAlias = Literal["ina", "hina", "mtina", "cina", "ra-ina", "ra-ina-reserve", "ring", "ps"]
+Kind: TypeAlias = Literal[
+    "ina", "hina", "mtina", "cina", "ra-ina", "ra-ina-reserve", "ring", "ps", "switchml", "atp", "esa"
+]  # fmt: skip
 """How gradients are summed.
 
 - ``ina``: one switch with a slot for each block in the window. All hosts are at it, whatever ``hosts_per_leaf`` says.
@@ -19,8 +21,10 @@ Kind: TypeAlias = Literal["ina", "hina", "mtina", "cina", "ra-ina", "ra-ina-rese
 - ``ra-ina``: groups of N blocks, N being the ranks, go around a ring through the switch, which takes those that it has
   slots for. ``ra-ina-reserve``: the ring goes past it, and ranks ask for slots. ``ring``: no switch has slots.
 - ``ps``: ``trees`` parameter servers, each on a host of its own, for every job; block b by server ``b mod trees``.
+- ``switchml``, ``atp``, ``esa``: see :mod:`.baselines`, on one switch; the latter two with a parameter server each job.
 """
 RING_KINDS = frozenset({"ra-ina", "ra-ina-reserve", "ring"})
+BASELINES = frozenset({"switchml", "atp", "esa"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ it is the same on all ranks, whatever steps they skip. With ``outer_lr`` 1, no m
 the mean of the theta_k, and is computed as that, to the bits of ``local-sgd``.
 
 Differs from the sources: fragments are cut where their length ends, not between layers, since the outer step is
-elementwise, and none is larger than another; all lossy codecs have error feedback. Buffers, such as running means of
+elementwise, and none is larger than another; steps of q4 are of one size within a chunk, where the authors' 4-bit
+floating point has powers of two; all lossy codecs have error feedback. Buffers, such as running means of
 batch norm, are not exchanged: each rank has its own, and the model of a run has their means.
 """
 
@@ -66,7 +67,7 @@ class DiLoCo(Algorithm):
         """Number of steps for which an exchange may go on while training continues; below ``steps``."""
         alpha: float | None = Field(default=None, ge=0, lt=1)
         """Share of a rank's own weights in what it goes on with after an exchange. null: 0.5 with a delay, else 0."""
-        codec: Literal["fp32", "fp16", "bf16", "q8"] = "q8"
+        codec: Literal["fp32", "fp16", "bf16", "q8", "q4", "q2"] = "q8"
         """Format of the changes on the wire; what it rounds off is sent later."""
 
         @model_validator(mode="after")

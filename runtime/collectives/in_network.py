@@ -1,8 +1,9 @@
-"""Exact sums over workers through an aggregator: the worker's side of in-network aggregation on the bus.
+"""Exact sums over workers through aggregators: the worker's side of in-network aggregation on the bus.
 
-The workers have a group of their own, and are ranks 0 to N - 1 of a second one, in which the aggregator is rank N.
-Every sum ends with a small exchange in the workers' group: all know then that all have it, or that they have to add the
-rest without the aggregator. As sums are of integers, the bits are the same either way.
+The workers have a group of their own, and are ranks 0 to N - 1 of a second one, with the aggregators
+(:mod:`~.aggregators`). Every sum ends with a small exchange in the workers' group: all know then that all have it, or
+that they have to add the rest without aggregators. As sums are of integers, the bits are the same either way. Workers
+without aggregators look for them again, and go back to them at the same sum.
 """
 
 from __future__ import annotations
@@ -11,32 +12,25 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Generator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradbus.codecs.fixed_point import CHECKSUM_MODULUS, linear_checksum
-from gradbus.runtime.collectives.group import Group, join_group
-from gradbus.runtime.collectives.packet_streams import PacketStreams
-from gradbus.runtime.errors import BarrierTimeout, BusClosed, CollectiveError, ConfigError
+from gradbus.runtime.collectives.aggregators import AggregatorSession
+from gradbus.runtime.collectives.group import Group
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, CollectiveError, ConfigError, GradbusError
 from gradbus.runtime.in_network.encoding import MAX_WORLD
 from gradbus.runtime.in_network.options import InNetworkOptions
-from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, PacketKind, RetransmissionTimes
-from gradbus.runtime.in_network.worker import PeerSilent, RingWorker, WorkerConfig
 from gradbus.runtime.logs import get_logger
 
-GROUP = "in_network"
-
-_FROM_NEIGHBOURS = frozenset({PacketKind.REDUCE, PacketKind.GATHER, PacketKind.RING_ACK})
+MAX_RETRY_FACTOR = 32  # by which the time until workers look for aggregators again grows at most
+JOIN_AGAIN_S = 60.0  # one try
+REPORT_DROPPED_S = 10.0
 
 log = get_logger("in_network")
-
-
-class AggregatorLost(CollectiveError):
-    """The aggregator is gone, silent, or has told a wrong sum. Sums are made without it from now on."""
 
 
 class InNetworkHandle:
@@ -60,12 +54,12 @@ class InNetworkHandle:
         self._future = asyncio.run_coroutine_threadsafe(self._run(values, out), sums.loop)
 
     async def _run(self, values: Tensor, out: Tensor | None) -> Tensor:
-        before = self._sums.streams.sent_bytes
+        before = self._sums.sent_bytes
         try:
             total, overflowed = await self._sums.all_reduce(values.view(-1), self.name)
         finally:
             self.finished_s = time.perf_counter()
-            self.sent_bytes = self._sums.streams.sent_bytes - before
+            self.sent_bytes = self._sums.sent_bytes - before
         if overflowed:
             raise CollectiveError(
                 f"{self.name}: a sum has left int32, which none of the integers of codecs.fixed_point does: some rank "
@@ -89,45 +83,39 @@ class InNetworkSum:
     """Sums of int32 vectors over the workers: one after the other, in the order of the calls, which is the same on all.
 
     Attributes:
-        loop: that it runs on. streams: what is sent to whom.
-        uses_aggregator: whether it is still there. fallback_sums: sums that were made, or ended, without it.
-        dropped: packets that a node sent which has none of that kind to send.
+        loop: that it runs on. session: at the aggregators; None: sums are made without them.
+        fallback_sums: sums that were made, or ended, without aggregators. returns: how often workers went back to them.
     """
 
-    streams: PacketStreams
-
-    def __init__(self, workers: Group, options: InNetworkOptions, *, job: int, seed: int) -> None:
-        """``job``: its number on the aggregator. ``seed``: of checksums."""
+    def __init__(self, workers: Group, options: InNetworkOptions, *, seed: int) -> None:
+        """``seed``: of checksums."""
         self._workers = workers
         self._options = options
         self._seed = seed
-        times = RetransmissionTimes(options.retransmit_s, max(options.retransmit_s, options.timeout_s), max_tries=50)
-        self._job = job
-        self._protocol = RingWorker(
-            WorkerConfig(
-                workers.rank,
-                workers.world,
-                job,
-                block_elems=options.block_elems,
-                window_groups=options.window_groups,
-                reserves=options.route == "ra-ina",
-                uses_ring=options.route != "ina",
-                times=times,
-            )
-        )
         self.loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
-        self._changed = asyncio.Event()
-        self._failure: Exception | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[tuple[Tensor, bool]]] = set()
-        self._network: AsyncExitStack | None = None
         self._is_closed = False
         self._count = 0
-        self._heard_s = self._now_s()
-        self.uses_aggregator = True
+        self._left_bytes = 0  # sent in sessions that are over
+        self._losses = 0
+        self._dropped = 0
+        self._reported_s = -REPORT_DROPPED_S
+        self._search: asyncio.Task[None] | None = None
+        self._found: AggregatorSession | None = None  # by the search; not used before all workers have one
+        self.session: AggregatorSession | None = None
         self.fallback_sums = 0
-        self.dropped = 0
+        self.returns = 0
+
+    @property
+    def uses_aggregator(self) -> bool:
+        """Whether sums go through aggregators."""
+        return self.session is not None
+
+    @property
+    def sent_bytes(self) -> int:
+        """In packets, so far."""
+        return self._left_bytes + (0 if self.session is None else self.session.streams.sent_bytes)
 
     def start(self, name: str, values: Tensor, out: Tensor | None = None) -> InNetworkHandle:
         """Begin a sum, from any thread. Raises as :meth:`all_reduce`, on await; CollectiveError: it left int32."""
@@ -147,7 +135,7 @@ class InNetworkSum:
             any worker. Sums without an aggregator are not checked for that.
 
         Raises:
-            PeerLost, CollectiveTimeout: as of a collective of the workers. The loss of the aggregator is no error.
+            PeerLost, CollectiveTimeout: as of a collective of the workers. The loss of an aggregator is no error.
             CollectiveError: the workers do not make the same call.
             BusClosed: it has been left.
             ValueError: another dtype or shape.
@@ -169,27 +157,27 @@ class InNetworkSum:
 
     async def _in_turn(self, values: Tensor, call: dict[str, Any]) -> tuple[Tensor, bool]:
         async with self._turn:
-            if not self.uses_aggregator:
+            if self.session is None:
                 self.fallback_sums += 1
-                return await self._workers.all_reduce(f"in_network/{call['name']}", values, op="sum"), False
+                return await self._add_directly(values, call), False
             world, elems = self._workers.world, self._options.block_elems
             groups = -(-values.numel() // (world * elems))
             padding = groups * world * elems - values.numel()
             padded = await asyncio.to_thread(torch.nn.functional.pad, values, (0, padding)) if padding else values
             blocks = padded.contiguous().view(groups, world, elems)
-            total, overflowed = await self._sum(blocks, {**call, "numel": values.numel()})
+            total, overflowed = await self._sum(self.session, blocks, {**call, "numel": values.numel()})
+            self._report_dropped()
             return total.view(-1)[: values.numel()], overflowed
 
-    async def _sum(self, blocks: Tensor, call: dict[str, Any]) -> tuple[Tensor, bool]:
-        total, protocol = torch.empty_like(blocks), self._protocol
-        first = protocol.end
-        protocol.overflowed.clear()
-        self._send(protocol.submit(blocks.numpy(), total.numpy(), self._now_s()))
-        await self._finish()
-        known = protocol.first_unfinished - first
+    async def _sum(self, session: AggregatorSession, blocks: Tensor, call: dict[str, Any]) -> tuple[Tensor, bool]:
+        total, first = torch.empty_like(blocks), session.protocol.end
+        known = await session.add(blocks, total)
+        lost = session.failure
+        if lost is not None:
+            await self._leave()  # so that no worker waits for this one there, and no late packet changes a sum
         report = {
-            "call": {**call, "first": first}, "known": known, "overflowed": bool(protocol.overflowed),
-            "lost": None if self._failure is None else str(self._failure)[:300],
+            "call": {**call, "first": first}, "known": known, "overflowed": bool(session.protocol.overflowed),
+            "lost": None if lost is None else str(lost)[:300],
             "own": await self._checksum(blocks),
             "total": await self._checksum(total) if known == len(blocks) else -1,
         }  # fmt: skip
@@ -198,76 +186,130 @@ class InNetworkSum:
         if calls != [calls[0]] * len(calls):
             await self._leave()
             raise CollectiveError(f"in-network sums: ranks make different calls: {dict(enumerate(calls))}")
-        known = self._check(reports, len(blocks))
+        known = await self._check(reports, len(blocks))
         if known == len(blocks):
             return total, False
         self.fallback_sums += 1
-        if not self.uses_aggregator:
-            await self._leave()  # no packet that comes late changes a sum that a caller has
         wide = await asyncio.to_thread(lambda: blocks[known:].long())
         rest = await self._workers.all_reduce("in_network/rest", wide, op="sum")
         return total, await asyncio.to_thread(_narrow, rest, total[known:])
 
-    def _check(self, reports: list[dict[str, Any]], groups: int) -> int:
-        """How many groups all workers have, by what all of them reported: the answer is the same on all."""
+    async def _check(self, reports: list[dict[str, Any]], groups: int) -> int:
+        """How many groups all workers have, by what all of them reported: the answer is the same on all. Leaves the
+        aggregators where they are of no more use."""
         known: int = min(one["known"] for one in reports)
         lost = {rank: one["lost"] for rank, one in enumerate(reports) if one["lost"]}
+        retry_s = self._retry_s
         if any(one["overflowed"] for one in reports):
             known = 0  # of a part of the ranks, or it is not so: added in 64 bits it is found out
         elif self._options.verify:
             expected = sum(one["own"] for one in reports) % CHECKSUM_MODULUS
-            wrong = [rank for rank, one in enumerate(reports) if one["total"] != expected]
+            wrong = [rank for rank, one in enumerate(reports) if one["total"] not in (-1, expected)]
+            known = known if known == groups and not wrong else 0  # a part of a sum has no checksum
             if wrong:
-                known = 0  # a part of a sum has no checksum
-                lost = lost or dict.fromkeys(wrong, "the sum is not that of the workers' blocks")
+                lost = {**lost, **dict.fromkeys(wrong, "the sum is not that of the workers' blocks")}
+                retry_s = 0.0  # what has changed a sum is not asked again
         if lost:
-            self.uses_aggregator = False
             log.warning(
-                "aggregator lost", group=self._workers.name, reasons=lost, effect="sums go on without it, bit-equal",
+                "aggregator lost", group=self._workers.name, sum=self._count, reasons=lost,
+                effect="sums go on without it, bit-equal", next_try=f"in {retry_s:g} s" if retry_s else "none",
             )  # fmt: skip
+            await self._leave()
+            self._look_again(retry_s)
         return known
 
     async def _checksum(self, blocks: Tensor) -> int:
         return await asyncio.to_thread(linear_checksum, blocks, self._seed) if self._options.verify else 0
 
-    async def _finish(self) -> None:
-        """Until all groups are known here, or the aggregator is lost. A worker that is late is waited for as in any
-        collective: what counts is whether the aggregator answers."""
-        protocol, timeout_s = self._protocol, self._options.timeout_s
-        ends_s = self._now_s() + self._workers.timeout_s
-        self._heard_s = self._now_s()
-        while protocol.first_unfinished < protocol.end and self._failure is None:
-            self._changed.clear()
+    def _report_dropped(self) -> None:
+        """Log how many packets were dropped since the last time, at most every so often."""
+        session, now_s = self.session, self.loop.time()
+        dropped = 0 if session is None else session.dropped + session.protocol.dropped
+        if dropped > self._dropped and now_s >= self._reported_s + REPORT_DROPPED_S:
+            log.warning("packets dropped", group=self._workers.name, sum=self._count, count=dropped - self._dropped)
+            self._dropped, self._reported_s = dropped, now_s
+
+    # Without aggregators, and back to them
+
+    async def open(self, timeout_s: float) -> None:
+        """Join the aggregators, all workers or none. Raises as :func:`join_aggregator`."""
+        failure: GradbusError | None = None
+        try:
+            self.session = await AggregatorSession.join(self._workers, self._options, timeout_s=timeout_s)
+        except (ConfigError, CollectiveError, BarrierTimeout) as error:
+            failure = error
+        # Those that wait are heard of when this worker's group ends, if a rank of it never comes here.
+        reports: list[str | None] = await self._workers.all_gather_object(
+            "in_network/start", None if failure is None else str(failure)[:500], timeout_s=timeout_s + JOIN_AGAIN_S
+        )
+        if not any(reports):
+            return
+        await self._leave()
+        if isinstance(failure, ConfigError):
+            raise failure
+        if self._options.without == "fail":
+            raise failure or CollectiveError(f"in-network aggregation: {_of_ranks(reports)}")
+        retry_s = self._retry_s
+        log.warning(
+            "no aggregator", group=self._workers.name, reasons=_of_ranks(reports), effect="sums are made without it",
+            next_try="at once" if retry_s else "none",
+        )  # fmt: skip
+        self._look_again(retry_s, at_once=True)
+
+    @property
+    def _retry_s(self) -> float:
+        """After a loss. Doubles each time: an aggregator that comes and goes is worse than none."""
+        return self._options.retry_s * min(1 << self._losses, MAX_RETRY_FACTOR)
+
+    def _look_again(self, retry_s: float, *, at_once: bool = False) -> None:
+        """The same on all workers: none of them asks the others about aggregators if it does not look for them."""
+        self._losses += 1
+        if retry_s and not self._is_closed:
+            self._search = asyncio.create_task(self._look(retry_s, 0.0 if at_once else retry_s), name="gradbus-return")
+
+    async def _look(self, retry_s: float, wait_s: float) -> None:
+        """Join the aggregators when they are there, and again when they are lost before they were used."""
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s = 0.0
             try:
-                async with asyncio.timeout(timeout_s / 4):
-                    await self._changed.wait()
-            except TimeoutError:
-                if self._now_s() - self._heard_s > timeout_s:
-                    self._fail(AggregatorLost(f"no answer within {timeout_s:g} s"))
-                elif self._now_s() > ends_s:  # who is missing the workers' own exchange tells
-                    self._fail(AggregatorLost(f"no sum within {self._workers.timeout_s:g} s"))
-                self._send([Packet(PacketKind.PROBE, self._job, 0, 0, self._workers.rank, AGGREGATOR)])
+                self._found = await AggregatorSession.join(self._workers, self._options, timeout_s=JOIN_AGAIN_S)
+            except BarrierTimeout:
+                continue
+            except GradbusError as error:
+                log.warning("aggregator not used again", group=self._workers.name, reason=str(error))
+                wait_s = retry_s
+                continue
+            await self._found.failed.wait()
+            found, self._found = self._found, None
+            await found.leave()
 
-    # Packets
+    async def _add_directly(self, values: Tensor, call: dict[str, Any]) -> Tensor:
+        """Add without aggregators, and agree on whether the next sum goes through them."""
+        workers, found = self._workers, self._found
+        sum_ = workers.all_reduce(f"in_network/{call['name']}", values, op="sum")
+        if self._search is None:
+            return await sum_
+        have_joined = workers.all_reduce(
+            "in_network/return", torch.tensor([found is not None], dtype=torch.int32), op="min"
+        )
+        try:
+            total = await sum_
+            is_back = bool(await have_joined)
+        finally:
+            have_joined.cancel()
+        if is_back and found is not None:
+            await self._end_search()
+            self.session, self._dropped = found, 0
+            self.returns += 1
+            log.info("aggregator used again", group=workers.name, from_sum=self._count + 1, returns=self.returns)
+        return total
 
-    def receive(self, source: int, packets: list[Packet]) -> None:
-        """Packets of a rank of the network's group."""
-        is_aggregator = source == self._workers.world
-        if is_aggregator:
-            self._heard_s = self._now_s()
-        before = self._protocol.first_unfinished
-        for packet in packets:
-            if is_aggregator or (packet.source == source and packet.kind in _FROM_NEIGHBOURS):
-                self._send(self._protocol.receive(packet, self._now_s()))
-            else:
-                self.dropped += 1
-        if self._protocol.first_unfinished != before:
-            self._changed.set()
-
-    def lost(self, peer: int, error: Exception) -> None:
-        """A rank of the network's group is gone."""
-        name = "the aggregator" if peer == self._workers.world else f"rank {peer}"
-        self._fail(AggregatorLost(f"{name}: {error}"))
+    async def _end_search(self) -> None:
+        search, self._search, self._found = self._search, None, None
+        if search is not None:
+            search.cancel()
+            await asyncio.wait([search])
 
     async def close(self) -> None:
         """No more sums; those under way are cancelled."""
@@ -275,48 +317,17 @@ class InNetworkSum:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        found = self._found
+        await self._end_search()
+        if found is not None:
+            await found.leave()
         await self._leave()
 
-    async def enter(self, network: AsyncExitStack, streams: PacketStreams) -> None:
-        """Begin to exchange packets. ``network``: what is left with the aggregator."""
-        self._network = network
-        self.streams = await network.enter_async_context(streams)
-
     async def _leave(self) -> None:
-        """The aggregator's group: its slots are free then."""
-        self.uses_aggregator = False
-        if self._timer is not None:
-            self._timer.cancel()
-        network, self._network = self._network, None
-        if network is not None:
-            await network.aclose()
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = self._failure or error
-        self._changed.set()
-
-    def _send(self, packets: list[Packet]) -> None:
-        is_inline = self._options.route == "ra-ina-inline"
-        for packet in packets:
-            to_aggregator = is_inline or packet.destination == AGGREGATOR
-            self.streams.post(self._workers.world if to_aggregator else packet.destination, packet)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        due_s = self._protocol.deadline_s
-        if due_s is not None and self._failure is None and self._network is not None:
-            self._timer = self.loop.call_at(due_s, self._repeat)
-
-    def _repeat(self) -> None:
-        try:
-            self._send(self._protocol.advance(self._now_s()))
-        except PeerSilent as error:
-            self._fail(AggregatorLost(str(error)))
-
-    def _now_s(self) -> float:
-        return self.loop.time()
+        session, self.session = self.session, None
+        if session is not None:
+            self._left_bytes += session.streams.sent_bytes
+            await session.leave()
 
 
 def _narrow(wide: Tensor, out: Tensor) -> bool:
@@ -325,59 +336,30 @@ def _narrow(wide: Tensor, out: Tensor) -> bool:
     return bool((out != wide).any())
 
 
+def _of_ranks(reports: list[str | None]) -> dict[int, str]:
+    return {rank: report for rank, report in enumerate(reports) if report is not None}
+
+
 @asynccontextmanager
 async def join_aggregator(
     workers: Group, options: InNetworkOptions | None = None, *, timeout_s: float = 60.0
 ) -> AsyncIterator[InNetworkSum]:
-    """Join the aggregator of this job with all workers of a group; ``workers.in_network`` is it meanwhile.
+    """Join the aggregators of this job with all workers of a group; ``workers.in_network`` is it meanwhile.
 
     Raises:
-        ConfigError: workers have different options, or the aggregator refuses them, with its numbers.
-        BarrierTimeout: some worker or the aggregator, the last rank, has not come.
+        ConfigError: workers have different options, or an aggregator refuses them, with its numbers.
+        BarrierTimeout: some worker or an aggregator, one of the last ranks, has not come, and ``options.without`` is
+            ``fail``. CollectiveError: one was lost meanwhile, likewise.
     """
     options = options or InNetworkOptions()
     if workers.world > MAX_WORLD:
         raise ConfigError(f"in-network aggregation is for up to {MAX_WORLD} workers, this group has {workers.world}")
     seed = await workers.broadcast_object("in_network/seed", secrets.randbits(62), root=0)
-    rank, world = workers.rank, workers.world
-    async with AsyncExitStack() as stack:
-        network = await _join(stack, workers, timeout_s)
-        plans: list[dict[str, Any]] = await network.all_gather_object("plans", asdict(options))
-        answer = await network.broadcast_object("answer", None, root=world)
-        for other, plan in enumerate(plans[:world]):
-            if plan != plans[0]:
-                raise ConfigError(f"in-network aggregation: rank 0 has {plans[0]}, rank {other} {plan}")
-        if not isinstance(answer, dict) or not isinstance(answer.get("job"), int):
-            refused = answer.get("refused") if isinstance(answer, dict) else answer
-            raise ConfigError(f"the aggregator refuses: {str(refused)[:300]}")
-        ring = {(rank - 1) % world, (rank + 1) % world} - {rank} if options.route == "ra-ina" else set()
-        sums = InNetworkSum(workers, options, job=answer["job"], seed=seed)
-        streams = PacketStreams(
-            network, [*sorted(ring), world], block_elems=options.block_elems, receive=sums.receive, lost=sums.lost,
-            loss=options.loss,
-        )  # fmt: skip
-        await sums.enter(stack.pop_all(), streams)
-        workers.in_network = sums
-        try:
-            yield sums
-        finally:
-            workers.in_network = None
-            await sums.close()
-
-
-async def _join(stack: AsyncExitStack, workers: Group, timeout_s: float) -> Group:
-    world = workers.world
-    joining = join_group(
-        workers.bus, rank=workers.rank, world=world + 1, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0
-    )
+    sums = InNetworkSum(workers, options, seed=seed)
     try:
-        return await stack.enter_async_context(joining)
-    except BarrierTimeout as error:
-        if world not in error.missing:
-            raise
-        raise BarrierTimeout(
-            "in-network aggregation", missing=error.missing, ready=error.ready, needed=error.needed,
-            timeout_s=timeout_s,
-            hint=f"Rank {world} is the aggregator: start it with 'gradbus aggregator CONFIG', for the same job and "
-            f"{world} workers. Or set parallel.algorithm.route to 'direct'",
-        ) from None  # fmt: skip
+        await sums.open(timeout_s)
+        workers.in_network = sums
+        yield sums
+    finally:
+        workers.in_network = None
+        await sums.close()

@@ -34,7 +34,7 @@ class PacketStreams:
     """The streams of one rank to and from some others. Use it as a context manager.
 
     Attributes:
-        sent_bytes: of all messages. lost_packets: that were dropped on purpose.
+        sent_bytes, received_bytes: of all messages. lost_packets: that were dropped on purpose.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class PacketStreams:
         self._tasks: list[asyncio.Task[None]] = []
         self._gone: set[int] = set()
         self.sent_bytes = 0
+        self.received_bytes = 0
         self.lost_packets = 0
 
     async def __aenter__(self) -> PacketStreams:
@@ -117,6 +118,7 @@ class PacketStreams:
             message = await self._group.recv("packets", source=peer, timeout_s=_FOREVER_S)
             if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
                 raise MalformedPackets(f"rank {peer} sent {type(message).__name__} in place of packets")
+            self.received_bytes += message.numel()
             self._receive(peer, decode_packets(np.asarray(message), block_elems=self._block_elems))
 
     async def _guarded(self, peer: int, stream: Coroutine[Any, Any, None]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 from gradbus.runtime.in_network.packets import (
     AGGREGATOR,
@@ -105,10 +107,14 @@ class Aggregator:
         self._release_job(job)
         return [Packet(PacketKind.ABORT, job, ended, 0, AGGREGATOR, WORKERS)]
 
-    def stalled_jobs(self, now_s: float, lease_s: float) -> set[int]:
-        """Jobs with a group that holds slots and got nothing new for this long. Whether a worker is gone, or only slow,
-        is for the membership to say."""
-        return {job for (job, _), held in self._held.items() if now_s - held.progress_s >= lease_s}
+    def stalled_groups(self, now_s: float, lease_s: float) -> dict[int, list[int]]:
+        """Groups that hold slots and got nothing new for this long, and the ranks that they wait for. Whether a worker
+        is gone, or only slow, is for the membership to say."""
+        return {
+            group: self._waits_for(held)
+            for (_, group), held in self._held.items()
+            if now_s - held.progress_s >= lease_s
+        }
 
     def receive(self, packet: Packet, now_s: float) -> list[Packet]:
         """Take a packet that has reached the aggregator, for it or for a worker."""
@@ -153,6 +159,12 @@ class Aggregator:
                 for rank in range(self._jobs[key[0]].world):
                     packets += self._reminders(key, held, rank)
         return packets
+
+    @staticmethod
+    def _waits_for(held: _Held) -> list[int]:
+        full = (1 << len(held.known)) - 1
+        missing = reduce(or_, (full & ~bits for bits in held.contributors))
+        return [rank for rank, known in enumerate(held.known) if (missing >> rank & 1 if missing else known != full)]
 
     def _is_possible(self, packet: Packet, world: int) -> bool:
         full = (1 << world) - 1

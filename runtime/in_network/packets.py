@@ -51,6 +51,8 @@ class PacketKind(enum.Enum):
     ABORT = "abort"
     """The aggregator has given up this epoch of the job."""
 
+    __hash__ = object.__hash__  # each kind is one object; what Enum has hashes its name, in Python
+
 
 RING_KINDS: Final = frozenset({PacketKind.REDUCE, PacketKind.GATHER})
 CARRIERS: Final = frozenset({PacketKind.REDUCE, PacketKind.GATHER, PacketKind.CONTRIBUTION})
@@ -139,3 +141,40 @@ class Outstanding:
         self.wait_s = min(2 * self.wait_s, times.max_s)
         self.due_s = now_s + self.wait_s
         return replace(self.packet, is_repeated=True)
+
+
+class Unacknowledged:
+    """All packets of a sender that wait for an acknowledgement, by the block that they are of."""
+
+    def __init__(self, times: RetransmissionTimes) -> None:
+        self._times = times
+        self._by_block: dict[tuple[int, int], dict[CarrierId, Outstanding]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_block)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the first of them is to be sent again."""
+        return min((one.due_s for block in self._by_block.values() for one in block.values()), default=None)
+
+    def add(self, packet: Packet, now_s: float) -> None:
+        """A packet is sent for the first time."""
+        wait_s, carrier = self._times.first_s, packet.carrier
+        self._by_block.setdefault(carrier[1:3], {})[carrier] = Outstanding(packet, now_s + wait_s, wait_s)
+
+    def acknowledge(self, carrier: CarrierId) -> None:
+        """This one has arrived. There may be none: an acknowledgement comes twice, too."""
+        block = self._by_block.get(carrier[1:3])
+        if block is not None:
+            block.pop(carrier, None)
+            if not block:
+                del self._by_block[carrier[1:3]]
+
+    def settle(self, group: int, block: int) -> None:
+        """The sum of this block is known: none of its packets is needed any more."""
+        self._by_block.pop((group, block), None)
+
+    def due(self, now_s: float) -> list[Outstanding]:
+        """Those that are to be sent again now."""
+        return [one for block in self._by_block.values() for one in block.values() if one.due_s <= now_s]

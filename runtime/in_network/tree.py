@@ -4,16 +4,15 @@ Slots are given by a fixed plan, as on switches that do not search: group ``g`` 
 one block of each of the N that a group has. Fixed lanes cannot deadlock: where lanes are handed out as groups come, one
 leaf may hold them for one group and a second leaf for another, and the root gets neither complete.
 
-One node with all workers as children is static in-network aggregation. A tree of leaves and a spine is hierarchical
-(HINA). Several trees, each for some of the groups, use several spines (MTINA). A chain is a tree in which each leaf
-passes its sum on to the next, and the last one sends the result to its workers and all other leaves (CINA).
+What is connected with what is :mod:`~.topology`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +34,14 @@ class NodeConfig:
     Attributes:
         node: its number; nodes are numbered after the ranks, from ``world`` on.
         world: ranks of the job. covers: bits of the ranks whose blocks it adds.
-        parent: the node that gets its sums; None: it is the root, and makes results.
+        parent: the node that gets its sums; None: it is a root, and makes results. Of several trees: group g goes to
+            the node ``parent`` + g mod ``trees``.
         result_to: ranks and nodes that get the results from it.
         lanes: groups that it holds at once. group_blocks: blocks of a group; None: one for each rank.
+        children: ranks and nodes that send it their sums, and bits of the ranks whose blocks are in these; what does
+            not fit that is refused, as are results of other nodes. None: it is not checked.
+        results_from: the node that sends it results; None: its parents do.
+        trees: how many share the groups. tree: of a root, which of them it is; None: this node is in all.
     """
 
     node: int
@@ -51,6 +55,20 @@ class NodeConfig:
     block_elems: int = 64
     group_blocks: int | None = None
     times: RetransmissionTimes = field(default_factory=RetransmissionTimes)
+    children: Mapping[int, int] | None = None
+    results_from: int | None = None
+    trees: int = 1
+    tree: int | None = None
+
+    @property
+    def parents(self) -> range:
+        """Nodes that get its sums."""
+        return range(0) if self.parent is None else range(self.parent, self.parent + self.trees)
+
+    @property
+    def above(self) -> set[int]:
+        """Nodes that get its sums, or send it results."""
+        return {*self.parents, *(() if self.results_from is None else (self.results_from,))}
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +79,7 @@ class _Lane:
         group: which one; None: the lane is free. finished: the newest group that was here.
         sums: int32, shape (N, E). contributors: by block, bits of ranks. results: bits of blocks whose sum is of all.
         overflowed: bits of blocks. known: by receiver, bits of the blocks that it has acknowledged.
+        progress_s: when something came that was new.
     """
 
     sums: npt.NDArray[np.int32]
@@ -72,6 +91,7 @@ class _Lane:
     known: dict[int, int] = field(default_factory=dict)
     due_s: float = 0.0
     wait_s: float = 0.0
+    progress_s: float = 0.0
 
 
 class TreeNode:
@@ -90,7 +110,9 @@ class TreeNode:
         if memory is None:
             memory = np.zeros((config.lanes, self._blocks, config.block_elems), dtype=np.int32)
         self._lanes = [_Lane(sums) for sums in memory]
-        self._outstanding: dict[CarrierId, Outstanding] = {}  # to the parent
+        self._outstanding: dict[CarrierId, Outstanding] = {}  # to the parents
+        self._probes: dict[int, Packet] = {}  # of children, by child, until all parents have answered
+        self._asked: set[int] = set()  # parents that have not
         self.violations = 0
         self.dropped = 0
 
@@ -120,20 +142,23 @@ class TreeNode:
             or not 0 <= packet.block < self._blocks
             or not 0 <= packet.bitmap <= (self._all_blocks if packet.kind is PacketKind.RESULT_ACK else self._all_ranks)
             or packet.group < 0
+            or (config.tree not in (None, packet.group % config.trees) and packet.kind is not PacketKind.PROBE)
             or values != ((config.block_elems,) if needs_values else None)
         ):
             self.dropped += 1
             return []
-        lane = self._lanes[packet.group % config.lanes]
+        lane = self._lanes[(packet.group if config.tree is None else packet.group // config.trees) % config.lanes]
         match packet.kind:
             case PacketKind.CONTRIBUTION:
                 return list(self._contribution(packet, lane, now_s))
             case PacketKind.RESULT:
                 return list(self._result(packet, lane, now_s))
             case PacketKind.PROBE:
-                return [_acknowledgement(packet, config.node)]
+                return self._probe(packet)
             case PacketKind.RESULT_ACK:
-                self._acknowledged(packet, lane)
+                self._acknowledged(packet, lane, now_s)
+            case PacketKind.AGGREGATOR_ACK if packet.acked is PacketKind.PROBE:
+                return self._probe_answered(packet.source)
             case PacketKind.AGGREGATOR_ACK:
                 self._outstanding.pop(packet.carrier, None)
             case _:
@@ -141,7 +166,7 @@ class TreeNode:
         return []
 
     def advance(self, now_s: float) -> list[Packet]:
-        """Send again what is not acknowledged. A parent that stays silent is for the membership to notice."""
+        """Send again what is not acknowledged. A parent that stays silent is for workers to notice, by their probes."""
         times = self._config.times
         packets = [one.again(now_s, times) for one in self._outstanding.values() if one.due_s <= now_s]
         for lane in self._lanes:
@@ -153,6 +178,45 @@ class TreeNode:
                     packets += self._results(lane, block, missing)
         return packets
 
+    def stalled_groups(self, now_s: float, lease_s: float) -> dict[int, list[int]]:
+        """Groups that hold a lane and got nothing new for this long, and the ranks and nodes that they wait for. Those
+        that wait for a parent are the parent's to give up."""
+        return {
+            lane.group: waits_for
+            for lane in self._lanes
+            if lane.group is not None and now_s - lane.progress_s >= lease_s and (waits_for := self._waits_for(lane))
+        }
+
+    def _waits_for(self, lane: _Lane) -> list[int]:
+        covers = self._config.covers
+        missing = reduce(or_, (covers & ~bits for bits in lane.contributors))
+        if missing:
+            below = self._config.children or {rank: 1 << rank for rank in range(self._config.world)}
+            return [child for child, ranks in below.items() if ranks & missing]
+        return [to for to, known in lane.known.items() if lane.results & ~known]
+
+    # Whether the way up is open
+
+    def _probe(self, packet: Packet) -> list[Packet]:
+        """A child asks whether this node and those above are there: its answer comes when theirs have."""
+        config = self._config
+        if config.children is not None and packet.source not in config.children:
+            self.violations += 1
+            return []
+        if not config.parents:
+            return [_acknowledgement(packet, config.node)]
+        self._probes[packet.source] = packet
+        self._asked = self._asked or set(config.parents)
+        return [replace(packet, source=config.node, destination=parent) for parent in self._asked]
+
+    def _probe_answered(self, parent: int) -> list[Packet]:
+        self._asked.discard(parent)
+        if self._asked:
+            return []
+        answers = [_acknowledgement(packet, self._config.node) for packet in self._probes.values()]
+        self._probes.clear()
+        return answers
+
     # On the way up
 
     def _contribution(self, packet: Packet, lane: _Lane, now_s: float) -> Iterator[Packet]:
@@ -163,6 +227,9 @@ class TreeNode:
             return
         if not bitmap or bitmap & ~config.covers:
             self.violations += 1
+            return
+        if config.children is not None and config.children.get(packet.source) != bitmap:
+            self.violations += 1  # nobody adds for others
             return
         if lane.group is None:
             self._take(lane, packet.group, now_s)
@@ -176,6 +243,7 @@ class TreeNode:
             overflows = add_checked(lane.sums[block], packet.values)
             lane.overflowed |= (overflows or packet.has_overflowed) << block
             lane.contributors[block] |= bitmap
+            lane.progress_s = now_s
         yield _acknowledgement(packet, config.node)
         if not bitmap & present and lane.contributors[block] == config.covers:
             yield from self._covered(lane, block, now_s)
@@ -184,13 +252,14 @@ class TreeNode:
         """All blocks of this node's ranks are in the sum."""
         config = self._config
         assert lane.group is not None
-        if config.parent is None:
+        if not config.parents:
             lane.results |= 1 << block
             lane.due_s = now_s + lane.wait_s
             yield from self._results(lane, block, config.result_to)
             return
+        parent = config.parents[lane.group % config.trees]
         packet = Packet(
-            PacketKind.CONTRIBUTION, config.job, config.epoch, lane.group, config.node, config.parent, block,
+            PacketKind.CONTRIBUTION, config.job, config.epoch, lane.group, config.node, parent, block,
             bitmap=config.covers,
             values=lane.sums[block].copy(),  # the result comes into the same memory, and this may be sent again
             has_overflowed=bool(lane.overflowed >> block & 1),
@@ -202,10 +271,14 @@ class TreeNode:
 
     def _result(self, packet: Packet, lane: _Lane, now_s: float) -> Iterator[Packet]:
         config, block = self._config, packet.block
+        from_ = config.parents if config.results_from is None else (config.results_from,)
+        if config.children is not None and packet.source not in from_:
+            self.violations += 1
+            return
         if packet.group <= lane.finished:
             yield self._known(packet, self._all_blocks)
             return
-        if lane.group != packet.group or lane.contributors[block] != config.covers or config.parent is None:
+        if lane.group != packet.group or lane.contributors[block] != config.covers:
             self.dropped += 1  # a sum without this node's ranks
             return
         assert packet.values is not None
@@ -213,16 +286,18 @@ class TreeNode:
             lane.results |= 1 << block
             lane.sums[block] = packet.values
             lane.overflowed = lane.overflowed & ~(1 << block) | packet.has_overflowed << block
-            lane.due_s = now_s + lane.wait_s
+            lane.due_s, lane.progress_s = now_s + lane.wait_s, now_s
             for carrier in [key for key in self._outstanding if key[1:3] == (packet.group, block)]:
                 del self._outstanding[carrier]
             yield from self._results(lane, block, config.result_to)
         yield self._known(packet, lane.results)
 
-    def _acknowledged(self, packet: Packet, lane: _Lane) -> None:
+    def _acknowledged(self, packet: Packet, lane: _Lane, now_s: float) -> None:
         if lane.group != packet.group or packet.source not in lane.known:
             return
-        lane.known[packet.source] |= packet.bitmap & lane.results
+        if packet.bitmap & lane.results & ~lane.known[packet.source]:
+            lane.known[packet.source] |= packet.bitmap & lane.results
+            lane.progress_s = now_s
         if all(known == self._all_blocks for known in lane.known.values()):
             lane.group, lane.finished, lane.results = None, packet.group, 0
 
@@ -233,7 +308,7 @@ class TreeNode:
         lane.contributors = [0] * self._blocks
         lane.known = dict.fromkeys(config.result_to, 0)
         lane.wait_s = config.times.first_s
-        lane.due_s = now_s + lane.wait_s
+        lane.due_s, lane.progress_s = now_s + lane.wait_s, now_s
 
     def _results(self, lane: _Lane, block: int, to: Sequence[int]) -> Iterator[Packet]:
         config = self._config
@@ -262,61 +337,3 @@ def _acknowledgement(packet: Packet, node: int) -> Packet:
 
 def _bits(number: int) -> list[int]:
     return [at for at in range(number.bit_length()) if number >> at & 1]
-
-
-# Topologies
-
-
-def tree(leaves: Sequence[Sequence[int]], *, lanes: int, window_groups: int, **options: Any) -> dict[int, NodeConfig]:
-    """Nodes of a tree of two levels, by number: a leaf for each list of ranks, and a root; one leaf is the root itself.
-
-    Raises:
-        ValueError: there are too few lanes for the window, or ranks are missing or named twice.
-    """
-    world = _check_plan(leaves, lanes, window_groups)
-    if len(leaves) == 1:
-        everyone = tuple(range(world))
-        return {world: NodeConfig(world, world, (1 << world) - 1, None, everyone, lanes, **options)}
-    root = world + len(leaves)
-    nodes = {
-        world + at: NodeConfig(world + at, world, _mask(ranks), root, tuple(ranks), lanes, **options)
-        for at, ranks in enumerate(leaves)
-    }
-    return nodes | {root: NodeConfig(root, world, (1 << world) - 1, None, tuple(nodes), lanes, **options)}
-
-
-def chain(leaves: Sequence[Sequence[int]], *, lanes: int, window_groups: int, **options: Any) -> dict[int, NodeConfig]:
-    """Nodes of a chain: each adds its ranks' blocks to the sum of the one before, the last one sends results to its
-    own ranks and to all other nodes. Raises ValueError: as :func:`tree` does."""
-    world = _check_plan(leaves, lanes, window_groups)
-    last, nodes = world + len(leaves) - 1, {}
-    covers = 0
-    for at, ranks in enumerate(leaves):
-        covers |= _mask(ranks)
-        node = world + at
-        others = tuple(range(world, last)) if node == last else ()
-        parent = None if node == last else node + 1
-        nodes[node] = NodeConfig(node, world, covers, parent, (*ranks, *others), lanes, **options)
-    return nodes
-
-
-def leaf_of(nodes: Mapping[int, NodeConfig], rank: int) -> int:
-    """The node that a rank sends its blocks to."""
-    return next(number for number, node in nodes.items() if rank in node.result_to)
-
-
-def _mask(ranks: Sequence[int]) -> int:
-    return sum(1 << rank for rank in ranks)
-
-
-def _check_plan(leaves: Sequence[Sequence[int]], lanes: int, window_groups: int) -> int:
-    ranks = sorted(rank for leaf in leaves for rank in leaf)
-    if not ranks or ranks != list(range(len(ranks))) or not all(leaves):
-        raise ValueError(f"leaves: expected each rank from 0 on in one of them, and none empty, got {list(leaves)}")
-    # A window of groups is being summed, and the results of one more may not be acknowledged by all.
-    if window_groups < 1 or lanes < 2 * window_groups:
-        raise ValueError(
-            f"lanes: a window of {window_groups} groups needs {2 * window_groups} lanes, {len(ranks)} slots each, on "
-            f"every node; there are {lanes}. Give the nodes more memory, or make the window or the blocks smaller"
-        )
-    return len(ranks)

@@ -26,12 +26,11 @@ from gradbus.runtime.in_network.packets import (
     AGGREGATOR,
     CARRIERS,
     RING_KINDS,
-    CarrierId,
-    Outstanding,
     Packet,
     PacketKind,
     RetransmissionTimes,
     Sum,
+    Unacknowledged,
     add_checked,
 )
 
@@ -125,7 +124,7 @@ class RingWorker:
             raise ValueError(f"a group of a ring has a block for each of {config.world} ranks, not {self._blocks}")
         self._config = config
         self._groups: dict[int, _Group] = {}
-        self._outstanding: dict[CarrierId, Outstanding] = {}
+        self._unacknowledged = Unacknowledged(config.times)
         self._all = (1 << config.world) - 1
         self._all_blocks = (1 << self._blocks) - 1
         self._next_to_start = first_group
@@ -138,12 +137,12 @@ class RingWorker:
     @property
     def is_idle(self) -> bool:
         """Whether it waits for no acknowledgement."""
-        return not self._outstanding
+        return not self._unacknowledged
 
     @property
     def deadline_s(self) -> float | None:
         """When :meth:`advance` has something to do; None: when something has been received."""
-        return min((one.due_s for one in self._outstanding.values()), default=None)
+        return self._unacknowledged.deadline_s
 
     def submit(self, blocks: npt.NDArray[np.int32], out: npt.NDArray[np.int32], now_s: float) -> list[Packet]:
         """Have the next groups summed.
@@ -192,11 +191,10 @@ class RingWorker:
     def advance(self, now_s: float) -> list[Packet]:
         """Send again what is due. Raises PeerSilent: a packet was sent too often."""
         times, packets = self._config.times, []
-        for one in self._outstanding.values():
-            if one.due_s <= now_s:
-                if one.tries >= times.max_tries:
-                    raise PeerSilent(one.packet.destination, one.packet)
-                packets.append(one.again(now_s, times))
+        for one in self._unacknowledged.due(now_s):
+            if one.tries >= times.max_tries:
+                raise PeerSilent(one.packet.destination, one.packet)
+            packets.append(one.again(now_s, times))
         return packets
 
     # Groups
@@ -288,10 +286,10 @@ class RingWorker:
             case PacketKind.RESULT:
                 yield from self._result(packet, group, now_s)
             case PacketKind.RING_ACK:
-                self._outstanding.pop(packet.carrier, None)
+                self._unacknowledged.acknowledge(packet.carrier)
             case PacketKind.AGGREGATOR_ACK:
-                self._outstanding.pop(packet.carrier, None)
-                if not group.is_at_aggregator:
+                self._unacknowledged.acknowledge(packet.carrier)
+                if not group.is_at_aggregator and packet.acked is not PacketKind.PROBE:
                     yield from self._at_aggregator(packet.group, group, now_s)
             case _:
                 self.dropped += 1
@@ -343,8 +341,7 @@ class RingWorker:
             return
         if packet.block not in group.sums:
             group.add_known(packet.block, Sum(packet.values, packet.has_overflowed))
-        for carrier in [key for key in self._outstanding if key[1:3] == (packet.group, packet.block)]:
-            del self._outstanding[carrier]
+        self._unacknowledged.settle(packet.group, packet.block)
         if group.is_at_aggregator:
             yield self._result_ack(packet.group, group)
         else:
@@ -357,7 +354,7 @@ class RingWorker:
         elif packet.kind in (PacketKind.START, PacketKind.RESULT):
             yield self._plain(PacketKind.RESULT_ACK, packet.group, AGGREGATOR, bitmap=self._all_blocks)
         elif packet.kind in (PacketKind.RING_ACK, PacketKind.AGGREGATOR_ACK):
-            self._outstanding.pop(packet.carrier, None)
+            self._unacknowledged.acknowledge(packet.carrier)
 
     # What goes
 
@@ -371,8 +368,7 @@ class RingWorker:
             kind, config.job, config.epoch, group, config.rank, to, block, step, bitmap, sum_.values,
             has_overflowed=sum_.has_overflowed,
         )  # fmt: skip
-        wait_s = config.times.first_s
-        self._outstanding[packet.carrier] = Outstanding(packet, now_s + wait_s, wait_s)
+        self._unacknowledged.add(packet, now_s)
         return packet
 
     def _plain(self, kind: PacketKind, group: int, to: int, *, bitmap: int = 0) -> Packet:

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from gradbus import codecs
 
-VARIANTS = list(itertools.product(codecs.ALL, (1, 2)))
+VARIANTS = [(name, version) for name in codecs.ALL for version in codecs.get(name).versions]
 each_variant = pytest.mark.parametrize(("name", "version"), VARIANTS)
 MAGICS = [b"F4\0\2", b"Q8\0\1", b"Q8\0\2", b"S4\0\1", b"S4\0\2", b"S8\0\1", b"SQ\0\1", b"SQ\0\2"]
+MAGICS += [b"Q4\0\2", b"Q2\0\2", b"LC\0\2"]
 DIM = 60
 
 
 def message(name: str, version: int, dim: int = DIM) -> bytes:
-    options = {} if name in ("fp32", "q8") else {"density": 0.3}
+    options = {"density": 0.3} if name in ("s4", "sq8") else {}
     x = torch.randn(dim, generator=torch.Generator().manual_seed(1))
     return codecs.get(name, version=version, **options).encode(x)
 
@@ -84,6 +85,7 @@ def test_non_finite_content_is_told_from_malformed_bytes(name: str, version: int
     floats_at = {
         ("fp32", 1): 0, ("fp32", 2): 16, ("q8", 1): 20, ("q8", 2): 20,
         ("s4", 1): 12 + 4 * 18, ("s4", 2): 24, ("sq8", 1): 20 + 4 * 18, ("sq8", 2): 28,
+        ("q4", 2): 20, ("q2", 2): 20, ("loco", 2): 16,
     }  # fmt: skip
     struct.pack_into("<f", payload, floats_at[name, version], bad)
     with pytest.raises(codecs.NonFiniteError, match="non-finite"):
@@ -123,7 +125,7 @@ def test_version_1_indices_must_ascend_within_the_vector(indices: tuple[int, int
             codecs.decode(payload, expected_dim=10)
 
 
-@pytest.mark.parametrize("name", ["fp32", "q8"])
+@pytest.mark.parametrize("name", ["fp32", "q8", "q4", "q2", "loco"])
 def test_a_dense_message_with_an_index_coding_is_refused(name: str) -> None:
     payload = bytearray(message(name, 2))
     payload[5] = codecs.Coding.RICE
@@ -135,6 +137,9 @@ HUGE_CLAIMS = {
     "fp32": struct.pack("<4sBBHQ", b"F4\0\2", 1, 0, 0, 1 << 60),
     "q8 v1": struct.pack("<4sIQI", b"Q8\0\1", 8192, 1 << 60, 1 << 31),
     "q8": struct.pack("<4sBBHQI", b"Q8\0\2", 1, 0, 0, 1 << 60, 1),
+    "q4": struct.pack("<4sBBHQI", b"Q4\0\2", 1, 0, 0, 1 << 60, 1),
+    "q2": struct.pack("<4sBBHQI", b"Q2\0\2", 1, 0, 0, 1 << 60, 1),
+    "loco": struct.pack("<4sBBHQ", b"LC\0\2", 1, 0, 0, 1 << 60),
     "s4": struct.pack("<4sBBHQII", b"S4\0\2", 1, 3, 0, 1 << 60, 2**32 - 1, 2**32 - 1),
     "sq8": struct.pack("<4sBBHQIII", b"SQ\0\2", 1, 3, 0, 1 << 60, 2**32 - 1, 2**32 - 1, 1),
     "s4 v1": struct.pack("<4sii", b"S4\0\1", 2**31 - 1, 2**31 - 1),

@@ -13,8 +13,9 @@ def vectors(steps: int, dim: int = 5000) -> list[torch.Tensor]:
     return [torch.randn(dim, generator=generator) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("name", codecs.ALL)
+@pytest.mark.parametrize(
+    ("name", "version"), [(name, version) for name in codecs.ALL for version in codecs.get(name).versions]
+)
 def test_what_was_sent_and_what_is_owed_make_the_input(name: str, version: int) -> None:
     codec = codecs.get(name, version=version)
     (x,) = vectors(1)
@@ -40,7 +41,7 @@ def test_over_many_steps_nothing_is_lost(name: str) -> None:
     assert residual is not None
     # fp32 rounds each of the 20 sums once.
     assert (total_sent + residual - total_in).abs().max() < 20 * 1e-6
-    assert residual.abs().max() < 5
+    assert residual.abs().max() < (20 if name == "loco" else 5)  # which sends an entry in 64
 
 
 def test_a_constant_vector_is_sent_in_full_after_enough_steps() -> None:

@@ -26,6 +26,11 @@ def scattered_vector() -> Tensor:
     return (torch.arange(1000) ** 3 * 7919 % 10_007) / 8
 
 
+def two_blocks_vector() -> Tensor:
+    """A whole block of 4,096 values without a pattern, and the start of another."""
+    return (torch.arange(4200) ** 3 * 7919 % 10_007 - 5_000) / 8
+
+
 def regular_vector() -> Tensor:
     """Every 200th of 20,000."""
     vector = torch.zeros(20_000)
@@ -44,6 +49,9 @@ CASES: dict[str, tuple[str, int, dict[str, float], Tensor]] = {
     "fp32_v2": ("fp32", 2, {}, small_vector()),
     "q8_v1": ("q8", 1, {"chunk_elems": 10}, small_vector()),
     "q8_v2": ("q8", 2, {"chunk_elems": 10}, small_vector()),
+    "q4_v2": ("q4", 2, {"chunk_elems": 10}, small_vector()),
+    "q2_v2": ("q2", 2, {"chunk_elems": 10}, small_vector()),
+    "loco_v2": ("loco", 2, {}, two_blocks_vector()),
     "s4_v1": ("s4", 1, SMALL, small_vector()),
     "s4_v2_bitmap": ("s4", 2, SMALL, small_vector()),
     "s4_v2_rice": ("s4", 2, {"density": 0.02}, scattered_vector()),

@@ -47,7 +47,7 @@ def oracle_encode(name: str, values: list[np.float32], *, density: float, chunk_
     return bytes.fromhex("53510001") + header + struct.pack(f"<{k}i{len(scales)}f{k}b", *indices, *scales, *q)
 
 
-@pytest.mark.parametrize("name", codecs.ALL)
+@pytest.mark.parametrize("name", [name for name in codecs.ALL if 1 in codecs.get(name).versions])
 @pytest.mark.parametrize("dim", [1, 9, 10, 64, 65, 500])
 def test_every_byte_is_as_the_oracle_writes_it(name: str, dim: int) -> None:
     x = torch.randn(dim, generator=torch.Generator().manual_seed(dim)).round(decimals=1)  # with ties and zeros

@@ -6,6 +6,7 @@ import pytest
 
 from gradbus.experiments.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.run.configured_task import ConfiguredTask
+from gradbus.runtime.algorithms.base import Place, make_algorithm
 from gradbus.runtime.config.job_name import user_name
 from gradbus.runtime.errors import ConfigError
 
@@ -38,6 +39,22 @@ def test_the_example_of_an_aggregator_serves_the_job_of_the_workers_beside_it(co
     assert workers.parallel.algorithm.options["route"] == "ra-ina"
     with pytest.raises(ConfigError, match="gradbus aggregator"):
         load(WorkerFile, configs / "aggregator.conf.json")
+
+
+@pytest.mark.parametrize("name", ["tree", "chain"])
+def test_the_examples_of_several_aggregators_have_as_many_as_their_workers_expect(name: str, configs: Path) -> None:
+    nodes = [
+        load(AggregatorFile, configs / f"aggregator.{name}.conf.json", overrides=[f"aggregator.node={node}"])
+        for node in range(2)
+    ]
+    workers = load(WorkerFile, configs / f"ddp-aggregator.{name}.conf.json")
+    place = Place(0, nodes[0].aggregator.world)
+    algorithm = make_algorithm("fixed-point", place, workers.parallel.algorithm.options)
+    assert algorithm.in_network is not None
+    assert [node.aggregator.nodes for node in nodes] == [algorithm.in_network.topology.num_nodes] * 2
+    assert {node.bus.job for node in nodes} == {workers.bus.job}
+    with pytest.raises(ConfigError, match=r"node: expected 0 to \d, as nodes is \d, got 7"):
+        load(AggregatorFile, configs / f"aggregator.{name}.conf.json", overrides=["aggregator.node=7"])
 
 
 @pytest.mark.parametrize("way", ["", ".non-iid", ".two-machines"])

@@ -17,7 +17,8 @@ import numpy as np
 from gradbus.runtime.in_network.aggregator import Aggregator
 from gradbus.runtime.in_network.packets import AGGREGATOR, CARRIERS, WORKERS, Packet, RetransmissionTimes
 from gradbus.runtime.in_network.slots import Allocation, Slots
-from gradbus.runtime.in_network.tree import TreeNode, chain, leaf_of, tree
+from gradbus.runtime.in_network.topology import AggregatorTopology, aggregators_of
+from gradbus.runtime.in_network.tree import TreeNode
 from gradbus.runtime.in_network.worker import PeerSilent, RingWorker, WorkerConfig
 
 TIMES = RetransmissionTimes(first_s=1.0, max_s=8.0, max_tries=500)
@@ -273,22 +274,29 @@ class PacketNetwork:
 
 
 class TreeNetwork(PacketNetwork):
-    """The same with a tree or a chain of aggregators, in which the seed puts ranks below leaves."""
+    """The same with several aggregators: the seed draws a topology, and puts ranks below its leaves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        conditions, (world,) = self.conditions, self.conditions.worlds
+        (world,) = self.conditions.worlds
         ranks = list(range(world))
         self.random.shuffle(ranks)
         cuts = sorted(self.random.sample(range(1, world), self.random.randrange(0, world)))
-        self.leaves = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, world], strict=True)]
-        self.is_chain = self.random.random() < 0.5
-        configs = (chain if self.is_chain else tree)(
-            self.leaves, lanes=2 * conditions.window, window_groups=conditions.window,
-            block_elems=conditions.block_elems, group_blocks=conditions.group_blocks,
+        leaves = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, world], strict=True)]
+        kind = self.random.choice(("single", "tree", "chain"))
+        roots = 1 if kind == "chain" else self.random.choice((1, 2, 3))
+        self.topology = AggregatorTopology(kind=kind, leaves=1 if kind == "single" else leaves, roots=roots)
+        self._connect()
+
+    def _connect(self) -> None:
+        """All nodes, with nothing in their lanes."""
+        conditions, (world,) = self.conditions, self.conditions.worlds
+        configs = self.topology.nodes(
+            ["host"] * world, window_groups=conditions.window, block_elems=conditions.block_elems, times=TIMES,
+            epoch=self.epoch, group_blocks=conditions.group_blocks,
         )  # fmt: skip
-        self.tree = {(0, node): TreeNode(replace(config, times=TIMES)) for node, config in configs.items()}
-        self.leaf_of = {rank: leaf_of(configs, rank) for rank in ranks}
+        self.tree = {(0, number): TreeNode(config) for number, config in configs.items()}
+        self.aggregators_of = {rank: aggregators_of(configs, rank) for rank in range(world)}
 
     def _config(self, job: int, rank: int, epoch: int = 0) -> WorkerConfig:
         return replace(super()._config(job, rank, epoch), uses_ring=False, group_blocks=self.conditions.group_blocks)
@@ -299,13 +307,29 @@ class TreeNetwork(PacketNetwork):
     def _node(self, node: Node) -> Any:
         return self._nodes()[node]
 
+    def _crash(self) -> None:
+        """All nodes forget everything, as a job leaves all of them when one is lost."""
+        super()._crash()
+        self._connect()
+
     def _route(self, source: Node, packet: Packet) -> list[Node]:
         to = packet.destination
-        return [(0, self.leaf_of[source[1]] if to == AGGREGATOR else to)]
+        if to == AGGREGATOR:
+            choice = self.aggregators_of[source[1]]
+            to = choice[packet.group % len(choice)]
+        return [(0, to)]
 
     def _check_node(self, node: Node, packet: Packet) -> None:
-        if self.tree[node].violations:
+        one = self.tree[node]
+        if one.violations:
             raise Violation(f"seed {self.seed}: contributors overlap")
+        for lane in one._lanes:
+            for block, contributors in enumerate([] if lane.group is None else lane.contributors):
+                is_result = lane.results >> block & 1
+                who = [rank for rank in self.aggregators_of if is_result or contributors >> rank & 1]
+                expected = self.inputs[0][who, lane.group, block].sum(axis=0, dtype=np.int64)
+                if who and (lane.sums[block] != expected).any():
+                    raise Violation(f"seed {self.seed}: the lane of group {lane.group}, block {block} is not {who}'s")
 
     def _check_free(self) -> None:
         if not all(node.is_idle for node in self.tree.values()):

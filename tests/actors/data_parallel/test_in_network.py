@@ -17,33 +17,44 @@ from gradbus.runtime.errors import BarrierTimeout
 ELEMS = 512
 
 
-def options(route: str) -> dict[str, object]:
-    return {"name": "fixed-point", "route": route, "block_elems": ELEMS, "chunk_elems": 64}
+def options(route: str, **others: object) -> dict[str, object]:
+    return {"name": "fixed-point", "route": route, "block_elems": ELEMS, "chunk_elems": 64, **others}
 
 
-@pytest.mark.parametrize("route", ["ina", "ra-ina"])
+@pytest.mark.parametrize(
+    ("algorithm", "nodes"),
+    [
+        (options("ina"), 1),
+        (options("ra-ina"), 1),
+        (options("ina", topology="tree", leaves=2, roots=2), 4),
+        (options("ina", topology="chain", leaves=[[1], [0]]), 2),
+    ],
+)
 @pytest.mark.parametrize("leaves_at", [None, 5])
-def test_the_model_has_the_bits_of_a_run_without_an_aggregator(route: str, leaves_at: int | None) -> None:
+def test_the_model_has_the_bits_of_a_run_without_an_aggregator(
+    algorithm: dict[str, object], nodes: int, leaves_at: int | None
+) -> None:
     used: list[bool] = []
     place = new_place()
 
     async def play(group: Group, worker: Worker) -> None:
-        async def serve() -> None:
+        async def serve(node: int) -> None:
             async with gradbus.connect(**place) as bus:
-                await AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS)).serve(bus, group.world)
+                actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+                await actor.serve(bus, group.world, node=node, nodes=nodes)
 
-        serving = asyncio.create_task(serve()) if group.rank == 0 else None
+        serving = [asyncio.create_task(serve(node)) for node in range(nodes if group.rank == 0 else 0)]
         async for report in worker.epochs():
             used.append(group.in_network.uses_aggregator)
-            if serving is not None and leaves_at is not None and report.step >= leaves_at:
-                serving.cancel()
-        if serving is not None:
+            if serving and leaves_at is not None and report.step >= leaves_at:
+                serving[-1].cancel()
+        for one in serving:
             with contextlib.suppress(asyncio.CancelledError):
-                await serving
+                await one
 
     settings = {"epochs": 3, "hash_every": 1}
     plain = succeeded(train(make_task(), algorithm=options("direct"), **settings))
-    outcomes = succeeded(train(make_task(), algorithm=options(route), play=play, place=place, **settings))
+    outcomes = succeeded(train(make_task(), algorithm=algorithm, play=play, place=place, **settings))
     assert {one.worker.summary.params_hash for one in outcomes} == {plain[0].worker.summary.params_hash}
     assert used == [True] * 6 if leaves_at is None else used.count(False) >= 2
 

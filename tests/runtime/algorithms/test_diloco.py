@@ -84,7 +84,7 @@ def test_one_local_step_with_outer_rate_1_and_no_momentum_is_the_mean_of_all_wei
             assert torch.equal(own, hand)
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "q8"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "q8", "q4", "q2"])
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("world", [2, 3])
 def test_after_every_exchange_all_ranks_have_the_same_bits_of_weights_and_outer_momentum(
@@ -99,7 +99,7 @@ def test_after_every_exchange_all_ranks_have_the_same_bits_of_weights_and_outer_
             assert all(torch.equal(own, training.weights[0]) for own in training.weights)
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "q8"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "q8", "q4", "q2"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_a_codec_rounds_off_is_sent_later(codec: str, world: int) -> None:
     """Sums over many exchanges differ from exact ones by a rounding of the last, not by one of each."""
@@ -109,7 +109,7 @@ def test_what_a_codec_rounds_off_is_sent_later(codec: str, world: int) -> None:
     for _ in range(60):
         coarse.step([bias + 1e-4] * world)
         exact.step([bias + 1e-4] * world)
-    rounding = LR * {"fp16": 2**-11, "bf16": 2**-8, "q8": 2 / 254}[codec]
+    rounding = LR * {"fp16": 2**-11, "bf16": 2**-8, "q8": 2 / 254, "q4": 2 / 14, "q2": 1}[codec]
     assert float((coarse.weights[0] - exact.weights[0]).abs().max()) <= 3 * rounding
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_joins_has_weights_and_outer_momentum_of_the_others_and_send
     assert all(torch.equal(bucket.flat, buckets[0].flat) for bucket in buckets)
 
 
-@pytest.mark.parametrize(("codec", "bits"), [("fp32", 32), ("fp16", 16), ("q8", 8)])
+@pytest.mark.parametrize(("codec", "bits"), [("fp32", 32), ("fp16", 16), ("q8", 8), ("q4", 4), ("q2", 2)])
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_are_those_of_the_formula(codec: str, bits: int, world: int) -> None:
     """2 (N - 1) / N of the weights in the bits of the codec, once in H steps, and nothing else."""

@@ -8,6 +8,7 @@ import torch
 
 from gradbus.experiments.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
+from gradbus.runtime.errors import ConfigError
 
 
 def means(inputs: list[torch.Tensor], active: int) -> list[torch.Tensor]:
@@ -38,3 +39,18 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all() -> None:
     for mean in means([torch.ones(40), bad], 2):
         assert not mean[16:32].isfinite().any()
         assert mean[:16].tolist() == [1.0] * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"route": "ra-ina", "topology": "tree", "leaves": 2}, "ra-ina has one aggregator, got topology tree"),
+        ({"route": "ra-ina", "roots": 2}, "got topology single with 2 roots"),
+        ({"route": "ina", "leaves": 2}, "leaves are of a tree or a chain, got 2"),
+        ({"route": "ina", "topology": "chain", "roots": 2}, "a chain has one end, got 2 roots"),
+        ({"route": "ina", "topology": "tree", "leaves": 0}, "leaves"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_algorithm("fixed-point", Place(0, 4), options)

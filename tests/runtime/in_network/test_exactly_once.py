@@ -15,7 +15,7 @@ import packet_network
 import pytest
 from packet_network import Conditions, PacketNetwork, TreeNetwork, Violation
 
-from gradbus.runtime.in_network import aggregator, packets, slots, tree, worker
+from gradbus.runtime.in_network import aggregator, packets, slots, topology, tree, worker
 
 RUNS = 160
 
@@ -111,7 +111,7 @@ FIRST_SEEDS = {"a worker forgets a group as soon as it has finished": 680}
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_of_the_protocol_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutated, before, after = MUTATIONS[name]
-    for module in (packets, slots, worker, aggregator, tree, packet_network):  # each imports those before it
+    for module in (packets, slots, worker, aggregator, tree, topology, packet_network):  # each imports those before it
         source = inspect.getsource(module)
         if module is mutated:
             assert source.count(before) == 1, f"the mutation no longer fits {module.__name__}"
@@ -160,3 +160,13 @@ def test_sums_that_leave_int32_are_marked_on_all_workers() -> None:
         network._check_end = lambda: None  # type: ignore[method-assign]
         network.run()
         assert [network.workers[0, rank].overflowed for rank in range(3)] == [{1}] * 3
+
+
+def test_the_answer_to_a_probe_moves_no_group_to_the_aggregator() -> None:
+    worker_ = worker.RingWorker(worker.WorkerConfig(0, 2, block_elems=2, reserves=True))
+    blocks = np.ones((1, 2, 2), dtype=np.int32)
+    worker_.submit(blocks, np.zeros_like(blocks), 0.0)
+    answer = packets.Packet(
+        packets.PacketKind.AGGREGATOR_ACK, 0, 0, 0, packets.AGGREGATOR, 0, acked=packets.PacketKind.PROBE
+    )
+    assert worker_.receive(answer, 0.0) == []

@@ -4,108 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from in_network_job import ELEMS, Run, aggregators, job, options, serve, total_of, values, work
 from patience import eventually
 
-import gradbus
-from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
-from gradbus.runtime.collectives.in_network import InNetworkSum, join_aggregator
+from gradbus.runtime.collectives.in_network import InNetworkSum
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.in_network.packets import Packet, PacketKind
 from gradbus.runtime.in_network.tree import TreeNode
 
-Run = Callable[[Callable[[], Coroutine[Any, Any, Any]]], Any]
-Program = Callable[[int, InNetworkSum], Coroutine[Any, Any, Any]]
-ELEMS = 256
-
-
-def values(rank: int, step: int = 0, numel: int = 10_000) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randint(-(1 << 28), 1 << 28, (numel,), dtype=torch.int32, generator=generator)
-
-
-async def job(place: dict[str, Any], world: int, actor: AggregatorActor, options: InNetworkOptions,
-              program: Program) -> list[Any]:  # fmt: skip
-    """A bus for the aggregator and one for each worker; what the program returns on each worker."""
-
-    async def aggregator() -> None:
-        async with gradbus.connect(**place) as bus:
-            await actor.serve(bus, world)
-
-    async def worker(rank: int) -> Any:
-        async with (
-            gradbus.connect(**place) as bus,
-            gradbus.join_group(bus, rank=rank, world=world) as group,
-            join_aggregator(group, options) as sums,
-        ):
-            return await program(rank, sums)
-
-    serving = asyncio.create_task(aggregator())
-    try:
-        return list(await asyncio.gather(*map(worker, range(world))))
-    finally:
-        async with asyncio.timeout(20):
-            await serving
-
-
-def options(route: str, **others: Any) -> InNetworkOptions:
-    return InNetworkOptions(route=route, block_elems=ELEMS, window_groups=2, retransmit_s=0.1, **others)  # type: ignore[arg-type]
-
 
 @pytest.mark.parametrize("route", ["ina", "ra-ina", "ra-ina-inline"])
 @pytest.mark.parametrize("loss", [0.0, 0.1])
 def test_sums_are_exact_by_every_route(place: dict[str, Any], run: Run, route: str, loss: float) -> None:
-    world, actor = 3, AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS, retransmit_s=0.1))
+    world, actors = 3, aggregators()
 
     async def program(rank: int, sums: InNetworkSum) -> list[Any]:
-        found = [await sums.all_reduce(values(rank, step)) for step in range(3)]
+        found = [await sums.all_reduce(values(rank, step, 4000)) for step in range(2)]
         assert sums.uses_aggregator
-        assert sums.streams.lost_packets or not loss
+        assert sums.session.streams.lost_packets or not loss
         if route != "ina":  # whose lanes are the job's as long as it lasts
-            await eventually(lambda: actor.free_slots == 64)  # its last acknowledgements are under way
+            await eventually(lambda: actors[0].free_slots == 64)  # its last acknowledgements are under way
         return found
 
     async def main() -> list[Any]:
-        return await job(place, world, actor, options(route, loss=loss, timeout_s=20.0), program)
+        return await job(place, world, actors, options(route, loss=loss, timeout_s=20.0), program)
 
     for found in run(main):
         for step, (total, overflowed) in enumerate(found):
-            expected = sum(values(rank, step).long() for rank in range(world))
-            assert total.long().equal(torch.as_tensor(expected))
+            assert total.equal(total_of(world, step, 4000))
             assert not overflowed
 
 
 @pytest.mark.parametrize("route", ["ina", "ra-ina"])
 def test_a_sum_goes_on_without_an_aggregator_that_leaves(place: dict[str, Any], run: Run, route: str) -> None:
-    world, actor = 2, AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+    world = 2
     both_have_one = asyncio.Event()
 
     async def main() -> list[Any]:
-        async def serve() -> None:
-            async with gradbus.connect(**place) as bus:
-                await actor.serve(bus, world)
+        async def program(rank: int, sums: InNetworkSum) -> Any:
+            first = await sums.all_reduce(values(rank))
+            await sums._workers.barrier("one")
+            both_have_one.set()
+            found = [first, *[await sums.all_reduce(values(rank, step)) for step in range(1, 60)]]
+            return found, sums.uses_aggregator
 
-        async def worker(rank: int) -> Any:
-            async with (
-                gradbus.connect(**place) as bus,
-                gradbus.join_group(bus, rank=rank, world=world) as group,
-                join_aggregator(group, options(route)) as sums,
-            ):
-                first = await sums.all_reduce(values(rank))
-                await group.barrier("one")
-                both_have_one.set()
-                found = [first, *[await sums.all_reduce(values(rank, step)) for step in range(1, 60)]]
-                return found, sums.uses_aggregator
-
-        serving = asyncio.create_task(serve())
-        workers = [asyncio.create_task(worker(rank)) for rank in range(world)]
+        serving = asyncio.create_task(serve(place, aggregators()[0], world))
+        workers = [asyncio.create_task(work(place, rank, world, options(route), program)) for rank in range(world)]
         await both_have_one.wait()
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -141,7 +93,7 @@ def test_an_aggregator_that_lies_changes_no_sum(
     place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, change: Any, stays: bool
 ) -> None:
     lies(monkeypatch, change)
-    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+    actors = aggregators()
 
     async def program(rank: int, sums: InNetworkSum) -> Any:
         total, overflowed = await sums.all_reduce(values(rank))
@@ -149,11 +101,11 @@ def test_an_aggregator_that_lies_changes_no_sum(
         again, _ = await sums.all_reduce(values(rank, 1))
         return total, again, overflowed
 
-    for total, again, overflowed in run(lambda: job(place, 2, actor, options("ina"), program)):
+    for total, again, overflowed in run(lambda: job(place, 2, actors, options("ina"), program)):
         assert total.equal(values(0) + values(1))
         assert again.equal(values(0, 1) + values(1, 1))
         assert not overflowed
-    assert actor.free_slots == 64
+    assert actors[0].free_slots == 64
 
 
 def test_a_worker_that_is_late_costs_nobody_the_aggregator(place: dict[str, Any], run: Run) -> None:
@@ -168,8 +120,8 @@ def test_a_worker_that_is_late_costs_nobody_the_aggregator(place: dict[str, Any]
         return sums.uses_aggregator
 
     async def main() -> Any:
-        actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
-        return await job(place, 2, actor, options("ina", timeout_s=0.4), program)
+        actors = aggregators()
+        return await job(place, 2, actors, options("ina", timeout_s=0.4), program)
 
     assert run(main) == [True, True]
 
@@ -184,20 +136,21 @@ def test_a_silent_aggregator_is_left_and_changes_nothing_afterwards(
         return []
 
     monkeypatch.setattr(TreeNode, "receive", silent)
-    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+    actors = aggregators(retransmit_s=0.5)
 
     async def program(rank: int, sums: InNetworkSum) -> Any:
-        own = values(rank)
+        own, session = values(rank), sums.session
+        assert session is not None
         total, _ = await sums.all_reduce(own)
         assert not sums.uses_aggregator
         expected = total.clone()
         own.zero_()
-        sums.receive(2, [packet for packet in held if packet.destination in (rank, -2)])
+        session.receive(2, [packet for packet in held if packet.destination in (rank, -2)])
         assert total.equal(expected)
-        await eventually(lambda: actor.free_slots == 64)
+        await eventually(lambda: actors[0].free_slots == 64)
         return total
 
-    for total in run(lambda: job(place, 2, actor, options("ina", timeout_s=0.4), program)):
+    for total in run(lambda: job(place, 2, actors, options("ina", timeout_s=0.4), program)):
         assert total.equal(values(0) + values(1))
 
 
@@ -212,8 +165,8 @@ def test_a_caller_that_is_cancelled_leaves_the_sum_to_the_others(place: dict[str
         return (await sums.all_reduce(values(rank, 1), "two"))[0]
 
     async def main() -> Any:
-        actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
-        return await job(place, 2, actor, options("ra-ina"), program)
+        actors = aggregators()
+        return await job(place, 2, actors, options("ra-ina"), program)
 
     for total in run(main):
         assert total.equal(values(0, 1) + values(1, 1))
@@ -224,27 +177,20 @@ def test_workers_that_make_different_calls_are_told(place: dict[str, Any], run: 
         with pytest.raises(CollectiveError, match="different calls"):
             await sums.all_reduce(values(rank), f"of rank {rank}")
 
-    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
-    run(lambda: job(place, 2, actor, options("ra-ina"), program))
+    actors = aggregators()
+    run(lambda: job(place, 2, actors, options("ra-ina"), program))
 
 
 def test_workers_with_different_options_are_told(place: dict[str, Any], run: Run) -> None:
-    async def worker(rank: int) -> None:
-        async with (
-            gradbus.connect(**place) as bus,
-            gradbus.join_group(bus, rank=rank, world=2) as group,
-            join_aggregator(group, options("ina", verify=rank == 0)),
-        ):
-            raise AssertionError("joined")
+    async def program(rank: int, sums: InNetworkSum) -> None:
+        raise AssertionError("joined")
 
     async def main() -> None:
-        actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
-
-        async def serve() -> None:
-            async with gradbus.connect(**place) as bus:
-                await actor.serve(bus, 2)
-
-        ends = await asyncio.gather(serve(), worker(0), worker(1), return_exceptions=True)
+        ends = await asyncio.gather(
+            serve(place, aggregators()[0], 2),
+            *(work(place, rank, 2, options("ina", verify=rank == 0), program) for rank in range(2)),
+            return_exceptions=True,
+        )
         assert ends[0] is None
         assert all(isinstance(end, ConfigError) and "'verify': True" in str(end) for end in ends[1:])
 
@@ -258,11 +204,11 @@ def test_a_worker_speaks_for_itself_alone(place: dict[str, Any], run: Run, forge
             foreign = Packet(
                 PacketKind.CONTRIBUTION, 1, 0, 0, 0, -1, bitmap=3, values=np.full(ELEMS, 666, dtype=np.int32)
             )
-            sums.streams.post(2, replace(foreign, **forged))
+            sums.session.streams.post(2, replace(foreign, **forged))
         return (await sums.all_reduce(values(rank)))[0]
 
-    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
-    for total in run(lambda: job(place, 2, actor, options("ina"), program)):
+    actors = aggregators()
+    for total in run(lambda: job(place, 2, actors, options("ina"), program)):
         assert total.equal(values(0) + values(1))
 
 
@@ -275,30 +221,30 @@ def test_a_worker_speaks_for_itself_alone(place: dict[str, Any], run: Run, forge
 def test_a_plan_that_makes_no_sense_is_refused_and_takes_no_slots(
     place: dict[str, Any], run: Run, plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradbus.runtime.collectives.in_network.asdict", lambda options: plan)
-    actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
+    monkeypatch.setattr(InNetworkOptions, "plan", lambda self: plan)
+    actors = aggregators()
 
     async def program(rank: int, sums: InNetworkSum) -> None:
         raise AssertionError("joined")
 
     async def main() -> None:
         with pytest.raises(ConfigError, match="the aggregator refuses"):
-            await job(place, 1, actor, options("ina"), program)
+            await job(place, 1, actors, options("ina"), program)
 
     run(main)
-    assert actor.free_slots == 64
+    assert actors[0].free_slots == 64
 
 
 def test_jobs_share_an_aggregator_and_not_their_sums(place: dict[str, Any], run: Run) -> None:
-    actor = AggregatorActor(AggregatorConfig(slots=12, block_elems=ELEMS, retransmit_s=0.1))
+    actors = aggregators(slots=12)
 
     async def program(rank: int, sums: InNetworkSum) -> Any:
         return [(await sums.all_reduce(values(rank, step)))[0] for step in range(3)]
 
     async def main() -> Any:
         other = {**place, "job": place["job"] + "-other"}
-        of_two = job(place, 2, actor, options("ra-ina"), program)
-        of_three = job(other, 3, actor, options("ra-ina"), program)
+        of_two = job(place, 2, actors, options("ra-ina"), program)
+        of_three = job(other, 3, actors, options("ra-ina"), program)
         return await asyncio.gather(of_two, of_three)
 
     for world, found in zip((2, 3), run(main), strict=True):
@@ -314,8 +260,8 @@ def test_a_sum_that_leaves_int32_is_told_to_all(place: dict[str, Any], run: Run)
         return (await sums.all_reduce(own))[1], (await sums.all_reduce(values(rank)))[1]
 
     async def main() -> list[Any]:
-        actor = AggregatorActor(AggregatorConfig(slots=64, block_elems=ELEMS))
-        return await job(place, 2, actor, options("ra-ina"), program)
+        actors = aggregators()
+        return await job(place, 2, actors, options("ra-ina"), program)
 
     assert run(main) == [(True, False)] * 2
 
@@ -323,19 +269,19 @@ def test_a_sum_that_leaves_int32_is_told_to_all(place: dict[str, Any], run: Run)
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (AggregatorConfig(slots=7, block_elems=ELEMS), "needs 8 slots in a row, 7 of 7 are free"),
-        (AggregatorConfig(block_elems=8), "block_elems is 8 here, the workers have 256"),
-        (AggregatorConfig(block_elems=ELEMS, max_jobs=0), "max_jobs is 0"),
+        ({"slots": 7}, "4 groups of 2 workers need 8 slots in a row, 7 of 7 are free"),
+        ({"block_elems": 8}, "block_elems is 8 here, the workers have 256"),
+        ({"max_jobs": 0}, "max_jobs is 0"),
     ],
 )
 def test_a_job_that_cannot_be_served_is_refused_on_all_workers(
-    place: dict[str, Any], run: Run, config: AggregatorConfig, message: str
+    place: dict[str, Any], run: Run, config: dict[str, int], message: str
 ) -> None:
     async def program(rank: int, sums: InNetworkSum) -> None:
         raise AssertionError("joined")
 
     async def main() -> None:
         with pytest.raises(ConfigError, match=message):
-            await job(place, 2, AggregatorActor(config), options("ina"), program)
+            await job(place, 2, aggregators(**config), options("ina"), program)
 
     run(main)

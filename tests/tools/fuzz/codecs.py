@@ -11,7 +11,7 @@ import torch
 
 from fuzz.target import Target, must
 from gradbus import codecs
-from gradbus.codecs import fp32, q8, s4, sq8
+from gradbus.codecs import fp32, loco, q2, q4, q8, s4, sq8
 from gradbus.codecs.dgc import wire as dgc_wire
 from gradbus.runtime.algorithms import parts
 
@@ -19,6 +19,9 @@ _MAGICS = {
     "fp32": (b"", fp32.MAGIC_V2),  # version 1 has none
     "q8": (q8.MAGIC_V1, q8.MAGIC_V2),
     "s4": (s4.MAGIC_V1, s4.MAGIC_V2),
+    "q4": (q4.MAGIC,),
+    "q2": (q2.MAGIC,),
+    "loco": (loco.MAGIC,),
     "sq8": (sq8.MAGIC_S8, sq8.MAGIC_V1, sq8.MAGIC_V2),
 }
 _DIMS = (60, 0, 1, 257, 1000)
@@ -54,9 +57,10 @@ def _read_codec(name: str, data: bytes) -> None:
 def _codec_seeds(name: str) -> list[bytes]:
     seeds = []
     options: list[dict[str, float]] = (
-        [{}] if name == "fp32" else [{"chunk_elems": 16}] if name == "q8" else [{"density": d} for d in (0.02, 0.3, 1)]
-    )
-    for version, (at, dim), option in itertools.product((1, 2), enumerate(_DIMS), options):
+        [{"density": density} for density in (0.02, 0.3, 1)] if name in ("s4", "sq8")
+        else [{}] if name in ("fp32", "loco") else [{"chunk_elems": 16}]
+    )  # fmt: skip
+    for version, (at, dim), option in itertools.product(codecs.get(name).versions, enumerate(_DIMS), options):
         x = torch.randn(dim, generator=torch.Generator().manual_seed(dim))
         message = codecs.get(name, version=version, **option).encode(x)
         magics = _MAGICS[name]

@@ -1,0 +1,111 @@
+"""Asynchronous runs over DDS: how far a worker may be ahead, what is measured, and what a lost worker changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_scene import make_task, small_mlp
+from server_scene import serve
+from torch import nn
+
+from gradbus.models import ClassificationTask
+from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.errors import PeerLost
+
+
+class Slowed(ClassificationTask):
+    """Worker 1 takes a while for each batch, and all write down when they get one."""
+
+    def __init__(self, slow_s: float, fails_at: int | None = None) -> None:
+        super().__init__(small_mlp, make_task().data, batch_size=16)
+        self._slow_s, self._fails_at = slow_s, fails_at
+        self.begun: list[tuple[int, int]] = []  # worker and step, in order
+
+    def batches(self, *, rank: int, **where: Any) -> Iterator[Any]:
+        for number, batch in enumerate(super().batches(rank=rank, **where)):
+            if rank == 1:
+                if number == self._fails_at:
+                    raise OSError("no data")
+                time.sleep(self._slow_s)
+            self.begun.append((rank, number))
+            yield batch
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_no_worker_is_further_ahead_than_the_staleness(staleness: int) -> None:
+    task = Slowed(0.02)
+    ends = serve(task, workers=3, servers=2, mode="asynchronous", staleness=staleness).succeeded()
+    step = [-1, -1, -1]  # that each has begun: before it, it has pushed so many
+    ahead = 0
+    for rank, number in task.begun:
+        step[rank] = number
+        ahead = max(ahead, max(step) - min(step))
+    assert ahead <= staleness + 1, "a batch that is begun waits for no other"
+    if staleness:
+        assert ahead > 1
+    report = ends.workers[0].reports[-1]
+    assert report.train_metrics["staleness_max"] <= 2 * (2 * staleness + 1)
+    assert report.train_metrics["staleness_mean"] > 0
+    assert [end.summary.updates for end in ends.servers if end.summary] == [len(task.begun)] * 2
+    assert all(torch.equal(end.parameters, ends.workers[0].parameters) for end in ends.workers)
+
+
+def test_one_worker_alone_has_the_bits_of_a_synchronous_run() -> None:
+    synchronous, asynchronous = (
+        serve(make_task(), workers=1, servers=2, mode=mode, parallel={"epochs": 2, "schedule": "cosine"})
+        .succeeded()
+        .workers[0]
+        .parameters
+        for mode in ("synchronous", "asynchronous")
+    )
+    assert torch.equal(synchronous, asynchronous)
+
+
+def test_a_worker_that_dies_is_left_out_and_the_rest_goes_on() -> None:
+    slow = {"epochs": 3, "optimizer__lr": 0.01}
+    ends = serve(Slowed(0.0, fails_at=2), workers=3, servers=2, mode="asynchronous", parallel=slow)
+    assert isinstance(ends.workers[1].error, OSError)
+    assert [end.error for end in (*ends.servers, ends.workers[0], ends.workers[2])] == [None] * 4
+    assert {end.summary.lost for end in ends.servers if end.summary} == {(1,)}
+    first, last = ends.workers[0].reports[0], ends.workers[0].reports[-1]
+    assert last.finished
+    assert last.loss < first.loss
+    assert 0 < last.test_samples < 101, "its part of the test set is not counted"
+
+
+def test_with_fewer_workers_than_are_needed_the_run_ends_and_names_who_is_lost() -> None:
+    ends = serve(Slowed(0.0, fails_at=2), servers=1, mode="asynchronous", min_workers=2)
+    assert isinstance(ends.servers[0].error, PeerLost)
+    assert isinstance(ends.workers[0].error, PeerLost)
+    assert "worker 1: failed with OSError: no data" in str(ends.workers[0].error)
+
+
+def test_checkpoints_of_all_servers_hold_the_same_gradients_and_a_resume_goes_on(tmp_path: Path) -> None:
+    settings = {"epochs": 2, "checkpoint__dir": tmp_path, "checkpoint__every_steps": 3, "checkpoint__keep": 9}
+    task = Slowed(0.005)
+    ends = serve(task, workers=3, servers=2, mode="asynchronous", staleness=4, parallel=settings).succeeded()
+    stores = [CheckpointStore.to_read(tmp_path / f"server-{index}") for index in (0, 1)]
+    assert stores[0].rounds() == stores[1].rounds() == [3, 6, 9, 10]
+    for step in stores[0].rounds():
+        assert len({store.load(step).meta["updates"] for store in stores}) == 1
+    for path in (*tmp_path.glob("*/round-000009.*"), *tmp_path.glob("*/round-000010.*")):
+        path.unlink()
+    again = serve(Slowed(0.0), workers=3, servers=2, mode="asynchronous", staleness=4, parallel=settings).succeeded()
+    assert again.workers[0].reports[-1].step == ends.workers[0].reports[-1].step
+    assert [end.summary.updates for end in again.servers if end.summary] == [
+        end.summary.updates for end in ends.servers if end.summary
+    ]
+
+
+def test_models_with_buffers_are_evaluated_with_the_same_ones() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+
+    ends = serve(make_task(model), workers=2, servers=1, mode="asynchronous", parallel={"epochs": 2}).succeeded()
+    states = [dict(end.worker.model.named_buffers()) for end in ends.workers if end.worker]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

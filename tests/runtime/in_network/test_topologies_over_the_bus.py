@@ -1,0 +1,178 @@
+"""Several aggregators of a job over DDS: exact sums by each topology, with loss, and when any of them dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+from in_network_job import Run, aggregators, job, options, serve, total_of, values, work
+
+from gradbus.runtime.collectives.in_network import InNetworkSum
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.in_network.packets import Packet
+from gradbus.runtime.in_network.topology import AggregatorTopology
+from gradbus.runtime.in_network.tree import TreeNode
+
+TOPOLOGIES = {
+    "single": {},
+    "two side by side": {"roots": 2},
+    "tree": {"kind": "tree", "leaves": 2},
+    "two trees": {"kind": "tree", "leaves": 2, "roots": 2},
+    "chain": {"kind": "chain", "leaves": 2},
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(("world", "loss"), [(2, 0.1), (3, 0.01), (4, 0.0)])
+def test_sums_are_exact_by_every_topology(place: dict[str, Any], run: Run, name: str, world: int, loss: float) -> None:
+    topology = TOPOLOGIES[name]
+    actors = aggregators(AggregatorTopology(**topology).num_nodes)  # type: ignore[arg-type]
+
+    async def program(rank: int, sums: InNetworkSum) -> list[Any]:
+        found = [await sums.all_reduce(values(rank, step, 4000)) for step in range(2)]
+        assert sums.uses_aggregator
+        return found
+
+    async def main() -> list[Any]:
+        return await job(place, world, actors, options(topology=topology, loss=loss, timeout_s=20.0), program)
+
+    for found in run(main):
+        for step, (total, overflowed) in enumerate(found):
+            assert total.equal(total_of(world, step, 4000))
+            assert not overflowed
+    assert all(actor.free_slots == 64 for actor in actors)
+
+
+@pytest.mark.parametrize(
+    ("name", "node"), [("tree", 0), ("tree", 2), ("two trees", 3), ("chain", 0), ("chain", 1), ("two side by side", 1)]
+)
+def test_no_sum_is_lost_when_a_node_dies(place: dict[str, Any], run: Run, name: str, node: int) -> None:
+    topology, world = TOPOLOGIES[name], 2
+    nodes = AggregatorTopology(**topology).num_nodes  # type: ignore[arg-type]
+    all_have_one = asyncio.Event()
+    finished: set[int] = set()
+
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        found = []
+        step = 0
+        while sums.uses_aggregator or step < 3:
+            found.append((await sums.all_reduce(values(rank, step)))[0])
+            finished.add(rank)
+            if len(finished) == world:
+                all_have_one.set()
+            step += 1
+        return found
+
+    async def main() -> list[Any]:
+        serving = [
+            asyncio.create_task(serve(place, actor, world, at, nodes)) for at, actor in enumerate(aggregators(nodes))
+        ]
+        workers = [
+            asyncio.create_task(work(place, rank, world, options(topology=topology, retry_s=0.0), program))
+            for rank in range(world)
+        ]
+        await all_have_one.wait()
+        serving[node].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving[node]
+        found = await asyncio.gather(*workers)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(one for at, one in enumerate(serving) if at != node))
+        return found
+
+    first, second = run(main)
+    assert len(first) == len(second)
+    for found in (first, second):
+        assert all(total.equal(total_of(world, step)) for step, total in enumerate(found))
+
+
+@pytest.mark.parametrize(("name", "hangs"), [("tree", 4), ("tree", 3), ("chain", 3)])
+def test_a_node_that_hangs_is_noticed_by_all_workers(
+    place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, name: str, hangs: int
+) -> None:
+    topology = TOPOLOGIES[name]
+    receive = TreeNode.receive
+
+    def hanging(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
+        return [] if self._config.node == hangs else receive(self, packet, now_s)
+
+    monkeypatch.setattr(TreeNode, "receive", hanging)
+
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        total, _ = await sums.all_reduce(values(rank))
+        assert not sums.uses_aggregator
+        return total
+
+    async def main() -> list[Any]:
+        actors = aggregators(AggregatorTopology(**topology).num_nodes)  # type: ignore[arg-type]
+        return await job(place, 2, actors, options(topology=topology, timeout_s=0.4, retry_s=0.0), program)
+
+    assert all(total.equal(total_of(2)) for total in run(main))
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ({"kind": "tree", "leaves": 3}, "leaves: 3 of them, for 2 ranks"),
+        ({"kind": "tree", "leaves": [[0, 2], [1]]}, r"expected each rank from 0 to 1 in one.*\[\[0, 2\], \[1\]\]"),
+        ({"kind": "tree", "leaves": 2, "leaves_by": "host"}, "leaves: 2 of them, for 1 hosts"),
+    ],
+)
+def test_a_topology_that_does_not_fit_the_workers_is_refused(
+    place: dict[str, Any], run: Run, topology: dict[str, Any], message: str
+) -> None:
+    async def program(rank: int, sums: InNetworkSum) -> None:
+        raise AssertionError("joined")
+
+    async def main() -> None:
+        nodes = AggregatorTopology(**topology).num_nodes
+        serving = [
+            asyncio.create_task(serve(place, actor, 2, at, nodes)) for at, actor in enumerate(aggregators(nodes))
+        ]
+        ends = await asyncio.gather(
+            *(work(place, rank, 2, options(topology=topology), program) for rank in range(2)), return_exceptions=True
+        )
+        for one in serving:
+            one.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        for end in ends:
+            with pytest.raises(ConfigError, match=message):
+                raise end  # type: ignore[misc]
+
+    run(main)
+
+
+def test_a_node_that_has_another_topology_is_refused_with_both(place: dict[str, Any], run: Run) -> None:
+    """The workers have a chain of two; the nodes were started as three."""
+
+    async def program(rank: int, sums: InNetworkSum) -> None:
+        raise AssertionError("joined")
+
+    async def main() -> None:
+        chain = options(topology={"kind": "chain", "leaves": 2})
+        ends = await asyncio.gather(
+            *(work(place, rank, 2, chain, program) for rank in range(2)),
+            *(serve(place, actor, 2, at, 3) for at, actor in enumerate(aggregators(2))),
+            return_exceptions=True,
+        )
+        assert all(isinstance(end, ConfigError) for end in ends)
+        assert "2 + 2 here: compare world and topology" in str(ends[0])
+        assert "2 + 3 here: compare aggregator.world and aggregator.nodes" in str(ends[2])
+
+    run(main)
+
+
+def test_one_node_without_memory_refuses_the_job_for_all(place: dict[str, Any], run: Run) -> None:
+    async def program(rank: int, sums: InNetworkSum) -> None:
+        raise AssertionError("joined")
+
+    actors = [*aggregators(2), *aggregators(1, slots=7)]
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"refuses \(node 2\).*need 8 slots in a row, 7 of 7 are free"):
+            await job(place, 2, actors, options(topology=TOPOLOGIES["tree"]), program)
+
+    run(main)
+    assert [actor.free_slots for actor in actors] == [64, 64, 7]
