@@ -9,7 +9,7 @@ and the slots are free again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
@@ -276,13 +276,7 @@ class Aggregator:
 
 
 def _acknowledgement(packet: Packet) -> Packet:
-    return replace(
-        packet,
-        kind=PacketKind.AGGREGATOR_ACK,
-        source=AGGREGATOR,
-        destination=packet.source,
-        values=None,
-        acked=packet.kind,
-        is_repeated=False,
-        has_overflowed=False,
-    )
+    return Packet(
+        PacketKind.AGGREGATOR_ACK, packet.job, packet.epoch, packet.group, AGGREGATOR, packet.source, packet.block,
+        packet.step, packet.bitmap, acked=packet.kind,
+    )  # fmt: skip

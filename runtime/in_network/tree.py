@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradbus.runtime.in_network.packets import (
-    CarrierId,
-    Outstanding,
     Packet,
     PacketKind,
     RetransmissionTimes,
+    Unacknowledged,
     add_checked,
 )
 
@@ -79,7 +78,7 @@ class _Lane:
         group: which one; None: the lane is free. finished: the newest group that was here.
         sums: int32, shape (N, E). contributors: by block, bits of ranks. results: bits of blocks whose sum is of all.
         overflowed: bits of blocks. known: by receiver, bits of the blocks that it has acknowledged.
-        progress_s: when something came that was new.
+        unknowing: number of receivers that have not acknowledged all. progress_s: when something came that was new.
     """
 
     sums: npt.NDArray[np.int32]
@@ -89,6 +88,7 @@ class _Lane:
     results: int = 0
     overflowed: int = 0
     known: dict[int, int] = field(default_factory=dict)
+    unknowing: int = 0
     due_s: float = 0.0
     wait_s: float = 0.0
     progress_s: float = 0.0
@@ -110,7 +110,7 @@ class TreeNode:
         if memory is None:
             memory = np.zeros((config.lanes, self._blocks, config.block_elems), dtype=np.int32)
         self._lanes = [_Lane(sums) for sums in memory]
-        self._outstanding: dict[CarrierId, Outstanding] = {}  # to the parents
+        self._unacknowledged = Unacknowledged(config.times)  # by the parents
         self._probes: dict[int, Packet] = {}  # of children, by child, until all parents have answered
         self._asked: set[int] = set()  # parents that have not
         self.violations = 0
@@ -130,7 +130,8 @@ class TreeNode:
     def deadline_s(self) -> float | None:
         """When :meth:`advance` has something to do."""
         due = [lane.due_s for lane in self._lanes if lane.results]
-        return min([*due, *(one.due_s for one in self._outstanding.values())], default=None)
+        above_s = self._unacknowledged.deadline_s
+        return min(due if above_s is None else [*due, above_s], default=None)
 
     def receive(self, packet: Packet, now_s: float) -> list[Packet]:
         """Take a packet for this node."""
@@ -160,7 +161,7 @@ class TreeNode:
             case PacketKind.AGGREGATOR_ACK if packet.acked is PacketKind.PROBE:
                 return self._probe_answered(packet.source)
             case PacketKind.AGGREGATOR_ACK:
-                self._outstanding.pop(packet.carrier, None)
+                self._unacknowledged.acknowledge(packet.carrier)
             case _:
                 self.dropped += 1
         return []
@@ -168,7 +169,7 @@ class TreeNode:
     def advance(self, now_s: float) -> list[Packet]:
         """Send again what is not acknowledged. A parent that stays silent is for workers to notice, by their probes."""
         times = self._config.times
-        packets = [one.again(now_s, times) for one in self._outstanding.values() if one.due_s <= now_s]
+        packets = [one.again(now_s, times) for one in self._unacknowledged.due(now_s)]
         for lane in self._lanes:
             if lane.results and lane.due_s <= now_s:
                 lane.wait_s = min(2 * lane.wait_s, times.max_s)
@@ -264,7 +265,7 @@ class TreeNode:
             values=lane.sums[block].copy(),  # the result comes into the same memory, and this may be sent again
             has_overflowed=bool(lane.overflowed >> block & 1),
         )  # fmt: skip
-        self._outstanding[packet.carrier] = Outstanding(packet, now_s + config.times.first_s, config.times.first_s)
+        self._unacknowledged.add(packet, now_s)
         yield packet
 
     # On the way down
@@ -287,8 +288,7 @@ class TreeNode:
             lane.sums[block] = packet.values
             lane.overflowed = lane.overflowed & ~(1 << block) | packet.has_overflowed << block
             lane.due_s, lane.progress_s = now_s + lane.wait_s, now_s
-            for carrier in [key for key in self._outstanding if key[1:3] == (packet.group, block)]:
-                del self._outstanding[carrier]
+            self._unacknowledged.settle(packet.group, block)
             yield from self._results(lane, block, config.result_to)
         yield self._known(packet, lane.results)
 
@@ -298,7 +298,8 @@ class TreeNode:
         if packet.bitmap & lane.results & ~lane.known[packet.source]:
             lane.known[packet.source] |= packet.bitmap & lane.results
             lane.progress_s = now_s
-        if all(known == self._all_blocks for known in lane.known.values()):
+            lane.unknowing -= lane.known[packet.source] == self._all_blocks
+        if not lane.unknowing:
             lane.group, lane.finished, lane.results = None, packet.group, 0
 
     def _take(self, lane: _Lane, group: int, now_s: float) -> None:
@@ -306,7 +307,7 @@ class TreeNode:
         lane.group, lane.results, lane.overflowed = group, 0, 0
         lane.sums[:] = 0
         lane.contributors = [0] * self._blocks
-        lane.known = dict.fromkeys(config.result_to, 0)
+        lane.known, lane.unknowing = dict.fromkeys(config.result_to, 0), len(config.result_to)
         lane.wait_s = config.times.first_s
         lane.due_s, lane.progress_s = now_s + lane.wait_s, now_s
 
@@ -329,9 +330,9 @@ class TreeNode:
 
 
 def _acknowledgement(packet: Packet, node: int) -> Packet:
-    return replace(
-        packet, kind=PacketKind.AGGREGATOR_ACK, source=node, destination=packet.source, values=None,
-        acked=packet.kind, is_repeated=False, has_overflowed=False,
+    return Packet(
+        PacketKind.AGGREGATOR_ACK, packet.job, packet.epoch, packet.group, node, packet.source, packet.block,
+        packet.step, packet.bitmap, acked=packet.kind,
     )  # fmt: skip
 
 
