@@ -29,6 +29,7 @@ from gradbus.torch.register import register, register_scheme
 if TYPE_CHECKING:
     from gradbus.torch.algorithm_hook import AlgorithmHook, with_algorithm
     from gradbus.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters
+    from gradbus.torch.diloco import DiLoCo
     from gradbus.torch.functions import (
         Handle,
         allgather,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 _ELSEWHERE = {
     "AlgorithmHook": "gradbus.torch.algorithm_hook",
+    "DiLoCo": "gradbus.torch.diloco",
     "DistributedOptimizer": "gradbus.torch.optimizer",
     "broadcast_optimizer_state": "gradbus.torch.broadcast_state",
     "broadcast_parameters": "gradbus.torch.broadcast_state",
@@ -61,6 +63,7 @@ _ELSEWHERE = {
 
 __all__ = [
     "AlgorithmHook",
+    "DiLoCo",
     "DistributedOptimizer",
     "Handle",
     "allgather",

@@ -34,22 +34,20 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
+from gradbus.runtime.algorithms.anchored import ANCHOR, MOMENTUM, Anchored
+from gradbus.runtime.algorithms.base import Place, Step, TensorBucket
 from gradbus.runtime.algorithms.compressed_mean import RESIDUAL, RESIDUAL_OF_MEAN, coded_mean, half_mean
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_ANCHOR, _MOMENTUM = "anchor", "momentum"
 
 
-class DiLoCo(Algorithm):
+class DiLoCo(Anchored):
     """Local steps, then an outer Nesterov step with the mean of what they changed; in fragments and late, if wanted."""
 
     choice = "diloco"
-    scope = "weights"
-    equal_replicas = False
     own = frozenset({RESIDUAL, RESIDUAL_OF_MEAN})
-    shared = frozenset({_ANCHOR, _MOMENTUM})
+    shared = frozenset({ANCHOR, MOMENTUM})
     relative = frozenset({RESIDUAL_OF_MEAN})
 
     class Options(base.Options):
@@ -80,8 +78,6 @@ class DiLoCo(Algorithm):
                     )
             return self
 
-    options: Any
-
     def __init__(self, place: Place, options: Any) -> None:
         super().__init__(place, options)
         self.delay_steps = options.delay
@@ -92,51 +88,38 @@ class DiLoCo(Algorithm):
     def _is_average(self) -> bool:
         return self.options.outer_lr == 1 and not self.options.outer_momentum and self.options.codec == "fp32"
 
-    @torch.no_grad()
-    def begin(self, weights: TensorBucket) -> None:
-        for fragment, part in enumerate(self._parts(weights.flat)):
-            key = f"fragment{fragment}"
-            if self.memory.find(_ANCHOR, key) is None:
-                self.memory.stage(_ANCHOR, key, part.clone())
-        self.memory.commit()
-
     def is_due(self, step: Step) -> bool:
         return bool(self._due(step))
 
-    def _due(self, step: Step) -> list[int]:
+    def _due(self, step: Step) -> list[str]:
         """The fragments that are exchanged after this step."""
         every, count = self.options.steps, self.options.fragments
-        return [fragment for fragment in range(count) if (step.number + 1 - fragment * every // count) % every == 0]
+        return [_name(one) for one in range(count) if (step.number + 1 - one * every // count) % every == 0]
 
-    def _parts(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Views of all fragments: their lengths differ by one at most."""
-        return flat.tensor_split(self.options.fragments)
+    def parts(self, flat: Tensor) -> dict[str, Tensor]:
+        """All fragments: their lengths differ by one at most."""
+        return {_name(number): part for number, part in enumerate(flat.tensor_split(self.options.fragments))}
 
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
-        parts = self._parts(bucket.flat)
-        for fragment in self._due(step):
-            if (own := parts[fragment]).numel():
-                common = yield from self._outer_step(f"fragment{fragment}", own)
+        parts = self.parts(bucket.flat)
+        for key in self._due(step):
+            if (own := parts[key]).numel():
+                common = yield from self._outer_step(key, own)
                 own.copy_(common if not self._alpha else self._alpha * own + (1 - self._alpha) * common)
 
     def _outer_step(self, key: str, own: Tensor) -> Program[Tensor]:
         """What theta becomes. ``own``: theta_k, of one fragment."""
         if self._is_average:
             average: Tensor = yield AllReduce(key, own, "mean")
-            self.memory.stage(_ANCHOR, key, average.clone())
+            self.memory.stage(ANCHOR, key, average.clone())
             return average
-        anchor = self.memory.find(_ANCHOR, key)
-        if anchor is None or anchor.shape != own.shape:
-            raise RuntimeError(
-                f"{self.choice}: {key} has {own.numel()} weights, and what all ranks had after the last exchange has "
-                f"{0 if anchor is None else anchor.numel()}: call begin() with the weights that the run begins with"
-            )
+        anchor = self.anchor(key, own)
         change = yield from self._mean(key, anchor - own)
-        momentum = self.memory.find_or_zeros(_MOMENTUM, key, own) * self.options.outer_momentum + change
+        momentum = self.memory.find_or_zeros(MOMENTUM, key, own) * self.options.outer_momentum + change
         found: Tensor = anchor - self.options.outer_lr * (change + self.options.outer_momentum * momentum)
-        self.memory.stage(_ANCHOR, key, found)
-        self.memory.stage(_MOMENTUM, key, momentum)
+        self.memory.stage(ANCHOR, key, found)
+        self.memory.stage(MOMENTUM, key, momentum)
         return found
 
     def _mean(self, key: str, change: Tensor) -> Program[Tensor]:
@@ -153,7 +136,11 @@ class DiLoCo(Algorithm):
         """Of the fragments that were exchanged theta is in ``result``: of what a rank has done meanwhile it keeps
         ``alpha``. Of the others all of it."""
         made = live.clone()
-        for fragment in self._due(step):
-            new, now, old, common = (self._parts(one)[fragment] for one in (made, live, before, result))
+        for key in self._due(step):
+            new, now, old, common = (self.parts(one)[key] for one in (made, live, before, result))
             new.copy_(common + self._alpha * (now - old))
         return made
+
+
+def _name(fragment: int) -> str:
+    return f"fragment{fragment}"

@@ -17,26 +17,22 @@ Pairs follow from ``seed`` and the number of the exchange alone. Replicas differ
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.anchored import ANCHOR, MOMENTUM, Anchored
+from gradbus.runtime.algorithms.base import Step, TensorBucket
 from gradbus.runtime.algorithms.requests import Program, Swap
 
-_ANCHOR, _MOMENTUM = "anchor", "momentum"
 
-
-class NoLoCo(Algorithm):
+class NoLoCo(Anchored):
     """Local steps, then an outer step with one other rank, drawn at random."""
 
     choice = "noloco"
-    scope = "weights"
-    equal_replicas = False
-    own = frozenset({_ANCHOR, _MOMENTUM})
+    own = frozenset({ANCHOR, MOMENTUM})
 
     class Options(base.Options):
         """Options of ``noloco``."""
@@ -59,36 +55,23 @@ class NoLoCo(Algorithm):
                 raise ValueError(f"consensus={self.consensus}: expected outer_momentum to {most:.3f}, else ranks drift")
             return self
 
-    options: Any
-
-    @torch.no_grad()
-    def begin(self, weights: TensorBucket) -> None:
-        if self.memory.find(_ANCHOR, "bucket0") is None:
-            self.memory.stage(_ANCHOR, "bucket0", weights.flat.clone())
-            self.memory.commit()
-
-    def is_due(self, step: Step) -> bool:
-        return (step.number + 1) % int(self.options.steps) == 0
-
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         if not self.is_due(step):
             return
-        key, options, theta = f"bucket{bucket.index}", self.options, bucket.flat
-        phi = self.memory.find(_ANCHOR, key)
-        if phi is None or phi.shape != theta.shape:
-            raise RuntimeError(f"{self.choice}: call begin() with the weights that this rank begins with")
+        key, options, theta = "weights", self.options, bucket.flat
+        phi = self.anchor(key, theta)
         own = torch.stack([phi - theta, phi])
         peer = random_partner(self.place.rank, self.place.world, (step.number + 1) // options.steps, options.seed)
         mean = own
         if peer is not None:
             came: dict[int, Tensor] = yield Swap("pair", {peer: own}, {peer: torch.empty_like(own)})
             mean = (own + came[peer]) / 2
-        momentum = self.memory.find_or_zeros(_MOMENTUM, key, theta) * options.outer_momentum
+        momentum = self.memory.find_or_zeros(MOMENTUM, key, theta) * options.outer_momentum
         momentum = momentum - options.outer_lr * mean[0] - options.consensus * (phi - mean[1])
         theta.copy_(phi + momentum)
-        self.memory.stage(_ANCHOR, key, theta.clone())
-        self.memory.stage(_MOMENTUM, key, momentum)
+        self.memory.stage(ANCHOR, key, theta.clone())
+        self.memory.stage(MOMENTUM, key, momentum)
 
 
 def random_partner(rank: int, world: int, number: int, seed: int) -> int | None:

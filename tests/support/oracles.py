@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from gradbus import codecs
 
 Array = NDArray[Any]
 Gradients = Sequence[Sequence[dict[str, Array]]]
@@ -283,3 +286,37 @@ class NolocoOracle:
             self.phi[number] = phi[number] + self.d[number]
         for rank, weights in zip(self.ranks, self.phi, strict=True):
             rank.theta = weights.astype(np.float32)
+
+
+class SparseLocoOracle:
+    """SparseLoCo by its formulas; what is sent of a vector is told by the codec, which has an oracle of its own."""
+
+    def __init__(self, start: Array, world: int, lr: float, **options: Any) -> None:
+        self.ranks = [LocalRank(start, lr) for _ in range(world)]
+        self.options = options
+        self.theta = start.astype(np.float32).copy()
+        self.e = [np.zeros(start.size, np.float32) for _ in range(world)]
+        self.number = 0
+
+    def step(self, gradients: Sequence[Array]) -> None:
+        for rank, gradient in zip(self.ranks, gradients, strict=True):
+            rank.step(gradient)
+        self.number += 1
+        if self.number % self.options["steps"]:
+            return
+        sent = []
+        for number, rank in enumerate(self.ranks):
+            p = np.float32(self.options["decay"]) * self.e[number] + (self.theta - rank.theta)
+            message = codecs.get("loco").encode(torch.from_numpy(p))
+            entries = codecs.decode(message, expected_dim=p.size).vector.numpy()
+            self.e[number] = p - entries
+            sent.append(entries.astype(np.float64))
+        blocks = [slice(at, at + 4096) for at in range(0, self.theta.size, 4096)] if self.options["clip"] else []
+        counts = np.sum([one != 0 for one in sent], axis=0)
+        for block in blocks:
+            norms = [np.linalg.norm(one[block]) for one in sent]
+            for one, norm in zip(sent, norms, strict=True):
+                one[block] *= min(1.0, float(np.median(norms)) / norm) if norm else 1.0
+        self.theta = (self.theta - np.sum(sent, axis=0) / np.maximum(counts, 1)).astype(np.float32)
+        for rank in self.ranks:
+            rank.theta = self.theta.copy()

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "async-averaging": ("async-averaging", {"every_steps": 2}),
     "local-sgd": ("local-sgd", {"steps": 2}),
     "post-local-sgd": ("post-local-sgd", {"steps": 3, "dense_steps": 1}),
+    "sparseloco": ("sparseloco", {"steps": 1}),
     "noloco": ("noloco", {"steps": 1}),
     **{f"diloco {codec}": ("diloco", {"steps": 1, "codec": codec}) for codec in ("fp32", "bf16", "q8", "q4", "q2")},
     "diloco in fragments": ("diloco", {"steps": 3, "fragments": 3}),

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "local-sgd": {"steps": 3},
     "post-local-sgd": {"steps": 3, "dense_steps": 1},
     "diloco": {"steps": 3},
+    "sparseloco": {"steps": 3},
     "noloco": {"steps": 3},
     "dgc": {"warmup": "none", "density": 0.05, "momentum": 0.5},
 }

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "local-sgd": {"algorithm": "local-sgd", "algorithm__steps": 3},
     "post-local-sgd": {"algorithm": "post-local-sgd", "algorithm__steps": 3, "algorithm__dense_steps": 4},
     "noloco": {"algorithm": "noloco", "algorithm__steps": 3},
+    "sparseloco": {"algorithm": "sparseloco", "algorithm__steps": 3},
     "diloco": {"algorithm": "diloco", "algorithm__steps": 3},
     "diloco streaming": {
         "algorithm": "diloco", "algorithm__steps": 4, "algorithm__fragments": 2, "algorithm__delay": 1,

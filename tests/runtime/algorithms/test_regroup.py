@@ -21,6 +21,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adaptive-powersgd": [{"min_rate": 0}],
     "async-averaging": [{"every_steps": 1}],
     "local-sgd": [{"steps": 1}],
+    "sparseloco": [{"steps": 1}],
     "noloco": [{"steps": 1}],
     "diloco": [{"steps": 1, "codec": codec} for codec in ("fp32", "q8")],
 }
@@ -72,7 +73,7 @@ def test_training_goes_on_among_other_ranks(name: str, options: dict[str, Any], 
     assert all(bool(one.isfinite().all()) for one in found)
     if ranks[0].equal_replicas:
         assert all(torch.equal(one, found[0]) for one in found)
-    if ranks[0].equal_replicas or name == "diloco":
+    if ranks[0].equal_replicas or name in ("diloco", "sparseloco"):
         states = [algorithm.shared_state() for algorithm in ranks]
         assert all(torch.equal(state[key], states[0][key]) for state in states for key in states[0] | state)
 

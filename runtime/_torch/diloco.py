@@ -1,0 +1,102 @@
+"""DiLoCo in a script of one's own: two lines, on any backend of torch.distributed.
+
+    diloco = gradbus.torch.DiLoCo(model, inner_optimizer, outer_optimizer, steps=50)
+
+The rest of the script stays as it is, with a plain module: no DistributedDataParallel, as gradients are not exchanged.
+See :mod:`gradbus.runtime.algorithms.diloco`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradbus.runtime.algorithms.base import bucket_of
+from gradbus.runtime.algorithms.requests import AllReduce, Broadcast, Program
+from gradbus.runtime.errors import ConfigError
+from gradbus.torch.algorithm_hook import AlgorithmHook
+from gradbus.torch.programs import queue_of
+
+
+class DiLoCo(AlgorithmHook):
+    """Local steps of an optimizer, and an outer step of all ranks after every few of them.
+
+    At the start all ranks get the parameters and buffers of rank 0: load what was saved before, and then the
+    ``state_dict`` of this object. An exchange that fails raises its error in ``inner_optimizer.step()``, after the
+    local step; weights stay as they are, and what they have changed is part of the next exchange. Where a gradient or
+    weight of any rank is not finite in a step with an exchange all ranks skip it; else a rank skips its own step.
+    """
+
+    def __init__(
+        self, model: nn.Module, inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: torch.optim.Optimizer | None = None, *, group: dist.ProcessGroup | None = None,
+        steps: int = 50, **options: Any,
+    ) -> None:  # fmt: skip
+        """All ranks of the group make one, at the same time.
+
+        Args:
+            model: a plain module; its trained parameters are float32 on the CPU.
+            inner_optimizer: any one. Its state stays with its rank.
+            outer_optimizer: ``torch.optim.SGD`` of the same parameters, with ``nesterov=True`` or without momentum: its
+                learning rate and momentum are read here, and it is never stepped. None: 0.7 and 0.9.
+            group: the ranks; None: the default group.
+            steps: number of local steps between two exchanges. options: others of the algorithm ``diloco``.
+
+        Raises:
+            ConfigError: an option or optimizer that cannot work; or ranks call this with different ones.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ConfigError("DiLoCo: the model is wrapped in DistributedDataParallel, which exchanges every gradient")
+        self._model = model
+        queue = queue_of(group)
+        tensors = [*model.parameters(), *model.buffers()]
+        queue.submit(queue.run, _copies_of_first(tensors)).result()
+        chosen = {**_outer_options(outer_optimizer), "steps": steps, **options}
+        super().__init__(model.named_parameters(), "diloco", chosen, optimizers=[inner_optimizer], process_group=group)
+        self._registered.append(model.register_forward_pre_hook(self.start_pass))
+
+    def average(self) -> None:
+        """Make the model, on all ranks, the mean of theirs, with floating-point buffers such as running means.
+
+        For an evaluation, and at the end; call it on all ranks, between two steps. Training goes on as without it, but
+        that all ranks do so from their mean.
+        """
+        self.drain()
+        trained = {**self._parameters}
+        trained |= {f"buffer {name}": one for name, one in self._model.named_buffers() if one.is_floating_point()}
+        self._on_queue(self._run_program, _mean_of(trained))
+
+
+def _outer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.param_groups) != 1:
+        raise ConfigError(
+            f"DiLoCo: the outer optimizer is torch.optim.SGD with one group of parameters, got "
+            f"{type(optimizer).__name__} with {len(optimizer.param_groups)}"
+        )
+    group = optimizer.param_groups[0]
+    if group["momentum"] and not group["nesterov"]:
+        raise ConfigError("DiLoCo: the outer optimizer has momentum, so it needs nesterov=True")
+    for name in ("dampening", "weight_decay", "maximize"):
+        if group[name]:
+            raise ConfigError(f"DiLoCo: the outer optimizer has {name}={group[name]}, expected none")
+    return {"outer_lr": float(group["lr"]), "outer_momentum": float(group["momentum"])}
+
+
+@torch.no_grad()
+def _copies_of_first(tensors: list[Tensor]) -> Program[None]:
+    for number, tensor in enumerate(tensors):
+        sent = tensor.detach().contiguous().clone()
+        tensor.copy_((yield Broadcast(f"first {number}", sent)))
+
+
+@torch.no_grad()
+def _mean_of(tensors: dict[str, Tensor]) -> Program[None]:
+    bucket = bucket_of(tensors)
+    yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat)
+    for name, tensor in tensors.items():
+        tensor.copy_(bucket.tensors[name])

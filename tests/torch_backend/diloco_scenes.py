@@ -1,0 +1,148 @@
+"""DiLoCo in a script of one's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_node import RankLocation
+
+import gradbus.torch
+from gradbus.experiments.examples import local_updates
+from gradbus.runtime.algorithms.base import Place, Step, TensorBucket
+from gradbus.runtime.algorithms.diloco import DiLoCo as DiLoCoAlgorithm
+from gradbus.runtime.algorithms.requests import Program
+from gradbus.runtime.errors import CollectiveError, ConfigError
+
+
+def example(place: RankLocation) -> dict[str, Any]:
+    """What the example prints."""
+    place.start()
+    return local_updates.train(steps=60)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(12, 20), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 3))
+
+
+class Training:
+    """A rank with data of its own."""
+
+    def __init__(self, rank: int, **options: Any) -> None:
+        self.random = torch.Generator().manual_seed(rank)
+        torch.manual_seed(5)  # of the model
+        self.model = net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.diloco = gradbus.torch.DiLoCo(self.model, self.optimizer, **options)
+
+    def step(self) -> None:
+        x = torch.randn(16, 12, generator=self.random)
+        loss = nn.functional.cross_entropy(self.model(x), x[:, :3].argmax(1))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def steps(self, count: int) -> Training:
+        for _ in range(count):
+            self.step()
+        return self
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def resumed(place: RankLocation) -> dict[str, Any]:
+    """Weights of a run, and of one that goes on from what was saved between two exchanges, by how it exchanges."""
+    place.start()
+    found = {}
+    for name, options in {
+        "diloco": {"codec": "q4"}, "streaming": {"codec": "q8", "fragments": 2, "delay": 1, "alpha": 0.3},
+    }.items():  # fmt: skip
+        whole = Training(place.rank, steps=4, **options).steps(11).weights
+        first = Training(place.rank, steps=4, **options).steps(5)
+        saved = copy.deepcopy(
+            [
+                first.model.state_dict(),
+                first.optimizer.state_dict(),
+                first.diloco.state_dict(),
+                first.random.get_state(),
+            ]
+        )
+        again = Training(place.rank, steps=4, **options)
+        again.model.load_state_dict(saved[0])
+        again.optimizer.load_state_dict(saved[1])
+        again.diloco.load_state_dict(saved[2])
+        again.random.set_state(saved[3])
+        found[name] = {"whole": whole, "again": again.steps(6).weights}
+    return found
+
+
+def from_the_first_rank(place: RankLocation) -> dict[str, Any]:
+    """Weights and buffers at the start, of ranks that began with others; and after an average, in the midst."""
+    place.start()
+    torch.manual_seed(place.rank)
+    model = net()
+    model[1].running_mean.fill_(place.rank)  # type: ignore[union-attr,operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    diloco = gradbus.torch.DiLoCo(model, optimizer, steps=100)
+    start = copy.deepcopy(model.state_dict())
+    for _ in range(3):
+        x = torch.randn(16, 12) + place.rank
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    own = copy.deepcopy(model.state_dict())
+    diloco.average()
+    return {"start": start, "own": own, "mean": model.state_dict(), "sent": diloco.bytes_out}
+
+
+class FailsOnce(DiLoCoAlgorithm):
+    """An exchange fails on all ranks, when its messages have been sent."""
+
+    choice = "fails-once"
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        yield from super().exchange(bucket, step)
+        if step.number == 3:
+            raise CollectiveError("the network was away")
+
+
+def failed_exchange(place: RankLocation) -> dict[str, Any]:
+    """Weights of a run whose first exchange failed, and of one with one exchange after twice as many steps."""
+    place.start()
+    options = {"codec": "fp32"}
+    longer = Training(place.rank, steps=8, **options).steps(8).weights
+    failing = Training(place.rank, steps=4, **options)
+    failing.diloco.algorithm = FailsOnce(Place(place.rank, place.world), failing.diloco.algorithm.options)
+    failing.diloco.algorithm.load_state({}, Training(place.rank, steps=4, **options).diloco.state_dict()["shared"])
+    failing.steps(3)
+    with pytest.raises(CollectiveError, match="the network was away"):
+        failing.step()
+    return {"weights": failing.steps(4).weights, "longer": longer}
+
+
+def refusals(place: RankLocation) -> dict[str, str]:
+    """What is refused at the start."""
+    place.start()
+    found = {}
+    model = net()
+    inner = torch.optim.AdamW(model.parameters())
+    sgd = torch.optim.SGD
+    for name, (wrapped, outer, options) in {
+        "adam": (model, torch.optim.Adam(model.parameters()), {}),
+        "plain momentum": (model, sgd(model.parameters(), lr=0.7, momentum=0.9), {}),
+        "decay": (model, sgd(model.parameters(), lr=0.7, weight_decay=0.1), {}),
+        "option": (model, None, {"fragment": 3}),
+        "wrapped": (nn.parallel.DistributedDataParallel(net()), None, {}),
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            gradbus.torch.DiLoCo(wrapped, inner, outer, **options)
+        found[name] = str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        gradbus.torch.DiLoCo(model, inner, steps=10 + dist.get_rank())
+    return {**found, "ranks": str(caught.value)}

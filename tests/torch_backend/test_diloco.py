@@ -1,0 +1,50 @@
+"""DiLoCo in a script of one's own, on backends "dds" and gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_node import play
+
+
+def test_the_example_ends_with_equal_bits_on_both_backends_and_ranks() -> None:
+    found = {backend: play("diloco_scenes", "example", 2, backend) for backend in ("dds", "gloo")}
+    reports = [report for of_ranks in found.values() for report in of_ranks]
+    assert len({report["weights"] for report in reports}) == 1
+    assert len({report["loss"] for report in reports}) == 1
+    assert reports[0]["loss"] < 0.3  # 1.1 at the start
+    parameters = 16 * 32 + 32 + 32 + 1
+    dense = 60 * 4 * parameters
+    assert reports[0]["bytes_out"] < dense / 8
+
+
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_a_run_goes_on_between_two_exchanges_from_what_was_saved_to_the_same_bits(backend: str) -> None:
+    for of_rank in play("diloco_scenes", "resumed", 2, backend):
+        for name, found in of_rank.items():
+            assert all(map(torch.equal, found["whole"], found["again"])), name
+
+
+def test_all_ranks_begin_as_the_first_one_and_an_average_is_of_weights_and_running_means() -> None:
+    first, second = play("diloco_scenes", "from_the_first_rank", 2, "gloo")
+    for name, tensor in first["start"].items():
+        assert torch.equal(tensor, second["start"][name])
+        if tensor.is_floating_point():
+            assert not torch.equal(first["own"][name], second["own"][name])  # each rank has its own meanwhile
+            assert torch.equal(first["mean"][name], second["mean"][name])
+            assert torch.allclose(first["mean"][name], (first["own"][name] + second["own"][name]) / 2, atol=1e-6)
+
+
+def test_an_exchange_that_fails_is_an_error_of_the_step_and_its_change_is_part_of_the_next() -> None:
+    for found in play("diloco_scenes", "failed_exchange", 2, "dds"):
+        assert all(map(torch.equal, found["weights"], found["longer"]))
+
+
+def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
+    for told in play("diloco_scenes", "refusals", 2, "gloo"):
+        assert "is torch.optim.SGD with one group of parameters, got Adam" in told["adam"]
+        assert "needs nesterov=True" in told["plain momentum"]
+        assert "weight_decay=0.1, expected none" in told["decay"]
+        assert "did you mean 'fragments'?" in told["option"]
+        assert "wrapped in DistributedDataParallel" in told["wrapped"]
+        assert "all ranks need the same options" in told["ranks"]
