@@ -1,6 +1,7 @@
 """How to train with each algorithm of the table: options and learning rates that a user would take, with the reason.
 
-An algorithm that is not named here is in the benchmark with its default options, at the learning rate of dense.
+An algorithm that is not named here is in the benchmark with its default options, at the learning rate of dense. Those
+with local steps, some tens between two exchanges, have a benchmark of their own, of longer runs: :mod:`.local`.
 """
 
 from __future__ import annotations
@@ -116,12 +117,38 @@ _NAMED = (
     Recipe(title="decentralized ring", algorithm="decentralized", options={"peers": "ring"}, most_points=0.5),
     Recipe(title="decentralized choco", algorithm="decentralized", options={"peers": "choco"}, most_points=0.5),
 )  # fmt: skip
+_LONGER = "there are few outer steps in a short run"
+_LOCAL = (
+    Recipe(title="local SGD, H = 8", algorithm="local-sgd", options={"steps": 8}),
+    Recipe(
+        title="post-local SGD, H = 8", algorithm="post-local-sgd", options={"steps": 8, "dense_steps": 100},
+        why="the first steps are the largest",
+    ),
+    Recipe(title="DiLoCo fp16, H = 50", algorithm="diloco", options={"codec": "fp16"}, most_points=0.2,
+           most_bytes=1 / 100),
+    Recipe(title="DiLoCo q8, H = 50", algorithm="diloco", most_points=0.2, most_bytes=1 / 199),
+    Recipe(title="DiLoCo q4, H = 50", algorithm="diloco", options={"codec": "q4"}, most_points=0.3, most_bytes=1 / 396),
+    Recipe(title="DiLoCo q2, H = 50", algorithm="diloco", options={"codec": "q2"}),
+    Recipe(
+        title="streaming q4, H = 50, 5 fragments, a step late", algorithm="diloco",
+        options={"codec": "q4", "fragments": 5, "delay": 1}, why="an even load, and no rank waits",
+    ),
+    Recipe(title="NoLoCo, H = 50", algorithm="noloco"),
+    Recipe(title="SparseLoCo, H = 30", algorithm="sparseloco", most_points=0.5, most_bytes=1 / 4000, why=_LONGER),
+)  # fmt: skip
 TORCH_POWERSGD = Recipe(title="PyTorch's PowerSGD hook, rank 4, gloo", algorithm="", options={"rank": 4})
 
 
 def all_recipes() -> Iterator[Recipe]:
-    """Recipes of all algorithms of the table, in its order, dense first."""
-    table = sorted(ALGORITHMS.table, key=lambda name: (name != "dense", name))
+    """Recipes of all algorithms of the table but those with local steps, in its order, dense first."""
+    table = sorted(
+        ALGORITHMS.table.keys() - {one.algorithm for one in _LOCAL}, key=lambda name: (name != "dense", name)
+    )
     for name in table:
         named = [recipe for recipe in _NAMED if recipe.algorithm == name]
         yield from named or [Recipe(title=name, algorithm=name)]
+
+
+def local_recipes() -> tuple[Recipe, ...]:
+    """Recipes with local steps, behind dense, which they are compared with."""
+    return (_NAMED[0], *_LOCAL)

@@ -42,7 +42,7 @@ from gradbus.runtime.algorithms.requests import AllReduce, Program
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class DiLoCo(Anchored):
+class StreamingDiLoCo(Anchored):
     """Local steps, then an outer Nesterov step with the mean of what they changed; in fragments and late, if wanted."""
 
     choice = "diloco"
@@ -69,7 +69,7 @@ class DiLoCo(Anchored):
         """Format of the changes on the wire; what it rounds off is sent later."""
 
         @model_validator(mode="after")
-        def _fit_together(self) -> DiLoCo.Options:
+        def _fit_together(self) -> StreamingDiLoCo.Options:
             for name in ("fragments", "delay"):
                 if getattr(self, name) > self.steps - (name == "delay"):
                     raise ValueError(

@@ -16,7 +16,7 @@ from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import compression
 from gradbus.experiments.bench.compression import KeptResults, TrainingSetting, accuracy_key
 from gradbus.experiments.bench.lockstep_training import LockstepTraining, NotFinite, ReplicasDiffer
-from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipes
+from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipes, local_recipes
 from gradbus.experiments.bench.results import Results
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
@@ -27,10 +27,11 @@ RECIPES = {recipe.title: recipe for recipe in all_recipes()}
 
 
 def test_every_algorithm_of_the_table_has_a_recipe_whose_options_it_takes() -> None:
-    assert {recipe.algorithm for recipe in RECIPES.values()} == set(ALGORITHMS.table)
+    local = local_recipes()
+    assert {recipe.algorithm for recipe in (*RECIPES.values(), *local)} == set(ALGORITHMS.table)
     assert len(RECIPES) == len(list(all_recipes()))
     assert next(iter(RECIPES)) == "dense fp32"
-    for recipe in RECIPES.values():
+    for recipe in (*RECIPES.values(), *local):
         for more in ({}, recipe.steady):
             given = Choice.model_validate({**recipe.options, **more, "name": recipe.algorithm})
             assert ALGORITHMS.options(given).keys() >= given.options.keys()
@@ -39,10 +40,15 @@ def test_every_algorithm_of_the_table_has_a_recipe_whose_options_it_takes() -> N
 @pytest.mark.parametrize(
     "title",
     ["dense fp32", "dense, a step late", "powersgd, adaptive rank", "dgc 0.1 %", "qadam", "decentralized ring",
-     "async averaging"],
+     "async averaging", "streaming DiLoCo", "SparseLoCo"],
 )  # fmt: skip
 def test_a_training_in_lockstep_has_the_bits_of_ranks_that_are_deployed(title: str) -> None:
-    recipe = RECIPES[title]
+    options = {"codec": "q4", "steps": 4, "fragments": 2, "delay": 1}
+    soon = {
+        "streaming DiLoCo": Recipe(title=title, algorithm="diloco", options=options),
+        "SparseLoCo": Recipe(title=title, algorithm="sparseloco", options={"steps": 3}),
+    }
+    recipe = soon.get(title) or RECIPES[title]
     config = DataParallelConfig(epochs=2, **recipe.settings())
     outcomes = succeeded(train(make_task(), configs=[config] * 2))
     training = LockstepTraining(recipe, make_task(), world=2)

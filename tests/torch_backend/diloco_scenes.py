@@ -14,7 +14,7 @@ from torch_node import RankLocation
 import gradbus.torch
 from gradbus.experiments.examples import local_updates
 from gradbus.runtime.algorithms.base import Place, Step, TensorBucket
-from gradbus.runtime.algorithms.diloco import DiLoCo as DiLoCoAlgorithm
+from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.errors import CollectiveError, ConfigError
 
@@ -101,7 +101,7 @@ def from_the_first_rank(place: RankLocation) -> dict[str, Any]:
     return {"start": start, "own": own, "mean": model.state_dict(), "sent": diloco.bytes_out}
 
 
-class FailsOnce(DiLoCoAlgorithm):
+class FailsOnce(StreamingDiLoCo):
     """An exchange fails on all ranks, when its messages have been sent."""
 
     choice = "fails-once"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
-from gradbus.runtime.algorithms.diloco import DiLoCo
+from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 
 LR, SIZE = 0.05, 103
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -146,7 +146,7 @@ def test_weights_of_one_rank_that_are_not_finite_make_no_result_finite_and_leave
 @pytest.mark.parametrize("fragments", [2, 3, 8])
 def test_fragments_have_equal_sizes_and_steps_of_their_own_and_each_weight_is_in_one(fragments: int) -> None:
     algorithm = make_algorithm("diloco", Place(0, 1), {"steps": 8, "fragments": fragments, "codec": "fp32"})
-    assert isinstance(algorithm, DiLoCo)
+    assert isinstance(algorithm, StreamingDiLoCo)
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
     model[2].weight = model[0].weight  # tied: one parameter, so it is in the exchange once
     bucket = bucket_of(dict(model.named_parameters()))
@@ -202,7 +202,7 @@ def test_bytes_are_those_of_the_formula(codec: str, bits: int, world: int) -> No
 @pytest.mark.parametrize("options", [{"fragments": 9, "steps": 8}, {"delay": 8, "steps": 8}, {"outer_momentum": 1.0}])
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(options))):
-        DiLoCo.Options(**options)
+        StreamingDiLoCo.Options(**options)
 
 
 def test_without_a_beginning_the_error_says_what_is_missing() -> None:
