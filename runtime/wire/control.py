@@ -33,6 +33,7 @@ Lines = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_text)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Ranks = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
 Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
+Incarnations = Annotated[list[U64], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
@@ -382,9 +383,45 @@ class RankStatus:
     dropped: Counts = dataclasses.field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, config=STRICT)
+class GroupView:
+    """Process to all: what it knows of the generations of an elastic group, and how it votes on the next one.
+
+    Lists of members are two of equal length, in the order of their ranks: number and incarnation of each.
+
+    Attributes:
+        group: its name. version: counts the views of this process, so that an older one is known.
+        generation: the newest one that it knows, 0: none. numbers, incarnations: its members.
+        promised: the highest ballot that it has seen for the next generation; it accepts none below.
+        accepted: the ballot whose proposal it has accepted last, 0: none. next_numbers, next_incarnations: that one.
+        founders: of how many processes the first generation is to consist, the sender being one of them; 0: it joins.
+        resting: it stands between two steps, and waits for the next generation.
+        joining, leaving: it wants to be a member, or no longer. ended: the run has come to its end.
+        traits: hashes that must be equal on all members, by what they are of.
+        host: host name and process id, for people.
+    """
+
+    group: Name
+    version: U32
+    generation: U32
+    numbers: Ranks
+    incarnations: Incarnations
+    promised: U64
+    accepted: U64
+    next_numbers: Ranks
+    next_incarnations: Incarnations
+    founders: U32
+    resting: bool
+    joining: bool
+    leaving: bool
+    ended: bool
+    traits: Counts = dataclasses.field(default_factory=dict)
+    host: Label = ""
+
+
 Body = (
     Hello | Welcome | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest | ModelAvailable
-    | ModelRequest | TrainingFailure | Leave | RunEnded | Closing | GroupHello | GroupLeave | RankStatus
+    | ModelRequest | TrainingFailure | Leave | RunEnded | Closing | GroupHello | GroupLeave | RankStatus | GroupView
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}

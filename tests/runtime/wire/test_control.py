@@ -26,6 +26,7 @@ from gradbus.runtime.wire.control import (
     Grant,
     GroupHello,
     GroupLeave,
+    GroupView,
     Hello,
     Leave,
     ModelAvailable,
@@ -61,6 +62,24 @@ EXAMPLES: list[Body] = [
     GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
     GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3]),
     RankStatus("world", 4, "host", 9.5, 100, 2, 3.5, 1 << 40, 9, 2, "grad/0", 1.5, [1], [3], {"early": 7}),
+    GroupView(
+        "world",
+        7,
+        3,
+        [0, 2],
+        [1, (1 << 64) - 1],
+        2049,
+        1025,
+        [0],
+        [1],
+        0,
+        True,
+        False,
+        True,
+        False,
+        {"model": 5},
+        "host",
+    ),
 ]
 
 
@@ -99,6 +118,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "dropped": {},
     },
     RunEnded: {"final": False},
+    GroupView: {"traits": {}, "host": ""},
     UploadRequest: {"memory": "", "wait_s": 0.0, "update_norm": -1.0, "residual_norm": -1.0},
 }
 
@@ -199,6 +219,9 @@ NOT_WRONG: dict[str, list[Any]] = {
     "silent_s": [[1 << 20], [0.5]],
     "dropped": [{}, {"a": 1}],
     "options": [{}, {"a": 1}],
+    "traits": [{}, {"a": 1}],
+    "incarnations": [[1 << 20]],
+    "next_incarnations": [[1 << 20]],
 }
 
 
