@@ -2,6 +2,7 @@
 
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from gradbus.actors.aggregation.strategies import FedAdam, FedAvg, FedAvgM, Strategy
+from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
 from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.actors.data_parallel.worker import Worker
@@ -17,6 +18,8 @@ __all__ = [
     "Controller",
     "CoordinateMedian",
     "DataParallelTask",
+    "ElasticPlace",
+    "ElasticWorker",
     "EpochReport",
     "EvalOutcome",
     "FedAdam",

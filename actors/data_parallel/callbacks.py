@@ -120,8 +120,12 @@ def _imported(spec: str) -> Any:
         ) from error
 
 
+_END, _REST = 1, 2  # bits of a vote
+
+
 class StopVotes:
-    """Whether any rank wants the run to end: all ranks find the same, after the same step.
+    """Whether any rank wants the run to end, or to rest so that others can join or leave: all ranks find the same,
+    after the same step.
 
     The votes of a step travel while the next one is computed, so they cost no time, and the run ends one step later.
     """
@@ -131,19 +135,22 @@ class StopVotes:
         self._timeout_s = timeout_s
         self._handle: CollectiveHandle[list[bytes]] | None = None
         self.ranks: list[int] = []
+        self.rest = False
 
-    def cast(self, wants_end: bool, name: str, *, step: int) -> None:
+    def cast(self, wants_end: bool, name: str, *, step: int, wants_rest: bool = False) -> None:
         """Send this rank's vote. ``name``: of the occasion; with ``step`` it is unique."""
-        self._handle = self._group.all_gather(
-            f"worker/stop/{name}", bytes([wants_end]), round_id=step, timeout_s=self._timeout_s
-        )
+        vote = bytes([_END * wants_end + _REST * wants_rest])
+        self._handle = self._group.all_gather(f"worker/stop/{name}", vote, round_id=step, timeout_s=self._timeout_s)
 
     async def counted(self) -> bool:
-        """Whether a rank has voted for the end, in the newest vote; False if there was none."""
+        """Whether a rank has voted for the end, in the newest vote; False if there was none. ``rest``: whether one has
+        voted for a rest, in any."""
         if self._handle is None:
             return False
         handle, self._handle = self._handle, None
-        self.ranks = [rank for rank, vote in enumerate(await handle) if vote == b"\1"]
+        votes = [int.from_bytes(vote) for vote in await handle]
+        self.ranks = [rank for rank, vote in enumerate(votes) if vote & _END]
+        self.rest |= any(vote & _REST for vote in votes)
         return bool(self.ranks)
 
     def cancel(self) -> None:

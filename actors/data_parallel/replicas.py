@@ -94,17 +94,17 @@ class Replicas:
         self._model = model
         self._timeout_s = timeout_s
 
-    async def broadcast(self, name: str, tensors: Sequence[Tensor], *, round_id: int = 0) -> None:
-        """Overwrite the tensors, equal in number, shape and dtype on all ranks, by those of rank 0."""
+    async def broadcast(self, name: str, tensors: Sequence[Tensor], *, round_id: int = 0, root: int = 0) -> None:
+        """Overwrite the tensors, equal in number, shape and dtype on all ranks, by those of rank ``root``."""
         named = dict(enumerate(tensors))
         for number, keys in enumerate(_pieces(named)):
             piece = [named[key] for key in keys]
             packed = await self._compute.run(_pack, piece)
             handle = self._group.broadcast(
-                f"{name}/{number}", packed, root=0, round_id=round_id, timeout_s=self._timeout_s
+                f"{name}/{number}", packed, root=root, round_id=round_id, timeout_s=self._timeout_s
             )
             await handle
-            if self._group.rank != 0:
+            if self._group.rank != root:
                 await self._compute.run(_unpack, packed, piece)
 
     async def broadcast_model(self) -> None:
@@ -115,15 +115,16 @@ class Replicas:
         """Buffers only. Each rank updates its own while it trains (running means of batch norm, for example)."""
         await self.broadcast("worker/buffers", list(self._model.buffers()), round_id=step)
 
-    async def broadcast_named(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rank 0's tensors, whatever their names, shapes and dtypes are; what the others pass does not matter."""
+    async def broadcast_named(self, name: str, tensors: Mapping[str, Tensor], *, root: int = 0) -> dict[str, Tensor]:
+        """The tensors of rank ``root``, whatever their names, shapes and dtypes are, in new memory elsewhere; what the
+        others pass does not matter."""
         described = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in tensors.items()]
         described = await self._group.broadcast_object(
-            f"{name}/names", described if self._group.rank == 0 else None, root=0, timeout_s=self._timeout_s
+            f"{name}/names", described if self._group.rank == root else None, root=root, timeout_s=self._timeout_s
         )
-        if self._group.rank != 0:
+        if self._group.rank != root:
             tensors = {key: _empty(dtype, shape) for key, dtype, shape in described}
-        await self.broadcast(name, list(tensors.values()))
+        await self.broadcast(name, list(tensors.values()), root=root)
         return dict(tensors)
 
     async def mean(self, step: int) -> MeanModel:

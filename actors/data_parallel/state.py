@@ -50,6 +50,7 @@ class Position:
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
         metrics: of these batches, as ``MetricSums.plain`` gives them.
         mean_loss: of the last step that was not skipped, over all ranks; None if the algorithm does not need it.
+        epoch_batches: of the order that elastic ranks share, how many all of them have had in this epoch.
     """
 
     step: int = 0
@@ -61,6 +62,7 @@ class Position:
     skipped_in_row: int = 0
     metrics: Mapping[str, tuple[str, float, float]] = field(default_factory=dict)
     mean_loss: float | None = None
+    epoch_batches: int = 0
 
     def next_epoch(self) -> Position:
         """The start of the epoch after this one."""
@@ -98,6 +100,7 @@ class SavedRank(Meta):
         default_factory=dict
     )
     mean_loss: Number | None = None
+    epoch_batches: Count = 0
     num_batches: Count
     report: EpochReport | None
 
@@ -185,7 +188,8 @@ class WorkerState:
         """Read and check it. Raises CheckpointError: damaged, or of another run than the settings describe."""
         checkpoint = self._store.load(step, SavedRank.of)
         saved = SavedRank.of(checkpoint)
-        if (saved.rank, saved.world) != (self._rank, self._world):
+        is_elsewhere = saved.world != self._world and not self._config.elastic.is_on
+        if saved.rank != self._rank or is_elsewhere:
             raise CheckpointMismatch(
                 f"the checkpoint of step {step} is of rank {saved.rank} of {saved.world}, this is rank "
                 f"{self._rank} of {self._world}. Start as many workers as before, or choose another checkpoint.dir"

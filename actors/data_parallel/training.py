@@ -24,7 +24,7 @@ from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucket_of
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group
@@ -62,6 +62,14 @@ class EpochPlan:
     def active(self, step: int) -> int:
         """Ranks that have data in this step, >= 1. ``step`` counts from 0 within the epoch."""
         return sum(self._steps_of(rank) > step for rank in range(len(self.batches)))
+
+    def weight(self, rank: int, step: int) -> float:
+        """What a rank's mean gradient of this step is multiplied by, before the mean over those that have data."""
+        return 1.0
+
+    def pick(self, batches: Callable[[int, int], Iterator[Any]], rank: int, step: int) -> Iterator[Any]:
+        """The batches of a rank from this step on. ``batches``: gives those of one of so many ranks."""
+        return itertools.islice(batches(rank, len(self.batches)), step * self.accumulation_steps, None)
 
     def batches_in(self, rank: int, step: int) -> int:
         """Batches of a rank in this step, 0 if it has run out."""
@@ -125,7 +133,8 @@ class TrainingStep:
     Attributes:
         number, epoch: count from 0. active: ranks with data. batches: of this rank. memory: which set of it is used.
         exchange: its programs. steps_before: that are still to be applied when its gradients are computed.
-        loss: sum over this rank's batches, on the device of the model. gradients: the buckets.
+        loss: sum over this rank's batches, on the device of the model. weight: of this rank's mean gradient.
+        gradients: the buckets.
         is_finite: whether loss and gradients of this rank are, as far as is known.
         skipped_by: None: the step counts. Else it was skipped, for these ranks were not finite; empty: it is not known
             which.
@@ -143,6 +152,7 @@ class TrainingStep:
     memory: int
     exchange: StepExchange
     loss: Tensor
+    weight: float = 1.0
     gradients: Sequence[TensorBucket] = ()
     steps_before: int = 0
     is_finite: bool = True
@@ -186,6 +196,7 @@ class ShardTraining:
         self._metrics = MetricSums()
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # stays on the device: reading it would wait for the step
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._unfinished: TrainingStep | None = None  # computed, but not applied yet
         self._looks = False  # at the own gradients, before they are exchanged: from the first step on that was skipped
 
     def open(self) -> None:
@@ -196,7 +207,7 @@ class ShardTraining:
             ConfigError: the algorithm cannot work with the model or the optimizer. And as the task does.
         """
         config = self._config
-        self._task.prepare_shard(self._group.rank, self._group.world)
+        self._task.prepare_shard(*self._data_place)
         self.model = self._task.build_model()
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self.trained:
@@ -230,16 +241,35 @@ class ShardTraining:
         if self.algorithm.scope == "weights":
             self.algorithm.begin(bucket_of(self.trained))
 
-    def num_batches(self, epoch: int) -> int:
-        """Of this rank."""
-        return self._task.num_batches(rank=self._group.rank, world=self._group.world, epoch=epoch)
+    @property
+    def _data_place(self) -> tuple[int, int]:
+        """Rank and world of the data that this process needs: all of it, where ranks come and go."""
+        return (0, 1) if self._config.elastic.is_on else (self._group.rank, self._group.world)
 
-    def start_epoch(self, position: Position) -> None:
-        """From its beginning, or from where the run stood when it was saved."""
-        rank, world, epoch = self._group.rank, self._group.world, position.epoch
-        done = position.epoch_step * self._config.accumulation_steps
-        batches = self._task.batches(rank=rank, world=world, epoch=epoch, seed=self._config.seed)
-        self._batches = itertools.islice(batches, done, None)
+    def regroup(self, group: Group) -> None:
+        """Go on as a rank of another group, between two steps."""
+        self._group = group
+        self.algorithm.regroup(Place(group.rank, group.world, tuple(member.node for member in group.members)))
+
+    def give_up_step(self) -> None:
+        """A step that this rank has computed and not applied leaves no trace."""
+        self.algorithm.roll_back()
+        if self._unfinished is not None:
+            self._buffers[self._unfinished.memory].put_back()
+            self._unfinished = None
+
+    def num_batches(self, epoch: int) -> int:
+        """Of this rank; where ranks come and go, of all together."""
+        rank, world = self._data_place
+        return self._task.num_batches(rank=rank, world=world, epoch=epoch)
+
+    def start_epoch(self, plan: EpochPlan, position: Position) -> None:
+        """From its beginning, or from where the run stands."""
+
+        def batches(rank: int, world: int) -> Iterator[Any]:
+            return self._task.batches(rank=rank, world=world, epoch=position.epoch, seed=self._config.seed)
+
+        self._batches = plan.pick(batches, self._group.rank, position.epoch_step)
         self._loss_sum.fill_(position.loss_sum)
         self._metrics = MetricSums(position.metrics)
         self.model.train()
@@ -254,6 +284,7 @@ class ShardTraining:
             number=position.step, epoch=position.epoch, active=plan.active(position.epoch_step),
             batches=plan.batches_in(self._group.rank, position.epoch_step), memory=position.step % len(self._buffers),
             exchange=self.new_exchange(position.step), loss=torch.zeros_like(self._loss_sum),
+            weight=plan.weight(self._group.rank, position.epoch_step),
         )  # fmt: skip
 
     def compute(
@@ -272,6 +303,7 @@ class ShardTraining:
             ValueError: the task gave fewer batches than it had announced.
         """
         self._on_bucket, self._step = on_bucket, step
+        self._unfinished = step
         self._loss_is_finite: Tensor | None = None
         ahead = step.steps_before if self._config.predicts_weights else 0
         with profile.span("compute"), weights_ahead(self.optimizer.optimizer, ahead):
@@ -295,7 +327,8 @@ class ShardTraining:
                     self._loss_is_finite = step.loss.isfinite()
                     if overlaps:
                         self._gradients.enable_overlap()
-                torch.autograd.backward(loss if step.batches == 1 else loss / step.batches)
+                divisor = step.batches / step.weight
+                torch.autograd.backward(loss if divisor == 1 else loss / divisor)
         with profile.span("encode"):
             self._gradients.flush()
 
@@ -313,6 +346,7 @@ class ShardTraining:
 
     def count(self, step: TrainingStep) -> None:
         """Add its losses and metrics to those of the epoch; of one that is skipped put back what it has changed."""
+        self._unfinished = None
         if step.skipped_by is None:
             self._loss_sum += step.loss
             self._metrics.merge(step.metrics)

@@ -13,7 +13,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,8 @@ class Worker:
         self._checked = False  # the parameters have been compared in this process
         self._has_started = False
         self._aggregator = contextlib.AsyncExitStack()
-        self._seconds = 0.0
+        self._seconds = self._started_s = 0.0
+        self._is_resting = False  # the ranks stop between two steps, as others want to join or to leave
         # Made by _open:
         self._replicas: Replicas
         self._stepper: Stepper
@@ -178,29 +179,35 @@ class Worker:
             PeerLost, CollectiveTimeout: another rank has gone, or is silent.
             And what the task raises.
         """
-        if self._has_started:
-            raise RuntimeError(
-                "a Worker runs once: make another one; with a checkpoint.dir it goes on where this one ended"
-            )
-        self._has_started, started_s = True, time.perf_counter()
-        try:
+        async with self._running():
             await self._open()
             await self._join_aggregator()
             self._on_open()
             while not self._is_done:
                 report = await self._one_epoch()
-                self._seconds = time.perf_counter() - started_s
-                yield report
+                if report is not None:
+                    yield report
             if not self._are_equal:
                 await self._end_as_mean()
             elif not self._checked:
                 self._params_hash = await self._compare()  # resumed at the end: nothing was left to do
             await self._compute.run(self._callbacks.call, "on_end", self.summary)
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """The whole run: it is noted how it ends, and everything is released. Raises RuntimeError: it has run."""
+        if self._has_started:
+            raise RuntimeError(
+                "a Worker runs once: make another one; with a checkpoint.dir it goes on where this one ended"
+            )
+        self._has_started, self._started_s = True, time.perf_counter()
+        try:
+            yield
         except Exception as error:
             self._probe.note("failed", step=self.step, error=type(error).__name__, text=str(error)[:500])
             raise
         finally:
-            self._seconds = time.perf_counter() - started_s
+            self._seconds = time.perf_counter() - self._started_s
             self._votes.cancel()
             if hasattr(self, "_stepper"):
                 await self._stepper.close()
@@ -314,18 +321,21 @@ class Worker:
     def _ends_early(self) -> bool:
         return self._at_max or self._is_stopped
 
-    async def _one_epoch(self) -> EpochReport:
+    async def _one_epoch(self) -> EpochReport | None:
+        """The rest of an epoch. None: the ranks rest in the midst of it."""
         position, stepper = self._position, self._stepper
         clock = _Clock(stepper.bytes_out, stepper.wait_s, stepper.skipped_exchanges)
         plan = await self._make_plan()
-        await self._compute.run(self._training.start_epoch, position)
-        while position.epoch_step < plan.steps and not self._ends_early:
+        await self._compute.run(self._training.start_epoch, plan, position)
+        while position.epoch_step < plan.steps and not (self._ends_early or self._is_resting):
             await self._one_step(plan, clock)
             if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._ends_early:
                 await self._save()
         await self._drain()
         await self._count_votes()
         finished = position.epoch_step >= plan.steps
+        if self._is_resting and not (finished or self._ends_early):
+            return None
         report = self._report = await self._report_epoch(clock, finished)
         await self._after_epoch(report)
         due = self._is_checkpoint_due or not self._config.checkpoint.every_steps
@@ -333,6 +343,7 @@ class Worker:
             self._position = position.next_epoch()
         if due or self._is_done:
             await self._save()
+        self._seconds = time.perf_counter() - self._started_s
         return report
 
     async def _make_plan(self) -> EpochPlan:
@@ -390,8 +401,13 @@ class Worker:
             self._wants_end |= bool(self._callbacks.call("on_step", self._training.report_of(step)))
 
     def _vote(self, name: str, step: int) -> None:
-        self._votes.cast(self._wants_end, name, step=step)
+        self._votes.cast(self._wants_end, name, step=step, wants_rest=self._wants_rest)
         self._wants_end = False
+
+    @property
+    def _wants_rest(self) -> bool:
+        """Whether this rank would have all stop between two steps."""
+        return False
 
     async def _after_epoch(self, report: EpochReport) -> None:
         if not self._votes_after_epochs:
@@ -407,6 +423,7 @@ class Worker:
         if await self._votes.counted() and not self._is_stopped:
             self._is_stopped = True
             self._log.info("callbacks end the run", step=self.step, ranks=self._votes.ranks)
+        self._is_resting |= self._votes.rest
 
     async def _count(self, applied: Sequence[TrainingStep]) -> None:
         """Steps that have changed the model, or were skipped."""

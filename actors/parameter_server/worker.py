@@ -337,7 +337,7 @@ class ParameterServerWorker:
             started_s, position.step, self._wait_s, self._network.stats.bytes_out, self._staleness, self._refused
         )
         plan = EpochPlan.of([count or 0 for count in counts], self._config.accumulation_steps)
-        await self._compute.run(self._training.start_epoch, position)
+        await self._compute.run(self._training.start_epoch, plan, position)
         while position.epoch_step < plan.steps and not self._ends_early:
             await self._one_step(plan)
             if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._ends_early:

@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradbus import actors, codecs, models, runtime
-    from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Strategy, Worker
+    from gradbus.actors import (
+        Client,
+        ClientSummary,
+        Controller,
+        ElasticPlace,
+        ElasticWorker,
+        Progress,
+        RoundReport,
+        Strategy,
+        Worker,
+    )
     from gradbus.runtime.bus.bus import Bus, connect
     from gradbus.runtime.collectives import Group, join_group
     from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -39,6 +49,8 @@ _WHERE = {
     "RoundReport": "gradbus.actors",
     "Strategy": "gradbus.actors",
     "DataParallelConfig": "gradbus.runtime.config.data_parallel",
+    "ElasticPlace": "gradbus.actors",
+    "ElasticWorker": "gradbus.actors",
     "Group": "gradbus.runtime.collectives",
     "Worker": "gradbus.actors",
     "connect": "gradbus.runtime.bus.bus",
@@ -58,6 +70,8 @@ __all__ = [
     "ClientSummary",
     "Controller",
     "DataParallelConfig",
+    "ElasticPlace",
+    "ElasticWorker",
     "FederatedConfig",
     "GradbusError",
     "Group",

@@ -156,11 +156,12 @@ class Liveness:
         self._ended[claim] = None
         while len(self._ended) > MAX_SENDERS:
             del self._ended[next(iter(self._ended))]
-        return [PeerGone(*sender) for sender in sorted(self._of_process.get(claim, ())) if self._drop(sender)]
+        senders = sorted(self._of_process.get(claim, ()))
+        return [PeerGone(*sender, certain=True) for sender in senders if self._drop(sender)]
 
     def closed(self, sender: Sender) -> list[PeerGone]:
         """A sender has announced that its bus closes."""
-        return [PeerGone(*sender)] if self._drop(sender) else []
+        return [PeerGone(*sender, certain=True)] if self._drop(sender) else []
 
     def block_writers(self, writers: Iterable[int], why: str) -> list[PeerGone]:
         """Nothing is taken from these writers any more. Returns who spoke through them."""

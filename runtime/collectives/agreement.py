@@ -46,7 +46,7 @@ class TwoMemberships(CollectiveError):
     """Two lists of members have the same generation number: two groups of one name were founded."""
 
 
-class Agreement:
+class GenerationAgreement:
     """The part of one process in the agreement.
 
     Times are seconds of one clock that does not go back.
@@ -167,6 +167,16 @@ class Agreement:
         return self.me in self.members
 
     @property
+    def vote(self) -> tuple[int, int, int]:
+        """What changes in each phase of a decision: others wait to know it."""
+        return self.generation, self._promised, self._accepted
+
+    @property
+    def is_bidding(self) -> bool:
+        """Whether this process wants another generation to come."""
+        return self._wanted_s is not None
+
+    @property
     def rank(self) -> int:
         """Of this process in the newest generation."""
         return self.members.index(self.me)
@@ -214,10 +224,16 @@ class Agreement:
         if not self._is_quorum(alive):
             reached = f"{len(alive)} of the {len(self.members)} members"
             return f"a majority: it reaches {reached} of generation {self.generation}"
-        count = len(self._stay) + len(self._joiners)
-        if len(alive) < len(self.members) and count < self.min_world:
-            return f"{self.min_world - count} more to join: at least {self.min_world} members are needed"
+        if self.lacks:
+            return f"{self.lacks} more to join: at least {self.min_world} members are needed"
         return ""
+
+    @property
+    def lacks(self) -> int:
+        """Number of processes that have to join before there can be another generation, where one is wanted."""
+        if not self.is_member or not (self.resting or any(member in self._gone for member in self.members)):
+            return 0
+        return max(0, self.min_world - len(self._stay) - len(self._joiners))
 
     @property
     def waiting(self) -> int:

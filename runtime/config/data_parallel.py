@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from gradbus.runtime.choices import ALGORITHMS, OPTIMIZERS, SCHEDULES, Choice
@@ -39,6 +39,29 @@ class TimeoutSettings(Settings):
     """Seconds that the ranks wait for each other at the start, loading of data included."""
     collective_s: Positive = 60.0
     """Seconds that any later exchange may take."""
+
+
+class ElasticSettings(Settings):
+    """Ranks that come and go while training goes on (docs/elastic.md)."""
+
+    min_world: Annotated[int, Field(ge=0, le=256)] = 0
+    """Number of ranks that training goes on with at least; with fewer, they wait for more. 0: the group is not elastic,
+    and ends when a rank is lost."""
+    max_world: Annotated[int, Field(ge=1, le=256)] = 256
+    """Number of ranks that take part at most. More processes wait as spares, for one to leave or to be lost."""
+    wait_s: Annotated[Positive, PER_RANK] = 600.0
+    """Seconds that a process waits for enough others, or for a majority, before it gives up."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether ranks may come and go."""
+        return self.min_world > 0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ElasticSettings:
+        if self.min_world > self.max_world:
+            raise ValueError(f"elastic.min_world ({self.min_world}) is more than elastic.max_world ({self.max_world})")
+        return self
 
 
 class ProfileSettings(Settings):
@@ -120,6 +143,7 @@ class DataParallelConfig(Settings):
     callbacks: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=64), PER_RANK] = ()
     """Classes as package.module:Name, whose objects are called after steps, epochs and evaluations (docs/training.md).
     """
+    elastic: ElasticSettings = ElasticSettings()
     checkpoint: RankCheckpointSettings = RankCheckpointSettings()
     timeouts: Annotated[TimeoutSettings, PER_RANK] = TimeoutSettings()
     profile: Annotated[ProfileSettings, PER_RANK] = ProfileSettings()

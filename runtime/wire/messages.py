@@ -97,11 +97,16 @@ def is_later(number: int, than: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class PeerGone:
     """Local event: the process that this peer sent from has ended or has left the bus (how that is known:
-    :mod:`~gradbus.runtime.bus.liveness`), or, with ``why``, it is shut out."""
+    :mod:`~gradbus.runtime.bus.liveness`), or, with ``why``, it is shut out.
+
+    Attributes:
+        certain: the kernel or the sender itself said so; else it has been silent, and may come back.
+    """
 
     sender: int
     incarnation: int
     why: str = ""
+    certain: bool = field(default=False, compare=False)
 
 
 Message = TrainCmd | ClientUpdate | ModelBlob | Control | PeerGone

@@ -72,7 +72,7 @@ class Scene:
         self.group = Calls(world)
         self.training = ShardTraining(self.config, self.group, Task(), lambda: False)  # type: ignore[arg-type]
         self.training.open()
-        self.training.start_epoch(Position())
+        self.training.start_epoch(EpochPlan((100,)), Position())
         self.net = self.training.model
         self.done = 0
 

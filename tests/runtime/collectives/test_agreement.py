@@ -10,13 +10,20 @@ from typing import Any
 
 import pytest
 
-from gradbus.runtime.collectives.agreement import Agreement, MemberId, TwoMemberships
+from gradbus.runtime.collectives.agreement import GenerationAgreement, MemberId, TwoMemberships
 from gradbus.runtime.wire.control import GroupView
 
 TRAITS = {"model": 1, "settings": 2}
 
 
-def make(number: int, start: int = 1, *, founders: int = 0, kind: type[Agreement] = Agreement, **options: Any) -> Any:
+def make(
+    number: int,
+    start: int = 1,
+    *,
+    founders: int = 0,
+    kind: type[GenerationAgreement] = GenerationAgreement,
+    **options: Any,
+) -> Any:
     limits = {"min_world": 1, "max_world": 4, "traits": TRAITS} | options
     return kind("world", MemberId(number, start), founders=founders, **limits)
 
@@ -26,13 +33,13 @@ class Network:
     """Processes and what is on its way between them. Time goes on in steps; all that happens follows from the seed."""
 
     seed: int = 0
-    kind: type[Agreement] = Agreement
+    kind: type[GenerationAgreement] = GenerationAgreement
     loss: float = 0.0
     max_delay: int = 3
     min_world: int = 1
     max_world: int = 4
     now: int = 0
-    alive: dict[MemberId, Agreement] = field(default_factory=dict)
+    alive: dict[MemberId, GenerationAgreement] = field(default_factory=dict)
     dead: set[MemberId] = field(default_factory=set)
     chosen: dict[int, tuple[MemberId, ...]] = field(default_factory=dict)
     committed: int = 0
@@ -43,10 +50,10 @@ class Network:
         self.sides: dict[MemberId, int] = {}  # of a partition
         self.starts = 0
 
-    def start(self, number: int, *, founders: int = 0, **options: Any) -> Agreement:
+    def start(self, number: int, *, founders: int = 0, **options: Any) -> GenerationAgreement:
         self.starts += 1
         limits = {"min_world": self.min_world, "max_world": self.max_world} | options
-        process: Agreement = make(number, self.starts, founders=founders, kind=self.kind, **limits)
+        process: GenerationAgreement = make(number, self.starts, founders=founders, kind=self.kind, **limits)
         self.alive[process.me] = process
         return process
 
@@ -102,13 +109,13 @@ class Network:
             for member in self.dead:
                 process.lost(member, certain=True)
 
-    def agree(self, *processes: Agreement) -> bool:
+    def agree(self, *processes: GenerationAgreement) -> bool:
         """Whether these are exactly the members of the newest generation of all of them."""
         want = {process.me for process in processes}
         return all(set(p.members) == want and p.generation == max(self.chosen) for p in processes)
 
 
-def founded(count: int = 3, **options: Any) -> tuple[Network, list[Agreement]]:
+def founded(count: int = 3, **options: Any) -> tuple[Network, list[GenerationAgreement]]:
     network = Network(**options)
     processes = [network.start(number, founders=count) for number in range(count)]
     network.run(lambda: network.agree(*processes))
@@ -276,7 +283,7 @@ def test_two_groups_of_one_name_are_an_error_of_both() -> None:
         one.receive(other.me, other.next_view())
 
 
-def play(seed: int, kind: type[Agreement] = Agreement) -> Network:
+def play(seed: int, kind: type[GenerationAgreement] = GenerationAgreement) -> Network:
     """Half a minute in which anything may happen, then one in which nothing does."""
     chance = random.Random(seed)
     count = chance.randint(2, 5)
@@ -343,29 +350,29 @@ def test_whatever_happens_there_is_one_membership_a_generation_and_the_living_go
     assert generations > 200  # else nothing was tried
 
 
-class HalfDecides(Agreement):
+class HalfDecides(GenerationAgreement):
     def _is_quorum(self, of: Any) -> bool:
         return 2 * sum(member in of for member in self.members) >= len(self.members)
 
 
-class TheDeadAgree(Agreement):
+class TheDeadAgree(GenerationAgreement):
     def _is_quorum(self, of: Any) -> bool:
         return all(member in of or member in self._gone for member in self.members)
 
 
-class ForgetsWhatWasAccepted(Agreement):
+class ForgetsWhatWasAccepted(GenerationAgreement):
     def _value(self, promised: Any) -> Any:
         return self._target()
 
 
-class ProposesWithoutPromises(Agreement):
+class ProposesWithoutPromises(GenerationAgreement):
     def _advance(self) -> None:
         if self._ballot and self._accepted != self._ballot and self._target() is not None:
             self._accepted, self._proposal = self._ballot, self._target() or ()
         super()._advance()
 
 
-class FoundsAtOnce(Agreement):
+class FoundsAtOnce(GenerationAgreement):
     def _found(self) -> None:
         if self._fresh or not self._founders:
             self._adopt(1, (self.me, *self._fresh))
@@ -381,7 +388,7 @@ class FoundsAtOnce(Agreement):
         (FoundsAtOnce, 0),
     ],
 )
-def test_the_schedules_find_what_is_wrong_with_an_agreement(kind: type[Agreement], first: int) -> None:
+def test_the_schedules_find_what_is_wrong_with_an_agreement(kind: type[GenerationAgreement], first: int) -> None:
     def look() -> None:
         for seed in range(first, first + 60):
             play(seed, kind)

@@ -1,0 +1,279 @@
+"""Elastic workers, all in one process, each with a bus of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_scene import make_task, new_place, train, vector
+from group_node import LEASE_S
+from settings import nested
+from torch import Tensor, nn
+
+import gradbus
+from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.errors import ConfigError
+
+LONG = 5000  # epochs of a run that a callback ends
+SETTINGS = {"hash_every": 1, "epochs": 2}
+
+
+@dataclass
+class Rank:
+    """A process of the run, and what came of it."""
+
+    worker: ElasticWorker
+    reports: list[EpochReport] = field(default_factory=list)
+    worlds: list[int] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def parameters(self) -> Tensor:
+        return vector(self.worker.model)
+
+
+@pytest.fixture
+def place() -> dict[str, Any]:
+    return new_place()
+
+
+class Watch:
+    """A callback: calls a function after each step of a rank."""
+
+    def __init__(self, do: Callable[[Any], object]) -> None:
+        self.on_step = do
+
+
+class Cast:
+    """Starts processes of one run, in tasks that can be cancelled: to the others that is a death."""
+
+    def __init__(self, place: dict[str, Any], tasks: asyncio.TaskGroup, **settings: Any) -> None:
+        self._place = place
+        self._tasks = tasks
+        self._loop = asyncio.get_running_loop()
+        elastic = {"min_world": settings.pop("min_world", 1), "max_world": 4, "wait_s": 20.0}
+        self.config = DataParallelConfig(**nested(SETTINGS | settings), elastic=elastic)
+        self.ranks: dict[int, Rank] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def start(
+        self, number: int, founders: int = 0, *, task: Any = None, on_step: Callable[[Any], object] = lambda _: None
+    ) -> None:
+        running = self._run(number, founders, task or make_task(), on_step)
+        self._running[number] = self._tasks.create_task(running)
+
+    def kill(self, number: int) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._running[number].cancel)
+
+    def later(self, function: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(lambda: function(*arguments, **options))
+
+    async def _run(self, number: int, founders: int, task: Any, on_step: Callable[[Any], object]) -> None:
+        async with gradbus.connect(**self._place, lease_s=LEASE_S) as bus:
+            place = ElasticPlace(bus=bus, number=number, founders=founders)
+            rank: Rank
+
+            def note(report: Any) -> Any:
+                if report.world not in rank.worlds[-1:]:
+                    rank.worlds.append(report.world)
+                return on_step(report)
+
+            rank = self.ranks[number] = Rank(ElasticWorker(place, task, self.config, callbacks=[Watch(note)]))
+            try:
+                async with contextlib.aclosing(rank.worker.epochs()) as epochs:
+                    async for report in epochs:
+                        rank.reports.append(report)
+            except Exception as error:
+                rank.error = error
+
+
+def play(place: dict[str, Any], scene: Callable[[Cast], object], **settings: Any) -> dict[int, Rank]:
+    torch.set_num_threads(1)
+
+    async def main() -> dict[int, Rank]:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            cast = Cast(place, tasks, **settings)
+            scene(cast)
+        return cast.ranks
+
+    return asyncio.run(main())
+
+
+def at_step(step: int, do: Callable[[], object]) -> Callable[[Any], None]:
+    """Once."""
+    done = []
+
+    def on_step(report: Any) -> None:
+        if report.step == step and not done:
+            done.append(True)
+            do()
+
+    return on_step
+
+
+def ends_with(worlds: list[int], cast: Cast, also: Callable[[Any], object] = lambda _: None) -> Callable[[Any], bool]:
+    """Ends the run in the third step after rank 0 has seen these worlds, one after the other."""
+    steps = []
+
+    def on_step(report: Any) -> bool:
+        also(report)
+        if cast.ranks[0].worlds == worlds:
+            steps.append(report.step)
+        return len(steps) >= 3
+
+    return on_step
+
+
+def test_a_run_in_which_nothing_happens_is_that_of_a_fixed_world(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        for number in range(2):
+            cast.start(number, 2)
+
+    ranks = play(place, scene, epochs=1, max_steps=6)
+    fixed = train(make_task(), world=2, epochs=1, max_steps=6)
+    assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+    assert torch.equal(ranks[0].parameters, fixed[0].parameters)
+    assert ranks[0].reports[0].params_hash == fixed[0].reports[0].params_hash
+
+
+def test_survivors_go_on_without_a_lost_rank_and_one_that_is_started_joins_them(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 3, on_step=ends_with([3, 2, 3], cast, at_step(8, lambda: cast.later(cast.start, 5))))
+        cast.start(1, 3)
+        cast.start(2, 3, on_step=at_step(3, lambda: cast.kill(2)))
+
+    ranks = play(place, scene, epochs=LONG)
+    assert ranks[0].error is None
+    assert ranks[0].worlds == [3, 2, 3]
+    assert ranks[5].worlds == [3]
+    for number in (1, 5):
+        assert torch.equal(ranks[number].parameters, ranks[0].parameters)
+        assert ranks[number].reports[-1].params_hash == ranks[0].reports[-1].params_hash
+
+
+def test_rank_0_may_be_lost_too(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 3, on_step=at_step(3, lambda: cast.kill(0)))
+        cast.start(1, 3)
+        cast.start(2, 3)
+
+    ranks = play(place, scene, epochs=3)
+    assert ranks[1].error is ranks[2].error is None
+    assert torch.equal(ranks[1].parameters, ranks[2].parameters)
+    assert [report.epoch for report in ranks[1].reports] == [0, 1, 2]
+
+
+def test_an_announced_leave_loses_no_step_and_the_others_no_batch(place: dict[str, Any]) -> None:
+    steps: dict[int, list[int]] = {0: [], 1: []}
+
+    def scene(cast: Cast) -> None:
+        cast.start(0, 2, on_step=lambda report: steps[0].append(report.step))
+        leave = at_step(4, lambda: cast.later(cast.ranks[1].worker.leave))
+        cast.start(1, 2, on_step=lambda report: (steps[1].append(report.step), leave(report)))
+
+    ranks = play(place, scene, epochs=2)
+    assert ranks[0].error is ranks[1].error is None
+    assert ranks[0].worlds == [2, 1]
+    assert steps[0] == list(range(1, len(steps[0]) + 1))  # each once: no step was made again
+    assert steps[1] == steps[0][: len(steps[1])]
+    assert [report.finished for report in ranks[0].reports] == [True, True]
+
+
+def test_below_min_world_training_waits_for_one_more(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        def start_another() -> None:
+            cast.kill(1)
+            cast.later(cast.start, 3)
+
+        cast.start(0, 2)
+        cast.start(1, 2, on_step=at_step(3, start_another))  # nobody goes on until it has come
+
+    ranks = play(place, scene, min_world=2, epochs=2)
+    assert ranks[0].worlds == [2]
+    assert ranks[3].error is None
+    assert torch.equal(ranks[0].parameters, ranks[3].parameters)
+
+
+def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: dict[str, Any]) -> None:
+    other = make_task(lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
+
+    def scene(cast: Cast) -> None:
+        start = at_step(2, lambda: cast.later(cast.start, 1, task=other))
+
+        def until_refused(report: Any) -> bool:
+            start(report)
+            return 1 in cast.ranks and cast.ranks[1].error is not None
+
+        cast.start(0, 1, on_step=until_refused)
+
+    ranks = play(place, scene, epochs=LONG)
+    assert ranks[0].error is None
+    assert ranks[0].worlds == [1]
+    assert isinstance(ranks[1].error, ConfigError)
+    assert "its model differs" in str(ranks[1].error)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"name": "dgc", "density": 0.1}, {"name": "powersgd"}, {"name": "topk"}], ids=lambda a: a["name"]
+)
+def test_algorithms_with_a_memory_go_on_with_equal_weights(place: dict[str, Any], algorithm: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        def kill(report: Any) -> None:
+            if report.world == 3:
+                cast.kill(1)
+
+        cast.start(0, 2, on_step=ends_with([2, 3, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
+        cast.start(1, 2, on_step=kill)
+
+    ranks = play(place, scene, algorithm=algorithm, epochs=LONG)
+    assert ranks[0].error is ranks[4].error is None
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)
+
+
+def test_state_of_the_optimizer_and_schedule_reach_the_one_that_joins(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 1, on_step=ends_with([1, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
+
+    optimizer, schedule = {"name": "adamw", "lr": 0.01}, {"name": "cosine"}
+    ranks = play(place, scene, epochs=LONG, optimizer=optimizer, schedule=schedule)
+    assert ranks[4].error is None
+    assert ranks[4].worker.step == ranks[0].worker.step
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)
+
+
+def test_a_checkpoint_of_one_world_is_resumed_by_another(place: dict[str, Any], tmp_path: Path) -> None:
+    def first(cast: Cast) -> None:
+        for number in range(2):
+            cast.start(number, 2)
+
+    settings = {"checkpoint": {"dir": tmp_path, "every_steps": 2}, "epochs": 2}
+    before = play(place, first, **settings, max_steps=4)
+
+    def second(cast: Cast) -> None:
+        for number in range(3):
+            cast.start(number, 3)
+
+    after = play(place, second, **settings)
+    assert before[0].worker.step == 4
+    assert after[0].reports[-1].finished
+    assert after[2].error is None
+    assert torch.equal(after[0].parameters, after[2].parameters)
+    steps = -(-(13 - 8) // 3) + -(-13 // 3)  # 13 batches in an epoch, 8 of which two ranks had in four steps
+    assert after[0].worker.step == 4 + steps
+
+
+def test_what_cannot_be_elastic_is_refused(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 1)
+
+    ranks = play(place, scene, delay_steps=1)
+    assert "ranks cannot come and go" in str(ranks[0].error)
