@@ -1,4 +1,4 @@
-"""The generations of an elastic group on the bus: one process's part, and the :class:`.Group` of each generation.
+"""The generations of an elastic group on the bus: one process's part, and the Group of each generation.
 
     async with open_generations(bus, number=0, founders=2, limits=...) as generations:
         while not done:

@@ -178,7 +178,12 @@ def test_an_announced_leave_loses_no_step_and_the_others_no_batch(place: dict[st
     def scene(cast: Cast) -> None:
         cast.start(0, 2, on_step=lambda report: steps[0].append(report.step))
         leave = at_step(4, lambda: cast.later(cast.ranks[1].worker.leave))
-        cast.start(1, 2, on_step=lambda report: (steps[1].append(report.step), leave(report)))
+
+        def note_and_leave(report: Any) -> None:
+            steps[1].append(report.step)
+            leave(report)
+
+        cast.start(1, 2, on_step=note_and_leave)
 
     ranks = play(place, scene, epochs=2)
     assert ranks[0].error is ranks[1].error is None
