@@ -29,6 +29,7 @@ TYPES = {
     "Seqs": "seqs",
     "Ranks": "ranks",
     "Ids": "ids",
+    "Incarnations": "uint64s",
     "Waits": "waits",
     "Counts": "counts",
     "Options": "options",
