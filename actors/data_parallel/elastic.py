@@ -5,11 +5,11 @@
         worker = gradbus.ElasticWorker(place, task, config)
         async for report in worker.epochs(): ...
 
-Each generation of ranks (:mod:`gradbus.runtime.collectives.generations`) trains as a :class:`~gradbus.actors.data_parallel.worker.Worker` does. It begins
-with an agreement on where training stands: the newest step that any of its ranks has committed. A rank that lacks it,
-as it has just joined or as a rank was lost in the midst of the step, gets the state of one that has it. So a step that
-one rank of the next generation has applied is applied by all, and one that none has is computed anew, from the same
-place in the data.
+Each generation of ranks (:mod:`gradbus.runtime.collectives.generations`) trains as a Worker does. It begins with an
+agreement on where training stands: the newest step that any of its ranks has applied. A rank that lacks it, as it has
+just joined or as a rank was lost in the midst of the step, gets the state of one that has it. So a step that one rank
+of the next generation has applied is applied by all, and one that none has is computed anew, from the same place in the
+data.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ElasticWorker(Worker):
             place: of this process.
             task: model, data and loss. Every process has all the data.
             config: the rules, with ``elastic.min_world``.
-            on_open, make_algorithm, callbacks, fail_at: as for :class:`~gradbus.actors.data_parallel.worker.Worker`.
+            on_open, make_algorithm, callbacks, fail_at: as for a Worker.
 
         Raises:
             ConfigError: the group is not elastic by its settings.
@@ -128,11 +128,11 @@ class ElasticWorker(Worker):
             self._generations.leave()
 
     async def epochs(self) -> AsyncGenerator[EpochReport, None]:
-        """As :meth:`~gradbus.actors.data_parallel.worker.Worker.epochs`. It ends early where this rank leaves, or the others have come to the end.
+        """As those of a Worker. They end early where this rank leaves, or the others have come to the end.
 
         Raises:
             BarrierTimeout: there were too few ranks, or no majority, for ``elastic.wait_s``.
-            And as :meth:`~gradbus.actors.data_parallel.worker.Worker.epochs`.
+            And as those of a Worker.
         """
         async with self._running():
             traits = await self._prepare()

@@ -5,10 +5,10 @@ decision is one instance of Paxos (Lamport, "Paxos made simple", 2001) among the
 no two processes ever hold different lists for one number, whatever is lost, late or cut off, and of two partitions at
 most one goes on. No server is needed for that.
 
-A process tells all others its whole state, a :class:`~gradbus.runtime.wire.control.GroupView`, when that changes and from time to time: what it has
-promised, and what it has accepted. A promise is a view with the proposer's ballot; a proposal is the proposer's view in
-which it has accepted it; a decision is a ballot that a quorum has accepted. States only grow, so views may be lost,
-repeated or overtaken.
+A process tells all others its whole state, a :class:`~gradbus.runtime.wire.control.GroupView`, when that changes and
+from time to time: what it has promised, and what it has accepted. A promise is a view with the proposer's ballot; a
+proposal is the proposer's view in which it has accepted it; a decision is a ballot that a quorum has accepted. States
+only grow, so views may be lost, repeated or overtaken.
 
 A quorum is more than half of the members. Exactly half is one, too, if all the others are certainly dead, which the
 kernel tells on one machine: so the last of two goes on alone. It is safe, because any other quorum has one of this half
