@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp run-aggregator report simulate doctor test test-portable check lint format typecheck wheel smoke \
+.PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
 	bench-attacks bench-compression bench-ladder conformance figures faults soak lock clean distclean
 
@@ -100,6 +100,10 @@ run-ddp: $(STAMP)  ## data-parallel training: all ranks with WORLD=2, or one pro
 run-aggregator: CONFIG ?= experiments/configs/aggregator.conf.json
 run-aggregator: $(STAMP)  ## add the gradients of data-parallel jobs, as one of several with NODE=0: then make run-ddp CONFIG=experiments/configs/ddp-aggregator.conf.json
 	@$(BIN)/gradbus aggregator $(CONFIG) $(if $(NODE),--set aggregator.node=$(NODE)) $(ARGS)
+
+run-parameter-server: CONFIG ?= experiments/configs/parameter-server.conf.json
+run-parameter-server: $(STAMP)  ## hold a part of the weights: make run-parameter-server INDEX=0; the workers: make run-ddp RANK=0 with that CONFIG
+	@$(BIN)/gradbus parameter-server $(CONFIG) $(if $(INDEX),--index $(INDEX)) $(ARGS)
 
 report: $(STAMP)  ## one HTML file of what a run has left: make report RUN=runs/...
 	@test -n "$(RUN)$(ARGS)" || { echo "make report: which run? make report RUN=runs/<job>-<time>" >&2; exit 2; }

@@ -21,6 +21,7 @@ from gradbus.experiments.run.rank_environment import MAX_WORLD
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.config.settings import NonNegative, Positive, Settings, load_settings, read_settings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.in_network.encoding import MAX_WORLD as MAX_AGGREGATED_WORLD
@@ -108,13 +109,14 @@ CLIENT_ONLY_SETTINGS = {
 
 
 class WorkerFile(Settings):
-    """A configuration file of workers. All ranks may read the same file."""
+    """A configuration file of workers, and of their parameter servers, if there are any. All may read the same file."""
 
     renamed: ClassVar[Mapping[str, str]] = {"worker": "parallel"}
 
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
     parallel: DataParallelConfig = DataParallelConfig()
+    parameter_server: ParameterServerSettings = ParameterServerSettings()
     run_dir: Path | None = None
     """Directory of reports, figures and checkpoints, made by rank 0; the other ranks use the same one where they can
     see it, else one of that name. A run that is started again with the same directory is continued. null:
@@ -125,7 +127,7 @@ class WorkerFile(Settings):
     rank: Annotated[int, Field(ge=0, lt=MAX_WORLD)] | None = None
     """Number of this rank, from 0. Usually given on the command line or in the environment."""
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] | None = None
-    """Number of ranks. Usually given on the command line or in the environment."""
+    """Number of ranks, parameter servers not counted. Usually given on the command line or in the environment."""
 
     @model_validator(mode="after")
     def _no_client_settings(self) -> WorkerFile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from gradbus.runtime.checkpoint import Checkpoint, tensor_of
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CollectiveError, ConfigError
 
-_WEIGHTS, _OWN = "weights/", "own/"
+WEIGHTS = "weights/"  # before the names of tensors in a checkpoint
+_OWN = "own/"
 
 
 def check_config(config: DataParallelConfig) -> None:
@@ -128,26 +129,13 @@ class Shard:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and the state of the optimizer by name, for a checkpoint, not copied."""
-        weights = {f"{_WEIGHTS}{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        weights = {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in self._parameters.items()}
         return weights | {f"{_OWN}{name}": tensor for name, tensor in self.optimizer.tensors().items()}
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint) -> None:
         """The inverse. Raises CheckpointError: it does not fit; ConfigError: it is of another optimizer."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(tensor_of(checkpoint, _WEIGHTS + name, parameter.shape, parameter.dtype))
+            parameter.copy_(tensor_of(checkpoint, WEIGHTS + name, parameter.shape, parameter.dtype))
         own = {name.removeprefix(_OWN): t for name, t in checkpoint.tensors.items() if name.startswith(_OWN)}
         self.optimizer.load(own)
-
-
-def joined(saved: Sequence[Mapping[str, Tensor]], pieces: Sequence[Sequence[TensorPart]]) -> dict[str, Tensor]:
-    """The parameters by name, from the checkpoints of all servers. Raises KeyError: a piece is missing."""
-    parts: dict[str, list[tuple[TensorPart, Tensor]]] = {}
-    for tensors, own in zip(saved, pieces, strict=True):
-        for piece in own:
-            parts.setdefault(piece.tensor, []).append((piece, tensors[_WEIGHTS + piece.name]))
-    whole: dict[str, Tensor] = {}
-    for name, found in parts.items():
-        found.sort(key=lambda entry: entry[0].start)
-        whole[name] = torch.cat([tensor.reshape(-1) for _, tensor in found]).reshape(found[0][0].shape)
-    return whole

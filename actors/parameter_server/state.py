@@ -8,16 +8,20 @@ machine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.state import MAX_LAYOUT, CheckpointMismatch, tensors_below
+from gradbus.actors.data_parallel.replicas import describe_layout
+from gradbus.actors.data_parallel.state import MAX_LAYOUT, CheckpointMismatch, newest_common, tensors_below
 from gradbus.actors.parameter_server.agreement import Roles
-from gradbus.actors.parameter_server.shard import Shard
-from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Count, Hex64, Meta
+from gradbus.actors.parameter_server.assignment import TensorPart
+from gradbus.actors.parameter_server.shard import WEIGHTS, Shard
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Count, Hex64, Meta, tensor_of
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CheckpointError
@@ -160,6 +164,58 @@ class ServerState:
 def own_tensors(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
     """The tensors that a worker has kept in a checkpoint of server 0; {} if it has none."""
     return tensors_below(f"worker-{rank}/", checkpoint.tensors)
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
+    """Parameters and buffers of a version, from the checkpoints of all of its servers, server 0's first. The buffers
+    are those of the first worker.
+
+    Raises:
+        CheckpointError: it is of another model, or a part is missing.
+    """
+    all_saved = [SavedServer.of(checkpoint) for checkpoint in checkpoints]
+    if [saved.server for saved in all_saved] != list(range(all_saved[0].servers)):
+        raise CheckpointError(
+            f"expected the checkpoints of servers 0 to {all_saved[0].servers - 1}, got "
+            f"{[saved.server for saved in all_saved]}"
+        )
+    if any(saved.layout != describe_layout(model) for saved in all_saved):
+        raise CheckpointError("it is of a model with other names, shapes or frozen parts")
+    parameters = dict(model.named_parameters())
+    for checkpoint, saved in zip(checkpoints, all_saved, strict=True):
+        for part in saved.pieces:
+            live = parameters[part.tensor]
+            piece = TensorPart(part.tensor, part.start, part.stop, part.shape, live.dtype)
+            name = WEIGHTS + piece.name
+            whole = live.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+            whole[part.start : part.stop] = tensor_of(checkpoint, name, dtype=live.dtype).reshape(-1)
+            live.copy_(whole.reshape(live.shape))
+    first = min(map(int, all_saved[0].own), default=None)
+    for name, buffer in model.named_buffers() if first is not None else ():
+        buffer.copy_(tensor_of(checkpoints[0], f"worker-{first}/buffer/{name}", buffer.shape, buffer.dtype))
+
+
+def newest_version(directory: Path, number: int | None = None) -> list[Checkpoint]:
+    """The newest version, or that of step ``number``, of all servers below a state directory, server 0's first.
+
+    Raises:
+        CheckpointError: no version is there and whole on all servers.
+    """
+    folders = sorted(directory.glob("server-*"), key=lambda folder: (len(folder.name), folder.name))
+    stores = [CheckpointStore.to_read(folder) for folder in folders]
+    steps = newest_common([store.rounds() for store in stores]) if stores else []
+    if number is not None and number not in steps:
+        raise CheckpointError(
+            f"{directory} has no checkpoint of {number} of all servers, it has those of {steps[::-1]}"
+        )
+    faults = []
+    for step in steps if number is None else [number]:
+        try:
+            return [store.load(step, SavedServer.of) for store in stores]
+        except CheckpointError as error:
+            faults.append(str(error))
+    raise CheckpointError(f"no checkpoint in {directory}/server-*{': ' if faults else ''}{'; '.join(faults)}")
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

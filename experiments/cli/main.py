@@ -190,6 +190,15 @@ def worker(
         int | None,
         typer.Option(help="Ranks in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD]"),
     ] = None,
+    job_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB", help="worker, chief or ps, as in TensorFlow, in place of --rank. [default: $TF_CONFIG]"
+        ),
+    ] = None,
+    task_index: Annotated[
+        int | None, typer.Option(metavar="I", help="Number of this process among those of its job name, from 0.")
+    ] = None,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
     resume: Resume = None,
@@ -212,7 +221,7 @@ def worker(
 
     One process per rank, on one machine or on several. Rank 0 reports the progress.
     """
-    from gradbus.experiments.run.commands import worker_run
+    from gradbus.experiments.run.commands import PlaceOptions, worker_run
     from gradbus.experiments.run.console import Screen
 
     add_current_directory_to_path()
@@ -224,7 +233,40 @@ def worker(
         insecure=insecure,
     )
     screen = Screen(live=live, level=log_level, style=log_style)
-    worker_run(config, (rank, world), own, data_root, screen, loop, bind)
+    place = PlaceOptions(rank, world, job_name, task_index)
+    worker_run(config, place, own, data_root, screen, loop, bind)
+
+
+@app.command()
+@command("parameter-server")
+def parameter_server(
+    config: Config,
+    index: Annotated[
+        int | None, typer.Option(min=0, help="Number of this server, from 0. [default: that of $TF_CONFIG]")
+    ] = None,
+    world: Annotated[
+        int | None, typer.Option(help="Workers in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD]")
+    ] = None,
+    run_dir: RunDir = None,
+    resume: Resume = None,
+    insecure: Insecure = False,
+    overrides: Overrides = None,
+    data_root: DataRoot = None,
+    log_level: Level = "info",
+    log_style: Style = "auto",
+    loop: Loop = "uvloop",
+    full_traceback: FullTraceback = False,
+) -> None:
+    """Hold a part of the weights of a data-parallel job, and change it by the gradients that its workers push.
+
+    One process per server, with the configuration of the workers.
+    """
+    from gradbus.experiments.run.commands import server_run
+    from gradbus.experiments.run.console import Screen
+
+    add_current_directory_to_path()
+    own = settings_of(overrides, resume=("parallel.checkpoint.resume", resume), run_dir=run_dir, insecure=insecure)
+    server_run(config, index, world, own, data_root, Screen(live=False, level=log_level, style=log_style), loop)
 
 
 # What follows CONFIG is for the ranks, also without "--".

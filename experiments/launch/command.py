@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gradbus.experiments.buses import check
@@ -31,9 +31,11 @@ def launch_run(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: i
 
 def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float) -> Launch:
     """The processes to start; arguments as for :func:`launch_run`. Raises ConfigError."""
-    for name in ("rank", "world"):
-        if options[name] is not None:
-            raise ConfigError(f"--{name} is not for 'gradbus run', which gives every rank its own: use -n N")
+    for option in ("rank", "world", "job_name", "task_index"):
+        if options.get(option) is not None:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is not for 'gradbus run', which gives every rank its own: use -n N"
+            )
     file = load(
         WorkerFile, options["config"], overrides=options["overrides"] or (), data_root=options["data_root"]
     )  # fmt: skip
@@ -45,20 +47,34 @@ def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | N
         raise ConfigError(f"-n must be 1 to {MAX_WORLD}, got {world}")
     job = None if "job" in file.bus.model_fields_set else f"{file.bus.job}-{secrets.token_hex(4)}"
 
-    width = shutil.get_terminal_size((120, 24)).columns
+    width, settings = shutil.get_terminal_size((120, 24)).columns, file.parameter_server
+
+    def name(rank: int) -> str:
+        return f"rank {rank}" if rank < world else f"server {rank - world}"
+
+    def goes_on_without(ranks: Collection[int]) -> bool:
+        # Rank 0 writes the run directory, and without a server nobody goes on.
+        if not settings.servers or not all(0 < rank < world for rank in ranks):
+            return False
+        return world - len(ranks) >= settings.workers_needed(world)
 
     def command(rank: int) -> list[str]:
         # -P: Python would put the current directory in front of everything that is installed. With prefixes the log is
         # no JSON any more, so it is for people, and at warnings; options of the user's come later, and win.
-        own = ["--rank", str(rank), "--world", str(world), "--log-style", "console", "--log-level", "warning"]
+        place = ["--rank", str(rank)] if rank < world else ["--job-name", "ps", "--task-index", str(rank - world)]
+        own = [*place, "--world", str(world), "--log-style", "console", "--log-level", "warning"]
         return [sys.executable, "-P", "-m", "gradbus", "worker", *own, *arguments]
 
     def environment(rank: int) -> dict[str, str | None]:
         return {
-            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+            "RANK": str(rank) if rank < world else None, "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world),
             "GRADBUS_RANK": None, "GRADBUS_WORLD": None, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
-            "COLUMNS": str(max(40, width - len(f"[rank {rank}] "))),
+            "TF_CONFIG": None, "COLUMNS": str(max(40, width - len(f"[{name(rank)}] "))),
             **({} if job is None else {"GRADBUS_BUS__JOB": job}),
         }  # fmt: skip
 
-    return Launch(world=world, command=command, environment=environment, grace_s=grace_s)
+    return Launch(
+        world=world + settings.servers, command=command, environment=environment, grace_s=grace_s, name=name,
+        goes_on_without=goes_on_without,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -42,13 +42,16 @@ class LaunchFailed(GradbusError):
 class Launch:
     """The processes to start: ``world`` ranks, each with program and arguments, and variables of its environment.
 
-    A variable that is None is removed. ``grace_s``: between the request to end and the kill.
+    A variable that is None is removed. ``grace_s``: between the request to end and the kill. ``name``: of a rank, for
+    people. ``goes_on_without``: whether the others go on when these ranks have failed.
     """
 
     world: int
     command: Callable[[int], Sequence[str]]
     environment: Callable[[int], Mapping[str, str | None]] = lambda rank: {}
     grace_s: float = 5.0
+    name: Callable[[int], str] = lambda rank: f"rank {rank}"
+    goes_on_without: Callable[[Collection[int]], bool] = lambda ranks: False
 
 
 class LaunchedRank:
@@ -79,22 +82,25 @@ class LaunchedRank:
         variables = {**os.environ, **launch.environment(self.number)}
         try:
             with contextlib.ExitStack() as writing_ends:
-                stdout = await self._pipe(1, out, writing_ends)
-                stderr = stdout if err is out else await self._pipe(2, err, writing_ends)
+                name = launch.name(self.number)
+                stdout = await self._pipe(1, out, name, writing_ends)
+                stderr = stdout if err is out else await self._pipe(2, err, name, writing_ends)
                 self._process = await asyncio.create_subprocess_exec(
                     program, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=stdout, stderr=stderr,
                     env={name: text for name, text in variables.items() if text is not None}, start_new_session=True,
                     preexec_fn=_die_with_parent(),
                 )  # fmt: skip
         except OSError as error:
-            raise LaunchFailed(f"rank {self.number} could not be started: {program}: {error.strerror}") from None
+            raise LaunchFailed(
+                f"{launch.name(self.number)} could not be started: {program}: {error.strerror}"
+            ) from None
 
-    async def _pipe(self, fd: int, writer: OutputWriter, writing_ends: contextlib.ExitStack) -> int:
+    async def _pipe(self, fd: int, writer: OutputWriter, name: str, writing_ends: contextlib.ExitStack) -> int:
         # Pipes of our own: asyncio's would have ``wait`` go on while a process that the rank has left behind has them.
         reading, writing = os.pipe()
         writing_ends.callback(os.close, writing)
         colour = os.isatty(fd) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        put = partial(self._put, writer, prefix(self.number, colour=colour))
+        put = partial(self._put, writer, prefix(self.number, name, colour=colour))
         pipe = os.fdopen(reading, "rb", buffering=0)
         await asyncio.get_running_loop().connect_read_pipe(lambda: _LineProtocol(put, self._at_end), pipe)
         self.open_pipes += 1
@@ -203,19 +209,22 @@ class Launcher:
         if not any(rank.running for rank in self._ranks):
             return
         if first is not None and not received:
-            say(f"rank {first.rank} {first}; ending the others")
+            say(f"{self._launch.name(first.rank)} {first}; ending the others")
         for rank in self._ranks:
             rank.send(self._stopped_by if self._stopped_by in _SIGNALS else signal.SIGTERM)
         await self._until_over(lambda: len(self._signals) > received, self._launch.grace_s)
-        numbers = [str(rank.number) for rank in self._ranks if rank.running]
-        if numbers:
-            say(f"killing rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
+        names = [self._launch.name(rank.number) for rank in self._ranks if rank.running]
+        if names:
+            say(f"killing {', '.join(names)}")
             for rank in self._ranks:
                 rank.kill()
             await self._until_over(lambda: False, _DEAD_S)
 
     def _first_failure(self) -> RankExit | None:
         """As far as is known now: the output of a process may arrive after its exit."""
+        failed = {end.rank for end in self._exits if end.code != 0}
+        if failed and self._launch.goes_on_without(failed):
+            return None
         return first_failure(
             [replace(end, has_traceback=self._ranks[end.rank].tail.has_traceback) for end in self._exits]
         )
@@ -245,10 +254,11 @@ class Launcher:
         if first is None:
             return 0
         lines = self._ranks[first.rank].tail.excerpt()
-        say(f"the last lines of rank {first.rank}:" if lines else f"rank {first.rank} has printed nothing")
+        name = self._launch.name(first.rank)
+        say(f"the last lines of {name}:" if lines else f"{name} has printed nothing")
         for line in lines:
             say(line)
-        say(f"rank {first.rank} {first}")
+        say(f"{name} {first}")
         return first.exit_code
 
     async def _close(self, writers: set[OutputWriter]) -> None:

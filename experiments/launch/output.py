@@ -17,10 +17,10 @@ _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # ANSI, without red, which 
 _TRACEBACKS = (b"Traceback (most recent call last)", b"Fatal Python error")
 
 
-def prefix(rank: int, *, colour: bool) -> bytes:
-    """The text before each line of a rank."""
-    name = f"[rank {rank}]"
-    return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{name}\x1b[0m " if colour else f"{name} ").encode()
+def prefix(rank: int, name: str, *, colour: bool) -> bytes:
+    """The text before each line of a rank, which has this name."""
+    text = f"[{name}]"
+    return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if colour else f"{text} ").encode()
 
 
 class LineSplitter:

@@ -1,4 +1,5 @@
-"""The commands ``demo``, ``controller``, ``aggregator`` and ``worker``: read the settings, run, print the outcome.
+"""The commands ``demo``, ``controller``, ``aggregator``, ``worker`` and ``parameter-server``: read the settings, run,
+print the outcome.
 
 What takes seconds to import (torch) is imported once the settings are known to be right.
 """
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradbus.experiments.amounts import size
 from gradbus.experiments.buses import check
@@ -19,13 +20,15 @@ from gradbus.experiments.cli.choices import BindMode, LoopName
 from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
 from gradbus.experiments.files import AggregatorFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.report.scalars import open_scalars
+from gradbus.experiments.run.cluster import Role, find_role
 from gradbus.experiments.run.console import Screen
 from gradbus.experiments.run.cores import as_ranges, bind
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.run.lifecycle import if_stopped, run_loop
 from gradbus.experiments.run.live import Display, EpochTable, Lines, epoch_line, quality, round_display
-from gradbus.experiments.run.rank_environment import find_place
+from gradbus.experiments.run.rank_environment import find_place, find_world
 from gradbus.experiments.rundir.directory import ControllerDirectory, finished, new_path, open_log
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.tasks import single_error
@@ -129,13 +132,29 @@ def aggregator_run(config: Path | None, overrides: Sequence[str], screen: Screen
 # -- a rank of a data-parallel run -------------------------------------------------------------------------------------
 
 
+class PlaceOptions(NamedTuple):
+    """What the options say of the place of a process."""
+
+    rank: int | None = None
+    world: int | None = None
+    job_name: str | None = None
+    task_index: int | None = None
+
+
 def worker_run(
-    config: Path, place: tuple[int | None, int | None], overrides: Sequence[str], data_root: Path | None,
+    config: Path, place: PlaceOptions, overrides: Sequence[str], data_root: Path | None,
     screen: Screen, loop: LoopName, binding: BindMode,
 ) -> None:  # fmt: skip
-    """``gradbus worker``. ``place``: rank and world as the options give them."""
+    """``gradbus worker``."""
+    role = None if place.rank is not None else find_role(place.job_name, place.task_index)
+    rank, world = place.rank, place.world
+    if role is not None:
+        rank, world = role.index, world if world is not None else role.workers
+        overrides = _with_servers(role, overrides)
     file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
-    found = find_place(rank=place[0], world=place[1], file_rank=file.rank, file_world=file.world)
+    if role is not None and role.kind == "server":
+        return _serve(file, role.index, find_world(world=world, file_world=file.world), screen, loop)
+    found = find_place(rank=rank, world=world, file_rank=file.rank, file_world=file.world)
     leads = found.rank == 0
     check(file.bus, rank=found.rank)
     path = file.run_dir or (new_path(file.bus.job) if leads else None)
@@ -180,6 +199,52 @@ def worker_run(
             outcome = run(Output(screen.say, lambda _: lines, scalars))
     if outcome is not None:
         _conclude_epochs(screen, outcome, title=file.bus.job)
+
+
+def server_run(
+    config: Path, index: int | None, world: int | None, overrides: Sequence[str], data_root: Path | None,
+    screen: Screen, loop: LoopName,
+) -> None:  # fmt: skip
+    """``gradbus parameter-server``. ``index``: None: as TF_CONFIG says. ``world``: number of workers."""
+    role = None if index is not None else find_role()
+    if index is None:
+        if role is None or role.kind != "server":
+            raise ConfigError("no index is given. Give --index, or TF_CONFIG with a task of type ps")
+        index, world = role.index, world if world is not None else role.workers
+        overrides = _with_servers(role, overrides)
+    file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
+    _serve(file, index, find_world(world=world, file_world=file.world), screen, loop)
+
+
+def _with_servers(role: Role, overrides: Sequence[str]) -> Sequence[str]:
+    """The number of servers in TF_CONFIG is stronger than the file, and weaker than an option."""
+    return overrides if role.servers is None else [f"parameter_server.servers={role.servers}", *overrides]
+
+
+def _serve(file: WorkerFile, index: int, workers: int, screen: Screen, loop: LoopName) -> None:
+    servers = file.parameter_server.servers
+    if not 0 <= index < servers:
+        hint = " Set parameter_server.servers" if not servers else ""
+        raise ConfigError(f"the index of a parameter server must be 0 to {servers - 1}, for there are {servers}; got "
+                          f"{index}.{hint}")  # fmt: skip
+    check(file.bus, rank=workers + index)
+    screen.configure_logs()
+    from gradbus.experiments.run.parameter_server import run_server
+
+    try:
+        summary = run_loop(lambda: run_server(file, index, workers, screen.say), loop)
+    except ExceptionGroup as group:
+        raise single_error(group) from None
+    if summary is None:
+        screen.say("finished: all of this run is done already")
+        return
+    stale = f", staleness {summary.staleness_mean:.1f} on average, {summary.staleness_max} at most"
+    lost = f", without workers {', '.join(map(str, summary.lost))}" if summary.lost else ""
+    screen.say(
+        f"done: parameter server {index} of {servers}, {summary.steps} steps, {summary.updates} updates of "
+        f"{size(summary.held_bytes)}{stale if file.parameter_server.mode == 'asynchronous' else ''}, "
+        f"{summary.refused} gradients refused{lost}; received {size(summary.bytes_in)}, sent {size(summary.bytes_out)}"
+    )
 
 
 def _from_torchrun() -> dict[str, object]:

@@ -9,26 +9,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from gradbus.actors import EpochReport, Worker, WorkerSummary
+from gradbus.actors.parameter_server.worker import ParameterServerWorker
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report.scalars import Scalars
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
+from gradbus.experiments.run.parameter_server import PLACE, join_network
 from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.experiments.rundir.traces import merge_traces
 from gradbus.experiments.rundir.versions import cores, usable_cpus
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, PeerLost
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.summary import ProfileSummary
+
+AnyWorker: TypeAlias = Worker | ParameterServerWorker
 
 log = get_logger("cli")
 
@@ -38,7 +42,7 @@ class Output:
     """The output for the user: lines, a display for a worker that has not started, and on rank 0 scalars."""
 
     say: Callable[[str], None] = lambda text: None
-    display: Callable[[Worker], Display[EpochReport]] = lambda worker: Display()
+    display: Callable[[AnyWorker], Display[EpochReport]] = lambda worker: Display()
     scalars: Scalars | None = None
 
 
@@ -90,10 +94,17 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
             ) as group:  # fmt: skip
                 met = await _meet(group, file, task, directory)
                 output.say(met.text)
-                if met.is_finished:
-                    return None
-                run = _Run(file, group, task, met.directory, output)
-                await run.train()
+                async with contextlib.AsyncExitStack() as servers:
+                    network = None
+                    if file.parameter_server.servers:
+                        output.say(f"waiting for {file.parameter_server.servers} parameter servers")
+                        network = await servers.enter_async_context(join_network(bus, file, rank, world))
+                        told = {"directory": met.directory.invitation(), "is_finished": met.is_finished}
+                        await network.broadcast_object(PLACE, told if rank == 0 else None, root=0)
+                    if met.is_finished:
+                        return None
+                    run = _Run(file, group, task, met.directory, output, network)
+                    await run.train()
     finally:
         if run is not None:  # when the others know already how it ended: this takes a while
             run.finish()
@@ -102,8 +113,10 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
 
 class _Run:
     def __init__(
-        self, file: WorkerFile, group: Group, task: ConfiguredShardTask, directory: WorkerDirectory, output: Output
-    ) -> None:
+        self, file: WorkerFile, group: Group, task: ConfiguredShardTask, directory: WorkerDirectory, output: Output,
+        network: Group | None = None,
+    ) -> None:  # fmt: skip
+        """``network``: of all workers and parameter servers, where there are any."""
         config: DataParallelConfig = file.parallel
         if config.checkpoint.dir is None:
             config = config.replaced("checkpoint.dir", directory.state)
@@ -115,7 +128,12 @@ class _Run:
         self._directory = directory
         self._output = output
         own = config.replaced("profile.dir", config.profile.dir or directory.path)
-        self._worker = Worker(group, task, own, on_open=self._opened)
+        self._worker: AnyWorker
+        if network is None:
+            self._worker = Worker(group, task, own, on_open=self._opened)
+        else:
+            servers = file.parameter_server
+            self._worker = ParameterServerWorker(group, network, task, own, servers, on_open=self._opened)
         self._scalars = output.scalars
         if self._scalars is not None:
             self._worker.profile.on_window = self._scalars.window
@@ -141,8 +159,13 @@ class _Run:
                             self._scalars.epoch(report)
                         shown.done(report)
             await off_the_loop(self._write_trace, "trace")
-            profiles = await self._group.all_gather_object("run/profile", self._worker.summary.profile.to_json())
-            self._profiles = [ProfileSummary.from_json(values) for values in profiles]
+            if isinstance(self._worker, ParameterServerWorker):
+                self._profiles = self._worker.profiles
+                with contextlib.suppress(PeerLost):  # the run may have gone on without some worker
+                    await self._group.barrier("run/traces")
+            else:
+                profiles = await self._group.all_gather_object("run/profile", self._worker.summary.profile.to_json())
+                self._profiles = [ProfileSummary.from_json(values) for values in profiles]
             if self._is_first:  # all have written theirs
                 await off_the_loop(self._merge_traces, "trace")
             self._end = "done"
@@ -199,7 +222,8 @@ async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, direc
     hello = {
         "machine": _machine(), "cpus": usable_cpus(), "facts": task.facts(),
         "directory": None if directory is None else directory.invitation(),
-        "is_finished": directory is not None and directory.is_finished(file.parallel),
+        "is_finished": directory is not None
+        and directory.is_finished(file.parallel, "server-0" if file.parameter_server.servers else "rank-0"),
     }  # fmt: skip
     hellos = await group.all_gather_object("run/hello", hello, timeout_s=file.parallel.timeouts.join_s)
     check_equal_facts([hello["facts"] for hello in hellos])

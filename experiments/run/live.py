@@ -18,7 +18,7 @@ from gradbus.experiments.run.console import LogFile, Screen
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
-    from gradbus.actors import Controller, Worker
+    from gradbus.actors import Controller
     from gradbus.actors.data_parallel.report import EpochReport
     from gradbus.actors.federated.report import Progress, RoundReport
 
@@ -194,10 +194,18 @@ def epoch_line(report: EpochReport, epochs: int, *, of_all: bool = True) -> str:
     return f"epoch {report.epoch + 1}/{epochs}: {', '.join(parts)}{'' if of_all else skipped}"
 
 
+class Stepping(Protocol):
+    """A worker, of either kind."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+
+
 class EpochTable(LiveTable["EpochReport"]):
     """The epochs, and the step that rank 0 has come to."""
 
-    def __init__(self, console: Console, log: LogFile, title: str, worker: Worker, epochs: int) -> None:
+    def __init__(self, console: Console, log: LogFile, title: str, worker: Stepping, epochs: int) -> None:
         self._worker = worker
         self._epochs = epochs
         self._reports: list[EpochReport] = []

@@ -27,14 +27,26 @@ def find_place(
     (torchrun's) or WORLD. Raises ConfigError: one of them is missing, is no number, or out of range.
     """
     variables = os.environ if environment is None else environment
-    found_world = _first("world", world, file_world, ("GRADBUS_WORLD", "WORLD_SIZE", "WORLD"), variables)
+    found_world = _world(world, file_world, variables)
     found_rank = _first("rank", rank, file_rank, ("GRADBUS_RANK", "RANK"), variables)
-    if not 1 <= found_world.value <= MAX_WORLD:
-        raise ConfigError(f"world must be 1 to {MAX_WORLD}, got {found_world}. {_HOW}")
     if not 0 <= found_rank.value < found_world.value:
         expected = f"0 to {found_world.value - 1}, for world is {found_world}" if found_world.value > 1 else "0"
         raise ConfigError(f"rank must be {expected}; got {found_rank}. {_HOW}")
     return RankPlace(found_rank.value, found_world.value)
+
+
+def find_world(
+    *, world: int | None = None, file_world: int | None = None, environment: Mapping[str, str] | None = None
+) -> int:
+    """The number of ranks alone, from the same places. Raises ConfigError."""
+    return _world(world, file_world, os.environ if environment is None else environment).value
+
+
+def _world(world: int | None, file_world: int | None, variables: Mapping[str, str]) -> _Found:
+    found = _first("world", world, file_world, ("GRADBUS_WORLD", "WORLD_SIZE", "WORLD"), variables)
+    if not 1 <= found.value <= MAX_WORLD:
+        raise ConfigError(f"world must be 1 to {MAX_WORLD}, got {found}. {_HOW}")
+    return found
 
 
 class _Found(NamedTuple):

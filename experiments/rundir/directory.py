@@ -186,8 +186,9 @@ class WorkerDirectory(RunDirectory):
                 entries.append(entry)
         return entries
 
-    def is_finished(self, rules: DataParallelConfig) -> bool:
-        """Whether all that these rules ask for is done and written down. Nothing is written."""
+    def is_finished(self, rules: DataParallelConfig, folder: str = "rank-0") -> bool:
+        """Whether all that these rules ask for is done and written down. Nothing is written. ``folder``: of the
+        checkpoints."""
         if not rules.checkpoint.resume:
             return False
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # others report what is wrong there
@@ -196,7 +197,7 @@ class WorkerDirectory(RunDirectory):
             enough = int(summary["epochs"]) >= rules.epochs or (
                 rules.max_steps is not None and steps >= rules.max_steps
             )
-            saved = (rules.checkpoint.dir or self.state) / "rank-0" / f"round-{steps:06d}.json"
+            saved = (rules.checkpoint.dir or self.state) / folder / f"round-{steps:06d}.json"
             written = (self.path / self.reports_file).exists()
             return enough and summary["outcome"] == "done" and saved.exists() and written
         return False

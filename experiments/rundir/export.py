@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.state import SavedRank, restore_model
 from gradbus.actors.federated.state import SavedRun, restore_weights
+from gradbus.actors.parameter_server.state import newest_version
+from gradbus.actors.parameter_server.state import restore_model as restore_from_servers
 from gradbus.experiments.amounts import size
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.run.configured_task import ConfiguredShardTask, ConfiguredTask
@@ -88,10 +90,21 @@ def _load(run: Path, number: int | None) -> tuple[Kind, nn.Module, Checkpoint]:
         restore_weights(model, checkpoint, store.load_constant)
     else:
         parallel = load_settings(WorkerFile, config, environment={})
+        if parallel.parameter_server.servers:
+            saved = newest_version(_state_of(run, parallel.parallel.checkpoint.dir), number)
+            model = ConfiguredShardTask(_on_cpu(parallel.task)).build_model()
+            restore_from_servers(model, saved)
+            return kind, model, saved[0]
         _, checkpoint = _newest(run, parallel.parallel.checkpoint.dir, "rank-0", number, SavedRank.of)
         model = ConfiguredShardTask(_on_cpu(parallel.task)).build_model()
         restore_model(model, checkpoint)
     return kind, model, checkpoint
+
+
+def _state_of(run: Path, state_dir: Path | None) -> Path:
+    """Where the servers of a run have their checkpoints: ``state`` there, else the directory in the settings."""
+    own = run / "state"
+    return own if state_dir is None or any(own.glob("server-*/round-*.json")) else state_dir
 
 
 def _on_cpu(task: TaskSettings) -> TaskSettings:

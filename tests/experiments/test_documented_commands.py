@@ -44,6 +44,11 @@ ELSEWHERE = {
     "tests/experiments/run/test_worker_command.py": (
         "make run-ddp", ".venv/bin/torchrun --standalone *", "gradbus worker my.json *",
     ),
+    "tests/experiments/run/test_parameter_server.py": (
+        "gradbus run experiments/configs/parameter-server.conf.json", "gradbus parameter-server *",
+        "gradbus worker experiments/configs/parameter-server.conf.json *", "export TF_CONFIG=*",
+        "gradbus worker my.json",
+    ),
     "tests/experiments/run/test_status.py": ("gradbus status *",),
     "tests/experiments/simulate/test_steps.py": ("gradbus simulate *", "make simulate *"),
     "tests/experiments/test_history.py": ("gradbus check *",),

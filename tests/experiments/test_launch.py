@@ -273,7 +273,7 @@ def test_the_second_signal_kills(begin) -> None:
     process.send_signal(signal.SIGINT)
     code, _, err = ended(process)
     assert code == 130
-    assert err == "gradbus run: killing ranks 0, 1\ngradbus run: stopped by Ctrl-C\n"
+    assert err == "gradbus run: killing rank 0, rank 1\ngradbus run: stopped by Ctrl-C\n"
     assert all(rank.ends() for rank in ranks)
 
 

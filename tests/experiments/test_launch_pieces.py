@@ -116,8 +116,8 @@ def test_the_exit_code_of_a_killed_rank_is_that_of_a_shell() -> None:
 
 
 def test_prefixes_without_colours_are_plain() -> None:
-    assert prefix(12, colour=False) == b"[rank 12] "
-    assert prefix(12, colour=True).endswith(b"m[rank 12]\x1b[0m ")
+    assert prefix(12, "rank 12", colour=False) == b"[rank 12] "
+    assert prefix(12, "rank 12", colour=True).endswith(b"m[rank 12]\x1b[0m ")
 
 
 def test_a_sink_writes_all_before_it_closes() -> None:

@@ -1,0 +1,56 @@
+"""A parameter server, from a configuration file to the end; and the group that workers and servers form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from gradbus.actors.parameter_server.agreement import NETWORK
+from gradbus.actors.parameter_server.server import ParameterServer, ServerSummary
+from gradbus.experiments.buses import open_bus
+from gradbus.experiments.files import WorkerFile
+from gradbus.experiments.run.configured_task import ConfiguredShardTask
+from gradbus.experiments.rundir.directory import WorkerDirectory
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.collectives import Group, join_group
+from gradbus.runtime.logs import get_logger
+
+PLACE = "run/place"  # worker 0 tells the servers which directory it is, and whether anything is left to do
+
+log = get_logger("cli")
+
+
+def join_network(bus: Bus, file: WorkerFile, rank: int, workers: int) -> AbstractAsyncContextManager[Group]:
+    """The group of all workers and servers. ``rank``: of a server, the number of workers more than its index."""
+    timeouts = file.parallel.timeouts
+    return join_group(
+        bus, rank=rank, world=workers + file.parameter_server.servers, name=NETWORK, timeout_s=timeouts.join_s,
+        collective_timeout_s=timeouts.collective_s, stall_warning_s=0.0,
+    )  # fmt: skip
+
+
+async def run_server(
+    file: WorkerFile, index: int, workers: int, say: Callable[[str], None] = lambda text: None
+) -> ServerSummary | None:
+    """Serve until the workers have come to the end. None: all of the run was done already.
+
+    Raises:
+        As :func:`gradbus.join_group` and :meth:`ParameterServer.run`.
+    """
+    rank, servers = workers + index, file.parameter_server.servers
+    task = ConfiguredShardTask(file.task.model_copy(update={"device": "cpu"}))
+    async with open_bus(file.bus, rank=rank) as bus:
+        say(
+            f"parameter server {index} of {servers}, waiting for {workers} workers: job {file.bus.job}, on "
+            f"{file.bus.interface}"
+        )
+        async with join_network(bus, file, rank, workers) as network:
+            place = await network.broadcast_object(PLACE, root=0)
+            if place["is_finished"]:
+                return None
+            directory = WorkerDirectory.meet(place["directory"], file.run_dir, rank)
+            config = file.parallel
+            if config.checkpoint.dir is None:
+                config = config.replaced("checkpoint.dir", directory.state)
+            server = ParameterServer(network, task, config, file.parameter_server)
+            return await server.run()
