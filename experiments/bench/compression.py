@@ -53,13 +53,15 @@ _IN_LOCKSTEP: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetting:
-    """What all algorithms have in common. ``batch_size``: of one rank. ``schedule``: of the learning rate."""
+    """What all algorithms have in common. ``batch_size``: of one rank. ``schedule``: of the learning rate, which
+    rises from 0 over the first ``warmup_steps``."""
 
     model: str
     world: int
     batch_size: int
     steps: int
     schedule: str = "fixed"
+    warmup_steps: int = 0
 
     @property
     def name(self) -> str:
@@ -97,8 +99,8 @@ PLANS = {
         timed=["dense fp32", _TIMED_AGAINST, "hybrid", "bytegrad", "topk 1 %", "signsgd"],
     ),
     "full": CompressionPlan(
-        settings=[TrainingSetting("MLP", 4, 128, 351), TrainingSetting("CNN", 4, 16, 351),
-                  TrainingSetting("CNN", 2, 16, 351), TrainingSetting("MLP", 2, 128, 351)],
+        settings=[TrainingSetting("MLP", 4, 128, 351), TrainingSetting("CNN", 4, 16, 351, "cosine"),
+                  TrainingSetting("CNN", 2, 16, 351, "cosine"), TrainingSetting("MLP", 2, 128, 351)],
         seeds=3, sending=[TrainingSetting("CNN", world, 8, 8) for world in (2, 4, 8)],
         timing=[TrainingSetting("CNN", 2, 64, 24), TrainingSetting("CNN", 4, 64, 24)], launches=3,
     ),
@@ -192,7 +194,8 @@ def _reported(title: str, train: Callable[[], dict[str, Any]]) -> dict[str, Any]
 def _train(recipe: Recipe, setting: TrainingSetting, task: models.ClassificationTask, seed: int) -> dict[str, Any]:
     """All ranks in this process."""
     try:
-        training = LockstepTraining(recipe, task, setting.world, seed, schedule=setting.schedule)
+        schedule = {"name": setting.schedule, "warmup_steps": setting.warmup_steps}
+        training = LockstepTraining(recipe, task, setting.world, seed, schedule=schedule)
         return training.run(setting.steps)._asdict()
     except NotFinite as error:
         return {"accuracy": _OF_CHANCE, "diverged": str(error)}

@@ -78,8 +78,9 @@ class LockstepTraining:
     """
 
     def __init__(
-        self, recipe: Recipe, task: models.ClassificationTask, world: int, seed: int = 0, *, schedule: str = "fixed"
-    ) -> None:
+        self, recipe: Recipe, task: models.ClassificationTask, world: int, seed: int = 0, *,
+        schedule: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """``seed``: of the order of the samples. ``schedule``: of the learning rate over a run. As the Worker's
         settings."""
         self.world = world
@@ -94,7 +95,7 @@ class LockstepTraining:
         self.models: list[nn.Module] = [task.build_model() for _ in range(1 if first.equal_replicas else world)]
         self._task, self._seed = task, seed
         self._parameters = [_trained(model) for model in self.models]
-        config = DataParallelConfig(**recipe.settings(), schedule={"name": schedule})
+        config = DataParallelConfig(**recipe.settings(), **({} if schedule is None else {"schedule": schedule}))
         made = [  # for each rank, as an algorithm may take its settings from that of the optimizer
             RunOptimizer(config, task, self.models[rank % len(self.models)], self._of(rank), algorithm)
             for rank, algorithm in enumerate(self.algorithms)

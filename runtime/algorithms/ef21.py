@@ -20,6 +20,7 @@ Differs from the papers: with fewer active ranks than the world, gradients count
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import flattened, mean_of, split_by_size, sum_sparse, take_largest
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, side_by_side
+from gradbus.runtime.errors import ConfigError
 
 
 class EF21(Algorithm):
@@ -51,6 +53,14 @@ class EF21(Algorithm):
         """Number of entries below which a tensor is sent dense."""
 
     options: Any
+
+    def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        super().check(parameters, optimizer)
+        if self.options.eta < 1 and any(group.get("momentum") for group in optimizer.param_groups):
+            raise ConfigError(
+                f"ef21 with eta < 1 has a momentum of its own: it needs an optimizer without one, got "
+                f"{type(optimizer).__name__} with momentum"
+            )
 
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         large, small = split_by_size(bucket.tensors, self.options.min_numel)

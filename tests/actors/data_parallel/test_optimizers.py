@@ -261,6 +261,17 @@ def test_an_algorithm_that_refuses_momentum_does_so_after_the_schedule() -> None
     assert "no momentum, please. The schedule gives it momentum: set cycle_momentum=false" in str(outcome.error)
 
 
+def test_the_average_of_ef21_sgdm_takes_no_second_momentum_from_the_optimizer_or_a_schedule() -> None:
+    sgdm = {"name": "ef21", "eta": 0.1}
+    (outcome,) = train(Regression(), world=1, algorithm=sgdm, optimizer__momentum=0.9)
+    assert isinstance(outcome.error, ConfigError)
+    assert "ef21 with eta < 1 has a momentum of its own" in str(outcome.error)
+    (outcome,) = train(Regression(), world=1, algorithm=sgdm, optimizer__momentum=0.0, schedule="one-cycle")
+    assert isinstance(outcome.error, ConfigError)
+    assert "The schedule gives it momentum: set cycle_momentum=false" in str(outcome.error)
+    succeeded(train(Regression(), world=1, epochs=1, algorithm=sgdm, optimizer__momentum=0.0))
+
+
 class WithoutMomentum(Dense):
     choice = "without-momentum"
 

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from gradbus.experiments.simulate.lockstep import Lockstep
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.parts import entries_of
 from gradbus.runtime.algorithms.powersgd import PowerSGD
 from gradbus.runtime.algorithms.randomk import RandomK
 from gradbus.runtime.errors import ConfigError
@@ -288,12 +289,35 @@ def test_randomk_takes_equal_entries_on_all_ranks_and_loses_nothing() -> None:
     sent = [set(algorithm.chosen("matrix", 40 * 33, step).tolist()) for step in range(30)]
     assert all(len(one) == 132 for one in sent)
     assert sent[0] != sent[1]
+    assert set().union(*(set(algorithm.chosen("matrix", 40 * 33, step).tolist()) for step in range(300))) == set(
+        range(40 * 33)
+    )
     for step, entries in enumerate(sent):
         assert set(found[step]["matrix"].reshape(-1).nonzero().reshape(-1).tolist()) <= entries
     total = sum(one["matrix"].double() for one in found)
     left = sum(a.memory.find("residual", "matrix").double() for a in ranks.algorithms) / 3  # type: ignore[union-attr]
     dense = sum(rank["matrix"].double() for step in run for rank in step) / 3
     assert torch.allclose(total.reshape(-1) + left, dense.reshape(-1), atol=1e-3)
+
+
+@pytest.mark.parametrize(("numel", "density"), [(1, 0.1), (7, 0.5), (7, 1.0), (1000, 0.3), (1 << 40, 1e-9)])
+def test_randomk_draws_as_many_numbers_as_it_sends(numel: int, density: float) -> None:
+    """A permutation of 2^40 entries would not fit into any memory."""
+    algorithm = make_algorithm("randomk", Place(0, 1), {"density": density})
+    assert isinstance(algorithm, RandomK)
+    found = algorithm.chosen("matrix", numel, 3)
+    assert len(found) == entries_of(density, numel)
+    assert bool((found.diff() > 0).all())
+    assert 0 <= int(found[0]) <= int(found[-1]) < numel
+
+
+def test_randomk_sends_every_entry_equally_often() -> None:
+    algorithm = make_algorithm("randomk", Place(0, 1), {"density": 0.3})
+    assert isinstance(algorithm, RandomK)
+    counts = torch.zeros(11)
+    for step in range(3000):
+        counts[algorithm.chosen("matrix", 11, step)] += 1
+    assert torch.allclose(counts / 3000, torch.full((11,), 4 / 11), atol=0.04)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
