@@ -47,7 +47,7 @@ from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import CheckpointError, TrainingDiverged
+from gradbus.runtime.errors import CheckpointError, ConfigError, TrainingDiverged
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.profiling.profile import Profile
@@ -131,7 +131,16 @@ class Worker:
 
         They are copies on the CPU, made off the event loop, and never in the midst of a step.
         """
-        return await self._compute.run_or_follow(lambda: copy_state(self.model))
+        return await self._compute.run_or_follow(self._copy_state)
+
+    def _copy_state(self) -> dict[str, Any]:
+        if self._set_aside is None:
+            return copy_state(self.model)
+        mean = self._replicas.exchange_with(self._set_aside)
+        try:
+            return copy_state(self.model)
+        finally:
+            self._replicas.exchange_with(mean)
 
     @property
     def algorithm(self) -> str:
@@ -262,7 +271,7 @@ class Worker:
                 has_completed=any(hello["has_completed"] for hello in hellos), timeout_s=config.timeouts.collective_s,
             )  # fmt: skip
         if checkpoint is not None:
-            await self._compute.run(self._restore, checkpoint)
+            await self._restore(checkpoint)
         if checkpoint is None or self._are_equal:
             await self._replicas.broadcast_model()
         shared = await self._replicas.broadcast_named("worker/shared", self._training.shared_state())
@@ -299,7 +308,24 @@ class Worker:
         """Whether all ranks have one model."""
         return self._training.algorithm.equal_replicas
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    async def _restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from this rank's part. What does not fit on one rank, which alone may have it, is an error on all."""
+        fault: CheckpointError | ConfigError | None = None
+        try:
+            await self._compute.run(self._take_over, checkpoint)
+        except (CheckpointError, ConfigError) as error:
+            fault = error
+        own = None if fault is None else [isinstance(fault, ConfigError), str(fault)]
+        found = await self._group.all_gather_object(
+            "worker/restored", own, timeout_s=self._config.timeouts.collective_s
+        )
+        if fault is not None:
+            raise fault
+        for rank, other in enumerate(found):
+            if other is not None:
+                raise (ConfigError if other[0] else CheckpointError)(f"rank {rank}: {other[1]}")
+
+    def _take_over(self, checkpoint: Checkpoint) -> None:
         self._training.restore(checkpoint)
         self._position = position_of(checkpoint)
         saved = SavedRank.of(checkpoint)
@@ -519,12 +545,12 @@ class Worker:
         await self._compute.run(self._training.note_sums, position)
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
-            mean, before = None, {}
+            mean = None
             await self._check_model(model_tensors(self.model))
         else:
             mean = await self._replicas.mean(position.step)
             await self._check_model(mean.tensors)
-            before = await self._compute.run(self._replicas.exchange_with, mean.tensors)
+            await self._compute.run(self._show, mean.tensors)
         every, is_last = config.eval_every_epochs, self._ends_early or position.epoch + 1 >= config.epochs
         counts = None
         if every and (is_last or (position.epoch + 1) % every == 0):
@@ -543,7 +569,7 @@ class Worker:
         correct = None if None in of_ranks[5] else sum(of_ranks[5])
         self._params_hash = await self._compare()
         if mean is not None:
-            await self._compute.run(self._replicas.exchange_with, before)
+            await self._compute.run(self._show, None)
         self._check_progress(finished, of_ranks[7], of_ranks[8])
         steps = max(1, clock.steps)
         report = EpochReport(
@@ -566,6 +592,14 @@ class Worker:
             **{name: value for name, value in report.to_json().items() if name not in ("params_hash", *unequal_only)},
         )
         return report
+
+    def _show(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Put these tensors into the model, and this rank's own aside; None: those back. On the compute thread."""
+        if tensors is not None:
+            self._set_aside = self._replicas.exchange_with(tensors)
+        elif self._set_aside is not None:
+            self._replicas.exchange_with(self._set_aside)
+            self._set_aside = None
 
     async def _end_as_mean(self) -> None:
         """From now on the model is the mean of all ranks'."""

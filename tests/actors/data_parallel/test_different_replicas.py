@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ from ddp_scene import make_task, succeeded, train
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
+from gradbus import Worker
 from gradbus.models import ClassificationTask
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.collectives import Group
 from gradbus.runtime.errors import TrainingDiverged
 
 SETTINGS: dict[str, Any] = {"algorithm": "decentralized", "epochs": 2, "hash_every": 1}
@@ -185,3 +190,39 @@ def test_local_steps_send_nothing() -> None:
     one_model = 4 * outcomes[0].parameters.numel()
     assert outcomes[0].reports[0].bytes_out_per_step * 7 == pytest.approx(one_model, rel=0.01)  # the first step only
     assert every[0].reports[0].bytes_out_per_step == pytest.approx(one_model, rel=0.01)
+
+
+class Asks(ClassificationTask):
+    """Asks the worker of rank 0 for its state while it evaluates."""
+
+    worker: Worker
+    loop: asyncio.AbstractEventLoop
+    asked: Future[dict[str, Any]] | None = None
+
+    def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> Any:
+        if rank == 0 and self.asked is None:
+            self.asked = asyncio.run_coroutine_threadsafe(self.worker.state_dict(), self.loop)
+            is_queued = threading.Event()
+            later = self.loop.call_soon  # the task of the question starts one turn of the loop after it was made
+            self.loop.call_soon_threadsafe(lambda: later(lambda: later(is_queued.set)))
+            assert is_queued.wait(20)
+        return super().evaluate_shard(model, rank=rank, world=world)
+
+
+def test_the_state_of_a_rank_is_its_own_also_while_the_mean_is_evaluated() -> None:
+    inner = make_task()
+    task = Asks(inner._make_model, inner.data, batch_size=16)
+
+    async def play(group: Group, worker: Worker) -> None:
+        if group.rank == 0:
+            task.worker, task.loop = worker, asyncio.get_running_loop()
+        async for report in worker.epochs():
+            if group.rank == 0 and report.epoch == 0:
+                assert task.asked is not None
+                found = await asyncio.wrap_future(task.asked)
+                own = await worker.state_dict()
+                assert all(torch.equal(found[name], own[name]) for name in own)
+                assert report.consensus_distance is not None
+                assert report.consensus_distance > 0
+
+    succeeded(train(task, play=play, **SETTINGS))

@@ -157,6 +157,14 @@ def test_a_task_that_makes_another_optimizer_does_not_go_on_with_its_checkpoint(
     succeeded(train(first, world=1, epochs=2, checkpoint__dir=tmp_path, **named))
 
 
+@pytest.mark.parametrize("algorithm", ["dense", "decentralized"])
+def test_all_ranks_say_that_a_checkpoint_is_of_another_optimizer(tmp_path: Path, algorithm: str) -> None:
+    succeeded(train(Adam(), Adam(), epochs=1, checkpoint__dir=tmp_path, algorithm=algorithm))
+    for outcome in train(Regression(), Regression(), epochs=2, checkpoint__dir=tmp_path, algorithm=algorithm):
+        assert isinstance(outcome.error, ConfigError)
+        assert "the state was saved with the optimizer" in str(outcome.error)
+
+
 class Counts(torch.optim.SGD):
     """Counts its steps in its groups, and lowers the learning rate by that."""
 
