@@ -117,6 +117,7 @@ class Worker:
         self._aggregator = contextlib.AsyncExitStack()
         self._seconds = self._started_s = 0.0
         self._is_resting = False  # the ranks stop between two steps, as others want to join or to leave
+        self._set_aside: Mapping[str, Tensor] | None = None  # this rank's model, while the mean is evaluated in it
         # Made by _open:
         self._replicas: Replicas
         self._stepper: Stepper
