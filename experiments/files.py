@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from gradbus.experiments.run.rank_environment import MAX_WORLD
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.config.settings import NonNegative, Positive, Settings, load_settings, read_settings
 from gradbus.runtime.errors import ConfigError
@@ -80,17 +80,37 @@ class TaskSettings(Settings):
     machine (`LOCAL_RANK`), unless it is named: `cuda:1`."""
 
 
+class UpstreamSettings(UpstreamConfig):
+    """The level above, for the Controller of a site, and how it takes part there; see docs/trees.md."""
+
+    bus: BusSettings = BusSettings()
+    """How to reach the Controller of the level above: a job of its own, with a key of its own."""
+
+
 class ControllerFile(Settings):
     """A configuration file of a controller."""
 
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
     federated: FederatedConfig = FederatedConfig()
+    upstream: UpstreamSettings = UpstreamSettings()
     run_dir: Path | None = None
     """Directory of reports, figures and checkpoints. A run that is started again with the same directory is continued.
     null: `runs/JOB-TIME`, a new one at each start."""
     tensorboard: Path | None = None
     """Directory of TensorBoard scalars of each round; it needs the package tensorboard. null: none."""
+
+    @model_validator(mode="after")
+    def _two_jobs(self) -> ControllerFile:
+        above = self.upstream
+        if above.site is not None and (above.bus.job, above.bus.domain) == (self.bus.job, self.bus.domain):
+            raise ValueError(
+                f"upstream.bus.job is that of bus, {self.bus.job!r}: each level has a job of its own. Set "
+                f"upstream.bus.job to that of the level above"
+            )
+        if above.site is None and not above.bus.job.startswith("default-"):
+            raise ValueError("upstream.bus names a level above, but upstream.site is missing: the number of this site")
+        return self
 
 
 class ClientFile(Settings):

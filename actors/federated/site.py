@@ -98,7 +98,7 @@ class SiteMember(Client):
             followed: as of the member before.
         """
         timeout_s = upstream.alone_after_s if followed and upstream.alone else upstream.timeout_s
-        super().__init__(bus, task, client_id=upstream.site, config=ClientConfig(controller_timeout_s=timeout_s))
+        super().__init__(bus, task, client_id=upstream.site or 0, config=ClientConfig(controller_timeout_s=timeout_s))
         self._upstream = upstream
         self._make_controller = make_controller
         self._on_report = on_report
@@ -370,6 +370,13 @@ async def _until_heard(bus: Bus) -> None:
 
 def _check(config: FederatedConfig, upstream: UpstreamConfig) -> None:
     """Raises ConfigError: these rules are not for a site."""
+    if upstream.site is None:
+        raise ConfigError("upstream.site is missing: each site of a level has a number of its own")
+    if given := sorted(config.model_fields_set & {"rounds", "seed", "training", "codec", "exchange"}):
+        raise ConfigError(
+            f"federated.{', federated.'.join(given)}: at a site, the level above decides this. Set it at the top "
+            f"level, and leave it out here"
+        )
     if config.strategy.name != "fedavg" or config.strategy.options:
         raise ConfigError(
             f"federated.strategy is {config.strategy.name}: a site adds up exact sums, and the strategy is that of the "

@@ -65,6 +65,9 @@ def controller_run(
     """``gradbus controller``."""
     file = load(ControllerFile, config, overrides=overrides, data_root=data_root)
     check(file.bus)
+    is_site = file.upstream.site is not None
+    if is_site:
+        check(file.upstream.bus)
     from gradbus.experiments.run.federated import end_again, run_controller
 
     screen.configure_logs()
@@ -72,7 +75,7 @@ def controller_run(
     federated = file.federated
     done = (
         finished(path, federated.checkpoint.dir or path / "state", federated.rounds)
-        if federated.checkpoint.resume
+        if federated.checkpoint.resume and not is_site  # of its rounds, another level decides how many there are
         else None
     )
     if done is not None:
@@ -96,6 +99,9 @@ def controller_run(
 
 def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence[RoundReport], *, title: str) -> None:
     sums = run.summary
+    if not reports:
+        screen.say(f"done: this site has counted in no round; run directory {run.path}")
+        return
     last = next((report for report in reversed(reports) if report.eval_loss is not None), reports[-1])
     draw_accuracy(run.path / "accuracy.png", reports, title=title)
     for one in sums["never_counted"]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport
+from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
 from gradbus.actors.federated.controller import check_choices
 from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
 from gradbus.experiments.buses import open_bus
@@ -23,21 +23,21 @@ from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")
 
-MakeDisplay = Callable[[Controller], Display[RoundReport]]
+MakeDisplay = Callable[[Controller | Site], Display[RoundReport]]
 
 
 async def run_controller(
     file: ControllerFile, run: ControllerDirectory, display: MakeDisplay = lambda controller: Display(), *,
     say: Callable[[str], None] = lambda text: None, scalars: Scalars | None = None,
 ) -> list[RoundReport]:  # fmt: skip
-    """All rounds that are left. Once the run has begun its directory is complete whatever the end; a start that fails
-    before leaves the files of an earlier one as they were.
+    """All rounds that are left, also at a site. Once the run has begun its directory is complete whatever the end; a
+    start that fails before leaves the files of an earlier one as they were.
 
     Args:
         display: of a controller that has not started. say: prints lines for the user.
 
     Raises:
-        As :meth:`gradbus.Controller.run`; NoData, ConfigError.
+        As :meth:`gradbus.Controller.run`, or of :class:`gradbus.actors.Site`; NoData, ConfigError.
     """
     started_s = time.perf_counter()
     config = file.federated
@@ -61,8 +61,14 @@ async def run_controller(
         if task.note:
             log.info("data", note=task.note)
             say(task.note)
-        async with open_bus(file.bus) as bus:
-            controller = Controller(bus, task, config, on_open=opened)
+        async with contextlib.AsyncExitStack() as buses:
+            bus = await buses.enter_async_context(open_bus(file.bus))
+            controller: Controller | Site
+            if file.upstream.site is None:
+                controller = Controller(bus, task, config, on_open=opened)
+            else:
+                above = await buses.enter_async_context(open_bus(file.upstream.bus))
+                controller = Site(above, bus, task, config, file.upstream, on_open=opened)
             progress = controller.progress
             with display(controller) as shown:
                 async with contextlib.aclosing(controller.rounds()) as rounds:

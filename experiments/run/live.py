@@ -18,7 +18,7 @@ from gradbus.experiments.run.console import LogFile, Screen
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
-    from gradbus.actors import Controller
+    from gradbus.actors import Controller, Site
     from gradbus.actors.data_parallel.report import EpochReport
     from gradbus.actors.federated.report import Progress, RoundReport
 
@@ -122,7 +122,7 @@ class RoundTable(LiveTable["RoundReport"]):
 
 def round_display(
     screen: Screen, log: LogFile, title: str, clients: int
-) -> Callable[[Controller], Display[RoundReport]]:
+) -> Callable[[Controller | Site], Display[RoundReport]]:
     """Makes the display of a controller: a table on a terminal, else lines."""
     console = screen.console
     if screen.table:

@@ -235,8 +235,9 @@ class FederatedConfig(Settings):
 class UpstreamConfig(Settings):
     """How the Controller of a site takes part in the run of the level above it; see docs/trees.md."""
 
-    site: Annotated[int, Field(ge=0, lt=0x7FFF_FFFF)] = 0
-    """Number of this site among those of the level above, each of which has its own."""
+    site: Annotated[int, Field(ge=0, lt=0x7FFF_FFFF)] | None = None
+    """Number of this site among those of the level above, each of which has its own. null: there is no level above, and
+    the other settings of this section are without effect."""
     deadline_share: Fraction = 0.8
     """Share of the deadline of the level above after which a round of this site ends, as `federated.round.timeout_s`,
     which may be shorter, but not longer. The rest is for the way of its sum."""

@@ -18,7 +18,7 @@ async def flat_run(clients: int, **more: object) -> list[gradbus.RoundReport]:
         theirs = await here.bus("flat")
         for client_id in range(clients):
             group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=client_id).run())
-        return await gradbus.Controller(bus, NoopTask(DIM), rules(clients, **more)).run()
+        return await gradbus.Controller(bus, NoopTask(DIM), rules(clients, rounds=3, **more)).run()
 
 
 async def tree_run(shape: list[list[int]], **more: object) -> tuple[list[gradbus.RoundReport], int]:
@@ -34,7 +34,7 @@ async def tree_run(shape: list[list[int]], **more: object) -> tuple[list[gradbus
                 for client_id in range(number, number + clients):
                     group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=client_id).run())
                 number += clients
-        controller = gradbus.Controller(centre, NoopTask(DIM), rules(len(shape), sites=True, **more))
+        controller = gradbus.Controller(centre, NoopTask(DIM), rules(len(shape), sites=True, rounds=3, **more))
         return await controller.run(), number
 
 

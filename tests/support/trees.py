@@ -64,7 +64,7 @@ async def tree(timeout_s: float = 60.0) -> AsyncIterator[Tree]:
 def rules(participants: int, *, sites: bool = False, **more: Any) -> gradbus.FederatedConfig:
     """Of a level that waits for all of its participants."""
     clients = {"num": participants, "min": participants, "kind": "sites" if sites else "clients", **PATIENT}
-    config: dict[str, Any] = {"rounds": 3, "eval_every": 0, **more}
+    config: dict[str, Any] = {"eval_every": 0, **more}
     config["clients"] = {**clients, **more.get("clients", {})}
     return gradbus.FederatedConfig(**config)
 
