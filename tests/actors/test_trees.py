@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
-from trees import DIM, UnequalTask, rules, site_of, tree
+from patience import eventually
+from structlog.testing import capture_logs
+from trees import DIM, UnequalTask, rules, site_of, state, tree
 
 import gradbus
+from gradbus.actors import Site
 from gradbus.models import NoopTask
+from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.config.federated import UpstreamConfig
+from gradbus.runtime.errors import ConfigError, JoinRefused
+from gradbus.runtime.wire.control import Welcome
 
 
-async def flat_run(clients: int, **more: object) -> list[gradbus.RoundReport]:
+async def flat_run(clients: int, more_rounds: int = 0, **more: Any) -> list[gradbus.RoundReport]:
     """The same clients with one Controller."""
     async with tree() as here, asyncio.TaskGroup() as group:
         bus = await here.bus("flat")
         theirs = await here.bus("flat")
         for client_id in range(clients):
             group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=client_id).run())
-        return await gradbus.Controller(bus, NoopTask(DIM), rules(clients, rounds=3, **more)).run()
+        return await gradbus.Controller(bus, NoopTask(DIM), rules(clients, rounds=3 + more_rounds, **more)).run()
 
 
-async def tree_run(shape: list[list[int]], **more: object) -> tuple[list[gradbus.RoundReport], int]:
+async def tree_run(shape: list[list[int]], **more: Any) -> tuple[list[gradbus.RoundReport], int]:
     """Regions, each with sites of so many clients. Returns the reports of the centre, and its bytes in."""
     async with tree() as here, asyncio.TaskGroup() as group:
         centre, above, number = await here.bus("centre"), await here.bus("centre"), 0
@@ -53,3 +65,193 @@ def test_a_tree_of_two_regions_with_two_sites_each_has_the_bits_of_a_flat_run(co
         assert above.clients == (0, 1)
         assert above.bytes_up <= 2 * 8 * DIM < 8 * 4 * DIM  # two sums, whatever the number of clients
     assert len({report.weights_crc32 for report in found}) == 3
+
+
+class Gate:
+    """Holds the training of one client in one round until it is opened; the thread tells that it is there."""
+
+    def __init__(self, client_id: int, round_id: int) -> None:
+        self._at = client_id, round_id
+        self.reached, self._open = asyncio.Event(), threading.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, client_id: int, round_id: int) -> None:
+        if (client_id, round_id) == self._at:
+            self._loop.call_soon_threadsafe(self.reached.set)
+            assert self._open.wait(20.0)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def crcs(reports: Sequence[gradbus.RoundReport]) -> list[int]:
+    return [report.weights_crc32 for report in reports]
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Stop it, and wait until it has let go of its bus."""
+    task.cancel()
+    await asyncio.wait({task})
+
+
+@pytest.mark.parametrize("who", ["site", "centre"])
+def test_a_site_or_the_centre_that_starts_again_in_a_round_changes_no_bit(who: str, tmp_path: Path) -> None:
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            gate = Gate(3, 2)
+            centre, above, second = [await here.bus("centre") for _ in range(3)]
+            local, theirs = [await here.bus("site-0") for _ in range(2)]
+            other, others = [await here.bus("site-1") for _ in range(2)]
+            for client_id in range(4):
+                bus = theirs if client_id < 2 else others
+                group.create_task(gradbus.Client(bus, UnequalTask(hold=gate), client_id=client_id).run())
+            group.create_task(site_of(second, other, 1, rules(2)).run())
+
+            def start_site() -> asyncio.Task[Any]:
+                config = rules(2, **state(tmp_path, "site"))
+                return group.create_task(site_of(above, local, 0, config, alone=False).run())
+
+            def start_centre() -> asyncio.Task[Any]:
+                config = rules(2, sites=True, rounds=3, **state(tmp_path, "centre"))
+                return group.create_task(gradbus.Controller(centre, NoopTask(DIM), config).run())
+
+            site, controller = start_site(), start_centre()
+            await gate.reached.wait()
+            if who == "site":  # its own clients may well have counted in its sum, which is gone with it
+                await ended(site)
+                start_site()
+            else:
+                await ended(controller)
+                controller = start_centre()
+            gate.open()
+            return list(await controller)
+
+    found = asyncio.run(main())
+    assert crcs(found) == crcs(asyncio.run(flat_run(4)))
+    assert [report.clients for report in found] == [(0, 1)] * 3
+
+
+@pytest.mark.parametrize("rejoin", ["drop", "contribute"])
+def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path: Path) -> None:
+    async def main() -> tuple[list[gradbus.RoundReport], list[Any]]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above = [await here.bus("centre") for _ in range(2)]
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            for client_id in range(2):
+                group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=client_id).run())
+            config = rules(2, **state(tmp_path, "site"))
+            site = site_of(above, local, 0, config, alone_after_s=1.0, rejoin=rejoin)
+            group.create_task(site.run())
+            top = rules(1, sites=True, rounds=4, **state(tmp_path, "centre"))
+            with capture_logs() as logs:
+
+                def alone() -> list[Any]:
+                    return [line for line in logs if line["event"] == "round alone"]
+
+                async with contextlib.aclosing(gradbus.Controller(centre, NoopTask(DIM), top).rounds()) as rounds:
+                    async for report in rounds:
+                        if report.round_id == 2:
+                            break
+                await eventually(lambda: len(alone()) >= 2)
+                assert site.progress.phase == "alone"
+                reports = await gradbus.Controller(centre, NoopTask(DIM), top).run()
+            (back,) = [line for line in logs if line["event"] == "level above is back"]
+            assert back["rounds_alone"] == len(alone())
+            assert CheckpointStore.to_read(Path(back["kept"])).rounds()[-1] == len(alone())
+            return reports, [report.marks for report in site.progress.reports]
+
+    found, marks = asyncio.run(main())
+    flat = asyncio.run(flat_run(2, more_rounds=1))
+    assert crcs(found)[:2] == crcs(flat)[:2]
+    if rejoin == "drop":
+        assert crcs(found) == crcs(flat)
+        assert not any(marks)
+    else:
+        assert crcs(found)[2] != crcs(flat)[2]
+        assert [report.num_samples - 8 for report in found] == [0, 0, 8, 0]
+        assert [bool(mark) for mark in marks] == [False, False, True, False]
+
+
+def test_a_site_that_is_late_is_left_out_and_back_in_the_next_round() -> None:
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            gate = Gate(1, 2)
+            centre, first, second = [await here.bus("centre") for _ in range(3)]
+            for number, above in enumerate((first, second)):
+                local, theirs = [await here.bus(f"site-{number}") for _ in range(2)]
+                group.create_task(site_of(above, local, number, rules(1)).run())
+                group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=number).run())
+            config = rules(2, sites=True, rounds=4, clients={"min": 1}, round={"quorum": 0.5, "grace_s": 0.2})
+            reports = []
+            async with contextlib.aclosing(gradbus.Controller(centre, NoopTask(DIM), config).rounds()) as rounds:
+                async for report in rounds:
+                    reports.append(report)
+                    if report.round_id == 2:
+                        gate.open()
+            return reports
+
+    found = asyncio.run(main())
+    assert [report.clients for report in found[:2]] == [(0, 1), (0,)]
+    assert found[3].clients == (0, 1)
+
+
+def test_who_takes_part_is_told_apart_and_refused_by_the_other_kind() -> None:
+    async def main(sites: bool) -> str:
+        async with tree() as here:
+            bus, theirs, local = await here.bus("one"), await here.bus("one"), await here.bus("two")
+            running = asyncio.create_task(gradbus.Controller(bus, NoopTask(DIM), rules(1, sites=sites)).run())
+            client = gradbus.Client(theirs, UnequalTask(), client_id=0)
+            other = client if sites else site_of(theirs, local, 0, rules(1))
+            try:
+                with pytest.raises(JoinRefused) as refused:
+                    await other.run()
+            finally:
+                await ended(running)
+            return str(refused.value)
+
+    assert "let it join the Controller of its site" in asyncio.run(main(sites=True))
+    assert "set its clients.kind to sites" in asyncio.run(main(sites=False))
+
+
+@pytest.mark.parametrize(
+    ("config", "above", "text"),
+    [
+        ({"strategy": "median"}, {}, "strategy is median: a site adds up exact sums"),
+        ({"downlink_codec": "q8"}, {}, "a site passes models on unchanged"),
+        ({"rounds": 3, "training": {"lr": 0.5}}, {}, "federated.rounds, federated.training: at a site"),
+        ({"history": {"payloads": True}}, {}, "cannot be computed again"),
+        ({}, {"alone": True}, "needs federated.checkpoint.dir"),
+        ({}, {"site": None}, "upstream.site is missing"),
+    ],
+)
+def test_rules_that_are_not_for_a_site_are_refused_at_its_start(config: Any, above: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Site(None, None, NoopTask(5), gradbus.FederatedConfig(**config),  # type: ignore[arg-type]
+             UpstreamConfig(**{"site": 0, "alone": False, **above}))  # fmt: skip
+
+
+def test_what_needs_single_updates_is_refused_above_sites() -> None:
+    for limits in ({"clip_norm": 1.0}, {"cap_samples": 5}):
+        with pytest.raises(ConfigError, match="set it at the sites"):
+            rules(2, sites=True, limits=limits)
+
+    async def main() -> None:
+        async with tree() as here:
+            config = rules(5, sites=True, strategy="median")
+            await gradbus.Controller(await here.bus("centre"), NoopTask(DIM), config).run()
+
+    with pytest.raises(ConfigError, match="median needs the updates of single clients"):
+        asyncio.run(main())
+
+
+def test_the_deadline_of_a_site_follows_from_that_above_it() -> None:
+    welcome = Welcome(0, 1, 2, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=100.0)
+
+    def deadline_of(**own: Any) -> float:
+        site = Site(None, None, NoopTask(5), rules(1, **own), UpstreamConfig(site=0, alone=False))  # type: ignore[arg-type]
+        return site._config_for(welcome).round.timeout_s
+
+    assert deadline_of() == 80.0
+    assert deadline_of(round={"timeout_s": 60}) == 60.0
+    with pytest.raises(ConfigError, match=r"timeout_s is 90 s, .* ends after 100 s.* set at most 80 s"):
+        deadline_of(round={"timeout_s": 90})
