@@ -168,7 +168,7 @@ class SiteMember(Client):
     async def _wait(self, timeout_s: float) -> None:
         if self.controller is not None and self.controller.started.is_set():
             await self._take_newest(self.controller)  # before its command: the site's clients get it earlier
-        await super()._wait(timeout_s)
+        await super()._wait(min(timeout_s, self._session.controller_timeout_s / 4))  # to notice in time that it is lost
 
     async def _train_and_send(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
@@ -339,14 +339,15 @@ class Site:
             await _until_heard(self._above)
             rounds.cancel()
             await asyncio.wait({rounds})
-        reports = controller.progress.reports
-        samples = reports[-1].num_samples if reports else 0
+        newest = await asyncio.to_thread(CheckpointStore.to_read(kept).load_newest, SavedRun.of)
+        history = [] if newest is None else SavedRun.of(newest).history
+        samples = history[-1].num_samples if history else 0
         log.warning(
-            "level above is back", rounds_alone=len(reports), samples=samples, kept=str(kept),
-            rejoin=self._upstream.rejoin,
+            "level above is back", rounds_alone=0 if newest is None else newest.round_id, samples=samples,
+            kept=str(kept), rejoin=self._upstream.rejoin,
         )  # fmt: skip
-        if reports and self._upstream.rejoin == "contribute":
-            self._contribution = controller.weights - base, samples
+        if newest is not None and samples and self._upstream.rejoin == "contribute":
+            self._contribution = newest.tensors["weights"] - base, samples
 
     async def _alone(self, controller: Controller) -> None:
         self.progress.phase = "alone"

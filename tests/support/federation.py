@@ -143,11 +143,12 @@ class Federation(AbstractContextManager["Federation"]):
         """A controller; the settings are those of FederatedConfig, and ``fail_at``, ``faults``, ``network``,
         ``security``, ``refuse_memory``: it cannot open that of others; ``max_file_bytes``: no file grows beyond
         ``bytes`` after ``round``; ``jump``: the clock jumps by ``seconds`` after ``round``; ``duplicate_after_s``: so
-        long is waited whether a client's id is in use already."""
+        long is waited whether a client's id is in use already; ``upstream``: it is a site, with the settings of
+        UpstreamConfig and ``job``, ``domain``, ``network`` of the level above; ``job``, ``domain``: of its own."""
         fail_at = federated.pop("fail_at", None)
         own = (
             "network", "faults", "clock_offset_s", "refuse_memory", "max_file_bytes", "jump", "security",
-            "duplicate_after_s",
+            "duplicate_after_s", "upstream", "job", "domain",
         )  # fmt: skip
         elsewhere = {name: federated.pop(name) for name in own if name in federated}
         rules = {

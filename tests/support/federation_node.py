@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ if __name__ == "__main__":  # this folder is for the import of helpers only
 import torch
 
 import gradbus
-from gradbus.actors import Client, Controller
+from gradbus.actors import Client, Controller, Site
 from gradbus.actors.federated import controller as controller_module
 from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import liveness
@@ -40,6 +41,7 @@ from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.actors.federated.rounds import Round
 from gradbus.models import NoopTask
 from gradbus.runtime import logs
+from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import join_transport
@@ -61,12 +63,24 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
         _jump(spec["clock_offset_s"])
     network = gradbus.NetworkConfig(**spec["network"])
     place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
-    async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
-        controller = Controller(bus, NoopTask(spec["dim"]), config, fail_at=spec["fail_at"] or "")
+    async with AsyncExitStack() as buses:
+        bus = await buses.enter_async_context(gradbus.connect(**place, faults=spec.get("faults", "")))
+        task, controller = NoopTask(spec["dim"]), None
+        if (upstream := spec.get("upstream")) is not None:
+            level = {**place, "domain": upstream.pop("domain", spec["domain"]), "job": upstream.pop("job")}
+            level["network"] = gradbus.NetworkConfig(**upstream.pop("network", spec["network"]))
+            above = await buses.enter_async_context(gradbus.connect(**level))
+            rounds = Site(above, bus, task, config, UpstreamConfig(**upstream)).rounds()
+        else:
+            controller = Controller(bus, task, config, fail_at=spec["fail_at"] or "")
+            rounds = controller.rounds()
         say({"event": "started"})
-        async for report in controller.rounds():
+        async for report in rounds:
             _after_round(spec, report.round_id)
-            say({"event": "round", "run_id": controller.run_id, **report.to_json()})
+            say({"event": "round", "run_id": controller.run_id if controller else 0, **report.to_json()})
+        if controller is None:
+            say({"event": "done"})
+            return
         reports = [report.to_json() for report in controller.progress.reports]
         say(
             {
