@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def site(federation: Federation, number: int, path: Path, clients: int = 1, **mo
     })  # fmt: skip
 
 
+@functools.lru_cache
 def flat_weights(clients: int, rounds: int) -> list[int]:
     with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
         controller = federation.controller(rounds=rounds, clients__num=clients, clients__min=clients)
