@@ -216,6 +216,9 @@ bench-compression: $(STAMP)  ## accuracy, bytes and time of every algorithm of d
 bench-attacks: $(STAMP)  ## hostile clients: the accuracy that each defence saves
 	@$(PY) -m gradbus.experiments.bench attacks $(ARGS)
 
+bench-aggregation: $(STAMP)  ## sums through aggregators against direct ones, by topology and loss
+	@$(PY) -m gradbus.experiments.bench aggregation $(ARGS)
+
 bench-codecs: $(STAMP)  ## speed, size and error of every codec
 	@$(PY) -m gradbus.experiments.bench codecs $(ARGS)
 

@@ -22,7 +22,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.collectives.aggregators import GROUP
 from gradbus.runtime.collectives.membership import DONE
-from gradbus.runtime.collectives.packet_streams import PacketStreams
+from gradbus.runtime.collectives.packet_streams import PacketStreams, payload_limit
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.in_network.aggregator import Aggregator
 from gradbus.runtime.in_network.options import InNetworkPlan
@@ -95,8 +95,9 @@ class AggregatorActor:
         """
         try:
             joining = join_group(
-                bus, rank=world + node, world=world + nodes, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0
-            )
+                bus, rank=world + node, world=world + nodes, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0,
+                max_payload_bytes=payload_limit(self._config.block_elems),
+            )  # fmt: skip
             async with joining as network:
                 await self._serve(bus.job, network, world, node)
         except ConfigError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from gradbus.experiments.bench import (
+    aggregation,
     attacks,
     bus,
     codecs,
@@ -77,6 +78,7 @@ BENCHMARKS = {
     "federated": federated.BENCHMARK,
     "ddp": data_parallel.BENCHMARK,
     "collectives": collectives.BENCHMARK,
+    "aggregation": aggregation.BENCHMARK,
     "attacks": attacks.BENCHMARK,
     "codecs": codecs.BENCHMARK,
     "ladder": ladder.BENCHMARK,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from gradbus.runtime.collectives.group import Group, join_group
-from gradbus.runtime.collectives.packet_streams import PacketStreams
+from gradbus.runtime.collectives.packet_streams import PacketStreams, payload_limit
 from gradbus.runtime.errors import BarrierTimeout, CollectiveError, ConfigError
 from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, PacketKind, RetransmissionTimes
@@ -209,7 +209,8 @@ async def _form(stack: AsyncExitStack, workers: Group, options: InNetworkOptions
     world, nodes = workers.world, options.topology.num_nodes
     joining = join_group(
         workers.bus, rank=workers.rank, world=world + nodes, name=GROUP, timeout_s=timeout_s,
-        collective_timeout_s=workers.timeout_s, stall_warning_s=0.0,
+        collective_timeout_s=workers.timeout_s, max_payload_bytes=payload_limit(options.block_elems),
+        stall_warning_s=0.0,
     )  # fmt: skip
     try:
         return await stack.enter_async_context(joining)

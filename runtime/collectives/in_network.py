@@ -171,14 +171,16 @@ class InNetworkSum:
 
     async def _sum(self, session: AggregatorSession, blocks: Tensor, call: dict[str, Any]) -> tuple[Tensor, bool]:
         total, first = torch.empty_like(blocks), session.protocol.end
-        known = await session.add(blocks, total)
+        async with asyncio.TaskGroup() as meanwhile:
+            own = meanwhile.create_task(self._checksum(blocks))
+            known = await session.add(blocks, total)
         lost = session.failure
         if lost is not None:
             await self._leave()  # so that no worker waits for this one there, and no late packet changes a sum
         report = {
             "call": {**call, "first": first}, "known": known, "overflowed": bool(session.protocol.overflowed),
             "lost": None if lost is None else str(lost)[:300],
-            "own": await self._checksum(blocks),
+            "own": own.result(),
             "total": await self._checksum(total) if known == len(blocks) else -1,
         }  # fmt: skip
         reports: list[dict[str, Any]] = await self._workers.all_gather_object("in_network/commit", report)

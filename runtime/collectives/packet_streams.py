@@ -18,16 +18,27 @@ import torch
 from gradbus.runtime.collectives.group import Group
 from gradbus.runtime.collectives.handle import CollectiveHandle
 from gradbus.runtime.errors import BusClosed, CollectiveError
-from gradbus.runtime.in_network.encoding import MAX_PACKETS, MalformedPackets, decode_packets, encode_packets
+from gradbus.runtime.in_network.encoding import (
+    MAX_PACKETS,
+    MalformedPackets,
+    decode_packets,
+    encode_packets,
+    message_limit,
+)
 from gradbus.runtime.in_network.packets import Packet
 from gradbus.runtime.logs import get_logger
 
-MESSAGE_BYTES = 1 << 20  # packets of one message, about
+MESSAGE_BYTES = 4 << 20  # packets of one message, about
 UNDER_WAY = 4  # messages to one rank
 # A stream waits as long as the group lasts: the group tells of a peer that dies, and a step has its own deadline.
 _FOREVER_S = 1e9
 
 log = get_logger("in_network")
+
+
+def payload_limit(block_elems: int) -> int:
+    """What a member of a group takes at most in one message, before memory is found for it."""
+    return message_limit(MESSAGE_BYTES, block_elems)
 
 
 class PacketStreams:
@@ -114,12 +125,22 @@ class PacketStreams:
         return packets
 
     async def _receive_all(self, peer: int) -> None:
-        while True:
-            message = await self._group.recv("packets", source=peer, timeout_s=_FOREVER_S)
-            if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
-                raise MalformedPackets(f"rank {peer} sent {type(message).__name__} in place of packets")
-            self.received_bytes += message.numel()
-            self._receive(peer, decode_packets(np.asarray(message), block_elems=self._block_elems))
+        # Several calls ahead: a large message is sent when its receiver has called, and would wait for that each time.
+        expected: deque[CollectiveHandle[Any]] = deque()
+        try:
+            while True:
+                while len(expected) < UNDER_WAY:
+                    expected.append(self._group.recv("packets", source=peer, timeout_s=_FOREVER_S))
+                self._take(peer, await expected.popleft())
+        finally:
+            for handle in expected:
+                handle.cancel()
+
+    def _take(self, peer: int, message: Any) -> None:
+        if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
+            raise MalformedPackets(f"rank {peer} sent {type(message).__name__} in place of packets")
+        self.received_bytes += message.numel()
+        self._receive(peer, decode_packets(np.asarray(message), block_elems=self._block_elems))
 
     async def _guarded(self, peer: int, stream: Coroutine[Any, Any, None]) -> None:
         try:

@@ -232,7 +232,11 @@ class Aggregator:
             return
         is_new = not bitmap & held.contributors[block]
         if is_new:
-            overflows = add_checked(self._slots[held.base + block], packet.values)
+            overflows = False
+            if held.contributors[block]:
+                overflows = add_checked(self._slots[held.base + block], packet.values)
+            else:  # what the slot had before is of another group
+                self._slots[held.base + block][:] = packet.values
             held.overflowed |= (overflows or packet.has_overflowed) << block
             held.contributors[block] |= bitmap
             held.progress_s = now_s

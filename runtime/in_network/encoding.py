@@ -25,6 +25,11 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS, start=1)}
 _REPEATED, _OVERFLOWED = 1, 2
 
 
+def message_limit(values_bytes: int, block_elems: int) -> int:
+    """The size of the largest message of packets, where no packet is put behind so many bytes of values."""
+    return _COUNT.size + MAX_PACKETS * _HEADER.size + values_bytes + 4 * block_elems
+
+
 class MalformedPackets(ValueError):
     """A message is not one of packets of this run."""
 

@@ -103,8 +103,16 @@ class Sum(NamedTuple):
 CarrierId = tuple[PacketKind, int, int, int, int]
 
 
+_INT32 = np.iinfo(np.int32)
+
+
 def add_checked(sum_: Block, values: Block) -> bool:
     """Add to a sum, in place. Returns whether an entry has overflowed: both had one sign, and the sum has the other."""
+    low = int(sum_.min(initial=0)) + int(values.min(initial=0))
+    high = int(sum_.max(initial=0)) + int(values.max(initial=0))
+    if _INT32.min <= low and high <= _INT32.max:  # as a rule: what codecs.fixed_point makes has room for all ranks
+        np.add(sum_, values, out=sum_)
+        return False
     before = sum_.copy()
     np.add(sum_, values, out=sum_)
     before ^= sum_

@@ -31,7 +31,7 @@ class Slots:
         self.free = count
 
     def allocate(self, key: tuple[int, ...], count: int) -> int | None:
-        """Take ``count`` slots in a row, all zeros. Returns the first one's number; None: there are none.
+        """Take ``count`` slots in a row, which keep what they had. Returns the first one's number; None: none are.
 
         Raises:
             ValueError: ``count`` is below 1.
@@ -41,7 +41,6 @@ class Slots:
         base = self._scan(count) if self._allocation == "scan" else self._place(key, count)
         if base is not None:
             self._is_taken[base : base + count] = True
-            self.memory[base : base + count] = 0
             self.free -= count
         return base
 

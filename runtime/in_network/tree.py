@@ -241,7 +241,11 @@ class TreeNode:
             self.violations += 1
             return
         if not bitmap & present:
-            overflows = add_checked(lane.sums[block], packet.values)
+            overflows = False
+            if present:
+                overflows = add_checked(lane.sums[block], packet.values)
+            else:  # what the lane had before is of another group
+                lane.sums[block] = packet.values
             lane.overflowed |= (overflows or packet.has_overflowed) << block
             lane.contributors[block] |= bitmap
             lane.progress_s = now_s
@@ -262,7 +266,8 @@ class TreeNode:
         packet = Packet(
             PacketKind.CONTRIBUTION, config.job, config.epoch, lane.group, config.node, parent, block,
             bitmap=config.covers,
-            values=lane.sums[block].copy(),  # the result comes into the same memory, and this may be sent again
+            # Not a copy: when the result comes into the same memory, the parent has this, and ignores it from then on.
+            values=lane.sums[block],
             has_overflowed=bool(lane.overflowed >> block & 1),
         )  # fmt: skip
         self._unacknowledged.add(packet, now_s)
@@ -305,7 +310,6 @@ class TreeNode:
     def _take(self, lane: _Lane, group: int, now_s: float) -> None:
         config = self._config
         lane.group, lane.results, lane.overflowed = group, 0, 0
-        lane.sums[:] = 0
         lane.contributors = [0] * self._blocks
         lane.known, lane.unknowing = dict.fromkeys(config.result_to, 0), len(config.result_to)
         lane.wait_s = config.times.first_s

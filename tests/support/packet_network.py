@@ -256,7 +256,7 @@ class PacketNetwork:
         for block, contributors in enumerate([] if one is None else one.contributors):
             who = [rank for rank in range(len(one.contributors)) if contributors >> rank & 1]
             expected = self.inputs[job][who, group, block].sum(axis=0, dtype=np.int64)
-            if (self.slots[one.base + block] != expected).any():
+            if who and (self.slots[one.base + block] != expected).any():
                 raise Violation(f"seed {self.seed}: the slot of group {group}, block {block} is not {who}'s sum")
 
     def _check_end(self) -> None:

@@ -80,7 +80,7 @@ MUTATIONS = {
         packets, "self.block, self.step, self.bitmap)", "self.block, self.step, 0)",
     ),
     "slots are given back when one worker knows the sums": (aggregator, "if all(known == full", "if any(known == full"),
-    "a slot is not zeroed": (slots, "self.memory[base : base + count] = 0", "pass"),
+    "a slot is used again without a new beginning": (aggregator, "if held.contributors[block]:", "if True:"),
     "a worker adds into the packet that it got": (worker, "values = values.copy()", "values = values"),
     "packets of another epoch count": (aggregator, "if packet.epoch != state.epoch:", "if False:"),
     "a worker takes packets of another epoch": (

@@ -15,6 +15,7 @@ from in_network_job import ELEMS, Run, aggregators, job, options, serve, total_o
 from patience import eventually
 
 from gradbus.runtime.collectives.in_network import InNetworkSum
+from gradbus.runtime.collectives.packet_streams import payload_limit
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.in_network.packets import Packet, PacketKind
@@ -285,3 +286,22 @@ def test_a_job_that_cannot_be_served_is_refused_on_all_workers(
             await job(place, 2, aggregators(**config), options("ina"), program)
 
     run(main)
+
+
+def test_a_worker_that_sends_more_than_any_packets_have_is_left_out(place: dict[str, Any], run: Run) -> None:
+    """Before memory is found for it; the others go on without aggregators, and get the sum."""
+
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        session = sums.session
+        assert session is not None
+        if rank == 0:
+            large = torch.zeros(2 * payload_limit(ELEMS), dtype=torch.uint8)
+            handle = session._network.send("packets", large, to=2)
+            try:
+                return (await sums.all_reduce(values(rank)))[0]
+            finally:
+                handle.cancel()
+        return (await sums.all_reduce(values(rank)))[0]
+
+    for total in run(lambda: job(place, 2, aggregators(), options("ina", timeout_s=0.4), program)):
+        assert total.equal(total_of(2))
