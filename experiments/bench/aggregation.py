@@ -44,7 +44,7 @@ RETRANSMIT_S = 0.05  # above what a packet takes here at worst
 
 
 @dataclass(frozen=True, kw_only=True)
-class AggregationPlan:
+class AggregatorBench:
     """One set-up: so many workers, and the aggregators of a topology, by whose side the rest is measured.
 
     Attributes:
@@ -72,8 +72,8 @@ class WorkerTimes:
 
 
 async def member(place: BenchRank) -> Any:
-    """The role of a worker, or of an aggregator, which are the ranks after the workers. Its spec: AggregationPlan."""
-    plan: AggregationPlan = place.spec
+    """The role of a worker, or of an aggregator, which are the ranks after the workers. Its spec: AggregatorBench."""
+    plan: AggregatorBench = place.spec
     bus_ = connect(place.job, domain=DOMAIN, network=NetworkConfig(lease_s=LEASE_S, shared_memory=False))
     async with bus_ as bus:
         if place.rank >= plan.world:
@@ -100,7 +100,7 @@ async def member(place: BenchRank) -> Any:
             return found
 
 
-async def _take_turns(group: Any, sums: Any, plan: AggregationPlan) -> WorkerTimes:
+async def _take_turns(group: Any, sums: Any, plan: AggregatorBench) -> WorkerTimes:
     inputs = [
         torch.randint(-(1 << 27), 1 << 27, (plan.numel,), generator=torch.Generator().manual_seed(rank)).int()
         for rank in range(group.world)
@@ -128,7 +128,7 @@ async def _take_turns(group: Any, sums: Any, plan: AggregationPlan) -> WorkerTim
     return times
 
 
-def measure(plan: AggregationPlan, name: str) -> Iterator[Measurement]:
+def measure(plan: AggregatorBench, name: str) -> Iterator[Measurement]:
     """Milliseconds of a sum through aggregators against a direct one, the slowest worker of each turn, by loss."""
     ends = run_ranks(member, plan.world + plan.topology.num_nodes, plan, transport="dds-only", timeout_s=600.0)
     workers: list[list[WorkerTimes]] = ends[: plan.world]
@@ -158,7 +158,7 @@ def _measure_all(chosen: argparse.Namespace, losses: tuple[float, ...]) -> Itera
     names = [chosen.topology] if chosen.topology else {"tiny": ("tree",)}.get(effort, tuple(TOPOLOGIES))
     for world in worlds:
         for name in names:
-            plan = AggregationPlan(
+            plan = AggregatorBench(
                 world=world, topology=TOPOLOGIES[name], losses=losses,
                 numel=(1 << 16) if effort == "tiny" else chosen.numel,
                 block_elems=(1 << 12) if effort == "tiny" else 1 << 16,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gradbus.experiments.bench.aggregation import TOPOLOGIES, AggregationPlan, measure
+from gradbus.experiments.bench.aggregation import TOPOLOGIES, AggregatorBench, measure
 
 
 @pytest.mark.slow
 def test_sums_through_aggregators_are_timed_beside_direct_ones_with_and_without_loss() -> None:
-    plan = AggregationPlan(
+    plan = AggregatorBench(
         world=2, topology=TOPOLOGIES["chain"], losses=(0.0, 0.1), numel=1 << 14, block_elems=1 << 10, repeats=3
     )
     without, with_loss = measure(plan, "chain")
