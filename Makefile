@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
-	bench-attacks bench-compression bench-ladder conformance figures faults soak lock clean distclean
+	bench-aggregation bench-attacks bench-compression bench-ladder conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
