@@ -92,13 +92,14 @@ class AggregationPlan:
     """All that take part.
 
     Attributes:
-        slots: that switches have. taken: counts those that hold something.
+        slots: that switches have. taken: counts those that hold something. left: at the end, those that should not.
     """
 
     topology: NetworkTopology
     streams: list[BlockStream]
     slots: int
     taken: Callable[[], int]
+    left: Callable[[], int] | None = None
 
 
 def block_bytes(scenario: Scenario) -> int:
@@ -203,7 +204,7 @@ def _ring(scenario: Scenario) -> AggregationPlan:
         count = 2 * window * world * scenario.jobs
     slots = Slots(count if scenario.kind != "ring" else 0, 1, scenario.allocation)
     times = retransmission_times(scenario)
-    aggregator = Aggregator(slots, block_elems=1, times=times)
+    aggregator = Aggregator(slots, block_elems=1, times=times, grabs_late=scenario.grabs_late)
     switch = SimulatedNode(aggregator, leaf_name(0), is_switch=True, multicasts=True)
     streams = []
     for job in range(scenario.jobs):
@@ -309,6 +310,8 @@ def _baseline(scenario: Scenario) -> AggregationPlan:
     times = retransmission_times(scenario)
     topology = _topology(scenario, leaves=1, servers=jobs if has_servers else 0)
     plan = AggregationPlan(topology, [], slots, lambda: switch.taken)
+    if isinstance(switch, PoolSwitch):
+        plan.left = lambda: switch.unfinished  # the last sums stay where they are
     for job in range(jobs):
         stream = BlockStream(job, job, world, blocks, 1)
         stream.members[AGGREGATOR] = SimulatedNode(switch, leaf_name(0), is_switch=True, multicasts=True)

@@ -95,8 +95,8 @@ class _Simulation:
         if self._running:
             at = {job.number: min(job.iteration) for job in self._jobs}
             raise Deadlock(f"{self._running} ranks have not ended after {scenario.limit_s:g} s; iterations: {at}")
-        if self._plan.taken():
-            raise WrongSum(f"{self._plan.taken()} slots are not given back after {scenario.limit_s:g} s")
+        if left := (self._plan.left or self._plan.taken)():
+            raise WrongSum(f"{left} slots are not given back after {scenario.limit_s:g} s")
         return self._outcome(time.perf_counter() - began_s)
 
     # Ranks

@@ -40,7 +40,7 @@ class Scenario:
         slots: blocks that a switch has memory for, shared by all jobs. None: enough for all windows. Baselines and
             trees share them out evenly; a parameter server has no limit.
         window_blocks: blocks of one rank that are under way. None: all of them, or as many as the slots are enough for.
-        allocation: how ``ra-ina`` finds free slots.
+        allocation: how ``ra-ina`` finds free slots. grabs_late: whether it takes groups that have begun on the ring.
         iterations: gradients that each job sums, one after the other. compute_s: of each rank before each of them.
         late_s: seconds that a rank, by number, takes longer to compute: stragglers, in all jobs.
         header_bytes: of a packet beside its values. ack_bytes: of one without values. The closed forms have neither.
@@ -60,6 +60,7 @@ class Scenario:
     slots: int | None = None
     window_blocks: int | None = None
     allocation: Allocation = "scan"
+    grabs_late: bool = True
     iterations: int = 1
     compute_s: float = 0.0
     late_s: Mapping[int, float] = field(default_factory=dict)

@@ -71,13 +71,19 @@ class Aggregator:
 
     def __init__(
         self, slots: Slots, *, block_elems: int, max_groups_per_job: int = 1 << 20,
-        times: RetransmissionTimes | None = None,
+        times: RetransmissionTimes | None = None, grabs_late: bool = True,
     ) -> None:  # fmt: skip
-        """``max_groups_per_job``: so many groups of one job may hold slots."""
+        """
+        Args:
+            max_groups_per_job: so many groups of one job may hold slots.
+            grabs_late: whether a group that goes around the ring through this aggregator gets slots that come free on
+                its way. False: only when it begins, so that each block goes one of the two ways as a whole.
+        """
         self._slots = slots
         self._block_elems = block_elems
         self._max_groups = max_groups_per_job
         self._times = times or RetransmissionTimes()
+        self._grabs_late = grabs_late
         self._jobs: dict[int, JobState] = {}
         self._held: dict[GroupKey, _Held] = {}
         self.violations = 0
@@ -211,6 +217,9 @@ class Aggregator:
     def _reduce(
         self, packet: Packet, key: GroupKey, held: _Held | None, state: JobState, now_s: float
     ) -> Iterator[Packet]:
+        if held is None and packet.step and not self._grabs_late:
+            yield packet
+            return
         if held is None:
             # Sent again: its first copy may have gone on along the ring, when there were no slots yet.
             held = None if packet.is_repeated else self._grab(key, state, now_s)

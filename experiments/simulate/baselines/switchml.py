@@ -58,6 +58,11 @@ class PoolSwitch:
 
     @property
     def taken(self) -> int:
+        """Copies that hold blocks of workers who may need the sum: those that have sent nothing in the other copy."""
+        return sum(copy.seen > 0 for slots in self._slots.values() for slot in slots for copy in slot)
+
+    @property
+    def unfinished(self) -> int:
         """Copies with a sum that is not full."""
         return sum(copy.count > 0 for slots in self._slots.values() for slot in slots for copy in slot)
 

@@ -9,6 +9,7 @@ import pytest
 from gradbus.experiments.simulate import closed_forms as forms
 from gradbus.experiments.simulate.closed_forms import Fabric
 from gradbus.experiments.simulate.in_network import simulate_aggregation
+from gradbus.experiments.simulate.lockstep import Deadlock
 from gradbus.experiments.simulate.scenario import AggregationOutcome, Scenario
 from gradbus.experiments.simulate.topology import LinkSpec
 
@@ -58,3 +59,81 @@ def test_a_switch_sends_a_result_once_and_every_receiver_gets_it() -> None:
     assert set(outcome.bytes_by_link.values()) == {RESNET50}
     assert outcome.in_network_share == 1
     assert outcome.retransmissions == outcome.lost == 0
+
+
+def test_ring_assisted_aggregation_takes_the_time_of_its_formula_for_the_slots_that_there_are() -> None:
+    """As the formula has it, where a group gets slots when it begins or not at all; where it may get them later it is
+    faster."""
+    world, window, groups = 8, 16, 64
+
+    def time_s(memory: float, *, grabs_late: bool) -> float:
+        return simulated(
+            "ra-ina", fabric_of(world), groups * world, slots=int(memory * window) * world,
+            window_blocks=window * world, grabs_late=grabs_late,
+        ).time_s  # fmt: skip
+
+    for memory in (0, 0.25, 0.5, 0.75, 1):
+        expected = forms.ring_assisted_s(RESNET50, world, WIRE, memory=memory)
+        found_s = time_s(memory, grabs_late=False)
+        assert found_s == pytest.approx(expected, rel=0.05), memory
+        if memory == 0.5:
+            assert time_s(memory, grabs_late=True) < found_s
+
+
+@pytest.mark.parametrize("world", [4, 16])
+def test_a_ring_takes_at_most_twice_the_time_of_a_switch_that_adds(world: int) -> None:
+    """2 (N - 1) / N times: that is how often a rank sends its gradient by a ring, and by a switch once."""
+    fabric = fabric_of(world, network=LinkSpec(rate_bytes_s=12.5e9))
+    ratio = simulated("ring", fabric, 8 * world).time_s / simulated("ina", fabric, 8 * world).time_s
+    bound = forms.ring_factor(world)
+    assert 0.95 * bound < ratio <= bound
+
+
+def test_fixed_slots_for_a_part_of_the_round_trip_slow_a_switch_down_as_much() -> None:
+    wire = LinkSpec(rate_bytes_s=12.5e9, latency_s=1e-4)
+    blocks = 1024
+    block_s = RESNET50 / blocks / wire.rate_bytes_s
+    round_trip = 2 * (block_s + wire.latency_s) / block_s  # in blocks
+    for memory in (0.25, 0.5, 0.75):
+        pool = round(memory * round_trip)
+        found = simulated("switchml", fabric_of(4, network=wire), blocks, slots=2 * pool)
+        expected = forms.static_memory_s(RESNET50, wire, memory=pool / round_trip)
+        assert found.time_s == pytest.approx(expected, rel=0.05)
+
+
+def test_a_late_rank_makes_all_wait_and_costs_no_packet() -> None:
+    fabric = fabric_of(8)
+    in_time, late = simulated("ina", fabric, 64), simulated("ina", fabric, 64, late_s={3: 0.01})
+    assert late.time_s == pytest.approx(in_time.time_s + 0.01, rel=1e-3)
+    assert late.packets == in_time.packets
+
+
+def test_several_jobs_share_the_slots_of_a_switch_and_give_them_back() -> None:
+    shared = {"jobs": 3, "iterations": 2, "compute_s": 2e-3, "starts_s": (0.0, 0.004, 0.008)}
+    for kind in ("ra-ina", "switchml", "atp", "esa"):
+        found = simulated(kind, fabric_of(4), 64, slots=24, window_blocks=16, **shared)
+        assert len(found.job_s) == 3
+        assert 0 < found.slot_share <= 1
+        assert all(0 <= use.taken <= use.total == 24 for use in found.slots)
+        assert 0 < found.in_network_share <= 1
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    fabric = fabric_of(4)
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("expected one of ina", {"kind": "tree"}), ("blocks: expected at least 1", {"blocks": 0}),
+        ("trees: ina has one", {"trees": 2}), ("a time for each of 2 jobs", {"jobs": 2, "starts_s": (0.0,)}),
+        ("4 ranks do not fill hosts of 3", {"fabric": fabric_of(4, ranks_per_host=3)}),
+        ("expected 1 for ring", {"kind": "ring", "fabric": fabric_of(4, ranks_per_host=2)}),
+        ("need at least 2 each", {"jobs": 2, "slots": 3}),
+        ("need at least 2 each", {"kind": "switchml", "jobs": 2, "slots": 3}),
+    ]  # fmt: skip
+    for message, change in refused:
+        given: dict[str, Any] = {"kind": "ina", "fabric": fabric, "blocks": 8, **change}
+        with pytest.raises(ValueError, match=message):
+            simulated(**given)
+
+
+def test_a_simulation_that_does_not_end_in_time_says_who_is_missing() -> None:
+    with pytest.raises(Deadlock, match="4 ranks have not ended"):
+        simulated("ina", fabric_of(4), 8, limit_s=1e-3)

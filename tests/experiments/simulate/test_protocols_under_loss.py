@@ -35,7 +35,7 @@ def drawn(kind: Any, seed: int) -> Scenario:
         window_blocks=draw.choice((1, 3, 6, None)), iterations=draw.choice((1, 2, 3)),
         compute_s=draw.choice((0, 2e-3)), starts_s=tuple(0.02 * draw.random() for _ in range(jobs)),
         late_s={draw.randrange(world): 0.03 * draw.random()}, retransmit_s=draw.choice((3e-3, 1e-2, 3e-2)),
-        ack_bytes=draw.choice((0, 100)), limit_s=1e4, seed=seed,
+        ack_bytes=draw.choice((0, 100)), grabs_late=draw.random() < 0.7, limit_s=1e4, seed=seed,
     )  # fmt: skip
 
 
