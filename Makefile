@@ -94,8 +94,9 @@ run-client: $(STAMP)  ## start one client: make run-client ID=0 CONFIG=my.json
 run-ddp: DDP := experiments/configs/ddp.conf.json
 run-ddp: CONFIG ?= $(DDP)
 run-ddp: WORLD ?= $(or $(WORLD_SIZE),$(if $(filter $(DDP),$(CONFIG)),2))
-run-ddp: $(STAMP)  ## data-parallel training: all ranks with WORLD=2, or one process per rank: make run-ddp WORLD=2 RANK=0
-	@$(BIN)/gradbus $(if $(RANK),worker --rank $(RANK) $(WORLD:%=--world %),run $(WORLD:%=-n %) --) $(CONFIG) $(ARGS)
+run-ddp: BOUNDS = $(if $(findstring :,$(ELASTIC)),$(ELASTIC),1:$(or $(WORLD),2))
+run-ddp: $(STAMP)  ## data-parallel training: all ranks with WORLD=2, or one process per rank: make run-ddp WORLD=2 RANK=0; ranks come and go: ELASTIC=1
+	@$(BIN)/gradbus $(if $(RANK),worker --rank $(RANK) $(WORLD:%=--world %),run $(WORLD:%=-n %) $(if $(ELASTIC),--elastic $(BOUNDS)) --) $(CONFIG) $(ARGS)
 
 run-aggregator: CONFIG ?= experiments/configs/aggregator.conf.json
 run-aggregator: $(STAMP)  ## add the gradients of data-parallel jobs, as one of several with NODE=0: then make run-ddp CONFIG=experiments/configs/ddp-aggregator.conf.json

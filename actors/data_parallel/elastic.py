@@ -121,6 +121,11 @@ class ElasticWorker(Worker):
         """Who is in, for those who show it; None before the start."""
         return self._generations
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank was asked to leave before the run had come to its end."""
+        return self._is_leaving and not self._is_done
+
     def leave(self) -> None:
         """Have this rank leave after the step that it is in: :meth:`epochs` ends then, and no step is lost."""
         self._is_leaving = True

@@ -199,6 +199,9 @@ def worker(
     task_index: Annotated[
         int | None, typer.Option(metavar="I", help="Number of this process among those of its job name, from 0.")
     ] = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="Join an elastic run that goes on, with a rank that no running process has.")
+    ] = False,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
     resume: Resume = None,
@@ -233,7 +236,7 @@ def worker(
         insecure=insecure,
     )
     screen = Screen(live=live, level=log_level, style=log_style)
-    place = PlaceOptions(rank, world, job_name, task_index)
+    place = PlaceOptions(rank, world, job_name, task_index, join)
     worker_run(config, place, own, data_root, screen, loop, bind)
 
 
@@ -283,6 +286,18 @@ def run(
     grace_s: Annotated[
         float, typer.Option("--grace", min=0, metavar="SECONDS", help="Between the request to end and the kill.")
     ] = 5.0,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            show_default=False,
+            help="Ranks may die, join and leave: training goes on with MIN to MAX of them. Ranks that are killed are "
+            "started again. [default of -n: MAX]",
+        ),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="With --elastic: how often ranks are started again in all.")
+    ] = 10,
 ) -> None:
     """Start all ranks of a data-parallel job on this machine, and end them together.
 
@@ -299,10 +314,11 @@ def run(
     parsed = worker_command.make_context("worker", list(arguments), parent=context.parent)  # complains here, once
 
     def launch() -> int:
-        from gradbus.experiments.launch.command import launch_run
+        from gradbus.experiments.launch.command import ElasticLaunch, launch_run
 
         add_current_directory_to_path()
-        return launch_run(arguments, parsed.params, ranks=ranks, grace_s=grace_s)
+        bounds = None if elastic is None else ElasticLaunch.parse(elastic, restarts=restarts)
+        return launch_run(arguments, parsed.params, ranks=ranks, grace_s=grace_s, elastic=bounds)
 
     raise typer.Exit(guard("run", launch))
 

@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from gradbus.experiments.buses import check
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch.launcher import Launch, Launcher
 from gradbus.experiments.run.rank_environment import MAX_WORLD
+from gradbus.experiments.rundir.directory import new_path
 from gradbus.runtime.errors import ConfigError
 
 
-def launch_run(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float) -> int:
+@dataclass(frozen=True, slots=True)
+class ElasticLaunch:
+    """Ranks that may die and come again: bounds of their number, and how often ranks are started again in all."""
+
+    min_world: int
+    max_world: int
+    restarts: int
+
+    @classmethod
+    def parse(cls, text: str, *, restarts: int) -> Self:
+        """From ``MIN:MAX``. Raises ConfigError."""
+        found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ConfigError(f"--elastic must be MIN:MAX, such as 2:4, got {text!r}")
+        return cls(int(found[1]), int(found[2]), restarts)
+
+    def options(self, file: WorkerFile) -> list[str]:
+        """Options of each rank. Raises ConfigError: the job has parameter servers."""
+        if file.parameter_server.servers:
+            raise ConfigError("--elastic is not for parameter servers, which go on without some workers by themselves")
+        values = {"min_world": self.min_world, "max_world": self.max_world}
+        options = [part for key, value in values.items() for part in ("--set", f"parallel.elastic.{key}={value}")]
+        return options if file.run_dir is not None else [*options, "--run-dir", str(new_path(file.bus.job))]
+
+
+def launch_run(
+    arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float,
+    elastic: ElasticLaunch | None = None,
+) -> int:  # fmt: skip
     """Run ``gradbus run``. Returns the exit code of the launch.
 
     Args:
@@ -26,10 +57,13 @@ def launch_run(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: i
     Raises:
         ConfigError: the error that every rank would report. LaunchFailed: a process could not be started.
     """
-    return asyncio.run(Launcher(plan(arguments, options, ranks=ranks, grace_s=grace_s)).run())
+    return asyncio.run(Launcher(plan(arguments, options, ranks=ranks, grace_s=grace_s, elastic=elastic)).run())
 
 
-def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float) -> Launch:
+def plan(
+    arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float,
+    elastic: ElasticLaunch | None = None,
+) -> Launch:  # fmt: skip
     """The processes to start; arguments as for :func:`launch_run`. Raises ConfigError."""
     for option in ("rank", "world", "job_name", "task_index"):
         if options.get(option) is not None:
@@ -40,11 +74,7 @@ def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | N
         WorkerFile, options["config"], overrides=options["overrides"] or (), data_root=options["data_root"]
     )  # fmt: skip
     check(file.bus, rank=0)  # the others have the same key file, and join rank 0
-    world = file.world if ranks is None else ranks
-    if world is None:
-        raise ConfigError("the number of ranks is missing. Use -n N, or set world in the configuration")
-    if not 1 <= world <= MAX_WORLD:
-        raise ConfigError(f"-n must be 1 to {MAX_WORLD}, got {world}")
+    world = _world(file, ranks, elastic)
     job = None if "job" in file.bus.model_fields_set else f"{file.bus.job}-{secrets.token_hex(4)}"
 
     width, settings = shutil.get_terminal_size((120, 24)).columns, file.parameter_server
@@ -58,12 +88,15 @@ def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | N
             return False
         return world - len(ranks) >= settings.workers_needed(world)
 
-    def command(rank: int) -> list[str]:
+    more = [] if elastic is None else elastic.options(file)
+
+    def command(rank: int, again: bool) -> list[str]:
         # -P: Python would put the current directory in front of everything that is installed. With prefixes the log is
         # no JSON any more, so it is for people, and at warnings; options of the user's come later, and win.
         place = ["--rank", str(rank)] if rank < world else ["--job-name", "ps", "--task-index", str(rank - world)]
-        own = [*place, "--world", str(world), "--log-style", "console", "--log-level", "warning"]
-        return [sys.executable, "-P", "-m", "gradbus", "worker", *own, *arguments]
+        own = [*place, "--world", str(world), "--log-style", "console", "--log-level", "warning", *more]
+        join = ["--join"] if again else []
+        return [sys.executable, "-P", "-m", "gradbus", "worker", *own, *join, *arguments]
 
     def environment(rank: int) -> dict[str, str | None]:
         return {
@@ -76,5 +109,20 @@ def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | N
 
     return Launch(
         world=world + settings.servers, command=command, environment=environment, grace_s=grace_s, name=name,
-        goes_on_without=goes_on_without,
+        goes_on_without=goes_on_without, restarts=0 if elastic is None else elastic.restarts,
     )  # fmt: skip
+
+
+def _world(file: WorkerFile, ranks: int | None, elastic: ElasticLaunch | None) -> int:
+    """The number of ranks to start. Raises ConfigError."""
+    if elastic is not None:
+        world = elastic.max_world if ranks is None else ranks
+        if not elastic.min_world <= world <= elastic.max_world:
+            raise ConfigError(f"-n must be {elastic.min_world} to {elastic.max_world}, as --elastic says, got {world}")
+        return world
+    found = file.world if ranks is None else ranks
+    if found is None:
+        raise ConfigError("the number of ranks is missing. Use -n N, or set world in the configuration")
+    if not 1 <= found <= MAX_WORLD:
+        raise ConfigError(f"-n must be 1 to {MAX_WORLD}, got {found}")
+    return found

@@ -42,16 +42,18 @@ class LaunchFailed(GradbusError):
 class Launch:
     """The processes to start: ``world`` ranks, each with program and arguments, and variables of its environment.
 
-    A variable that is None is removed. ``grace_s``: between the request to end and the kill. ``name``: of a rank, for
-    people. ``goes_on_without``: whether the others go on when these ranks have failed.
+    ``command`` gets the rank, and whether it is started again. A variable that is None is removed. ``grace_s``: between
+    the request to end and the kill. ``name``: of a rank, for people. ``goes_on_without``: whether the others go on when
+    these ranks have failed. ``restarts``: how often ranks that something has killed are started again in all.
     """
 
     world: int
-    command: Callable[[int], Sequence[str]]
+    command: Callable[[int, bool], Sequence[str]]
     environment: Callable[[int], Mapping[str, str | None]] = lambda rank: {}
     grace_s: float = 5.0
     name: Callable[[int], str] = lambda rank: f"rank {rank}"
     goes_on_without: Callable[[Collection[int]], bool] = lambda ranks: False
+    restarts: int = 0
 
 
 class LaunchedRank:
@@ -75,10 +77,10 @@ class LaunchedRank:
         """Whether it was started and has not exited yet."""
         return self._process is not None and not self._has_exited
 
-    async def start(self, launch: Launch, out: OutputWriter, err: OutputWriter) -> None:
+    async def start(self, launch: Launch, out: OutputWriter, err: OutputWriter, *, again: bool = False) -> None:
         """Start it. Its lines go to the writers; where these are one, stdout and stderr share a pipe and keep their
         order. Raises LaunchFailed."""
-        program, *arguments = launch.command(self.number)
+        program, *arguments = launch.command(self.number, again)
         variables = {**os.environ, **launch.environment(self.number)}
         try:
             with contextlib.ExitStack() as writing_ends:
@@ -166,6 +168,7 @@ class Launcher:
         self._exits: list[RankExit] = []
         self._signals: list[signal.Signals] = []
         self._stopped_by: signal.Signals | None = None
+        self._restarts = launch.restarts
 
     async def run(self) -> int:
         """Start the ranks and wait until all have exited.
@@ -185,7 +188,8 @@ class Launcher:
             for writer in {out, err}:  # not before: the ranks are forked, and a thread may hold a lock meanwhile
                 writer.start()
             async with asyncio.TaskGroup() as group:
-                watchers = [group.create_task(self._watch(rank)) for rank in self._ranks if rank.running]
+                running = [rank for rank in self._ranks if rank.running]
+                watchers = [group.create_task(self._watch(rank, out, err)) for rank in running]
                 await self._supervise(say)
                 for watcher in watchers:
                     watcher.cancel()  # of a rank that not even the kernel can end
@@ -194,9 +198,21 @@ class Launcher:
             await self._close({out, err})
         return code
 
-    async def _watch(self, rank: LaunchedRank) -> None:
-        self._exits.append(await rank.wait())
+    async def _watch(self, rank: LaunchedRank, out: OutputWriter, err: OutputWriter) -> None:
+        end = await rank.wait()
+        while self._comes_again(end):
+            self._restarts -= 1
+            _say(err, f"{self._launch.name(end.rank)} {end}; starting it again, {self._restarts} restarts are left")
+            rank = self._ranks[end.rank] = LaunchedRank(end.rank, self._changed.set)
+            await rank.start(self._launch, out, err, again=True)
+            end = await rank.wait()
+        self._exits.append(end)
         self._changed.set()
+
+    def _comes_again(self, end: RankExit) -> bool:
+        """Whether a rank that has exited is started again: something has killed it, and there are others to join."""
+        is_killed = end.code < 0 and not end.was_asked
+        return is_killed and self._restarts > 0 and not self._signals and any(rank.running for rank in self._ranks)
 
     async def _supervise(self, say: Callable[[str], None]) -> None:
         """Return when all ranks have exited; after a failure or a signal, have them exit."""

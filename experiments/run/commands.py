@@ -26,7 +26,7 @@ from gradbus.experiments.run.cores import as_ranges, bind
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.run.lifecycle import if_stopped, run_loop
 from gradbus.experiments.run.live import Display, EpochTable, Lines, epoch_line, quality, round_display
-from gradbus.experiments.run.rank_environment import find_place, find_world
+from gradbus.experiments.run.rank_environment import RankPlace, find_number, find_place, find_world
 from gradbus.experiments.rundir.directory import ControllerDirectory, finished, new_path, open_log
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
@@ -145,6 +145,7 @@ class PlaceOptions(NamedTuple):
     world: int | None = None
     job_name: str | None = None
     task_index: int | None = None
+    joins: bool = False
 
 
 def worker_run(
@@ -160,7 +161,7 @@ def worker_run(
     file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
     if role is not None and role.kind == "server":
         return _serve(file, role.index, find_world(world=world, file_world=file.world), screen, loop)
-    found = find_place(rank=rank, world=world, file_rank=file.rank, file_world=file.world)
+    found = _rank_place(file, rank, world, joins=place.joins)
     leads = found.rank == 0
     check(file.bus, rank=found.rank)
     path = file.run_dir or (new_path(file.bus.job) if leads else None)
@@ -175,10 +176,13 @@ def worker_run(
     bound = bind(binding)
     log.info("cores", bound=as_ranges(bound.cpus) or "none", why=bound.why)
     from gradbus.experiments.run.data_parallel import Output, run_worker
+    from gradbus.experiments.run.elastic import run_elastic_worker
+
+    run_rank = run_elastic_worker if file.parallel.elastic.is_on else run_worker
 
     def run(output: Output) -> WorkerOutcome | None:
         try:
-            return run_loop(lambda: run_worker(file, found, output), loop)
+            return run_loop(lambda: run_rank(file, found, output), loop)
         except ExceptionGroup as group:
             raise single_error(group) from None
 
@@ -205,6 +209,18 @@ def worker_run(
             outcome = run(Output(screen.say, lambda _: lines, scalars))
     if outcome is not None:
         _conclude_epochs(screen, outcome, title=file.bus.job)
+
+
+def _rank_place(file: WorkerFile, rank: int | None, world: int | None, *, joins: bool) -> RankPlace:
+    """Rank and world of a process; its world is 0 where it joins an elastic run. Raises ConfigError."""
+    is_elastic = file.parallel.elastic.is_on
+    if joins and not is_elastic:
+        raise ConfigError("--join is for elastic runs: set parallel.elastic.min_world, the ranks that are enough")
+    if is_elastic and file.parameter_server.servers:
+        raise ConfigError("parallel.elastic is not for parameter servers: set parallel.elastic.min_world=0")
+    if joins:
+        return RankPlace(find_number(rank=rank, file_rank=file.rank), 0)
+    return find_place(rank=rank, world=world, file_rank=file.rank, file_world=file.world)
 
 
 def server_run(

@@ -49,6 +49,19 @@ def _world(world: int | None, file_world: int | None, variables: Mapping[str, st
     return found
 
 
+def find_number(
+    *, rank: int | None = None, file_rank: int | None = None, environment: Mapping[str, str] | None = None
+) -> int:
+    """The number of a process that joins an elastic run, from where :func:`find_place` has the rank.
+
+    Raises ConfigError: there is none, or it is out of range."""
+    variables = os.environ if environment is None else environment
+    found = _first("rank", rank, file_rank, ("GRADBUS_RANK", "RANK"), variables)
+    if not 0 <= found.value < MAX_WORLD:
+        raise ConfigError(f"rank must be 0 to {MAX_WORLD - 1}; got {found}. {_HOW}")
+    return found.value
+
+
 class _Found(NamedTuple):
     value: int
     where: str

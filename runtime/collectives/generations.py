@@ -204,7 +204,7 @@ class Generations:
             raise self._fault
         if agreement.run_has_ended:
             raise NoGeneration("the run has come to its end", ended=True)
-        if agreement.leaving and (not agreement.is_member or agreement.lacks):
+        if agreement.leaving and (not agreement.is_member or agreement.waits_for):
             raise NoGeneration("this process has left", left=True)
         if misfit := agreement.misfit:
             raise ConfigError(

@@ -25,7 +25,7 @@ from gradbus.experiments.launch.launcher import Launch, Launcher
 world, grace_s, code, settle_s = json.loads(sys.argv[1])
 module._SETTLE_S = settle_s or module._SETTLE_S
 launch = Launch(
-    world=world, grace_s=grace_s, command=lambda rank: [sys.executable, "-S", "-E", "-c", code, str(rank)],
+    world=world, grace_s=grace_s, command=lambda rank, again: [sys.executable, "-S", "-E", "-c", code, str(rank)],
     environment=lambda rank: {"RANK": str(rank), "WORLD_SIZE": str(world), "TAKEN": None},
 )
 async def main():

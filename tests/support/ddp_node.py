@@ -50,7 +50,41 @@ class Task(ClassificationTask):
             yield batch
 
 
+class Steps:
+    """A callback that says each step. ``ends_with`` of the spec: it ends the run five steps after these worlds."""
+
+    def __init__(self, spec: dict[str, Any], say: Say) -> None:
+        self._say = say
+        self._ends_with = spec.get("ends_with")
+        self._worlds: list[int] = []
+        self._left = 5
+
+    def on_step(self, report: Any) -> bool:
+        self._say({"event": "step", "step": report.step, "world": report.world, "at_s": time.monotonic()})
+        if report.world not in self._worlds[-1:]:
+            self._worlds.append(report.world)
+        self._left -= self._worlds == self._ends_with
+        return self._left <= 0
+
+
+async def _work_elastically(spec: dict[str, Any], say: Say) -> None:
+    config = DataParallelConfig(**nested(spec["config"]))
+    async with gradbus.connect(**spec["place"], lease_s=spec["lease_s"]) as bus:
+        place = gradbus.ElasticPlace(bus=bus, number=spec["rank"], founders=spec.get("founders", spec["world"]))
+        worker = gradbus.ElasticWorker(place, Task(spec, say), config, callbacks=[Steps(spec, say)])
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.leave)
+        say({"event": "started"})
+        try:
+            summary = await worker.run()
+        except GradbusError as error:
+            say({"event": "failed", "kind": type(error).__name__, "text": str(error), "at_s": time.monotonic()})
+            raise
+        say({"event": "done", "params_hash": summary.params_hash, "steps": summary.steps, "left": worker.has_left})
+
+
 async def _work(spec: dict[str, Any], say: Say) -> None:
+    if "elastic__min_world" in spec["config"]:
+        return await _work_elastically(spec, say)
     config = DataParallelConfig(**nested(spec["config"]))
     network = gradbus.NetworkConfig(lease_s=spec["lease_s"])
     async with (
@@ -73,6 +107,7 @@ async def _work(spec: dict[str, Any], say: Say) -> None:
                 "loss": summary.loss,
             }
         )
+    return None
 
 
 def run_forked(spec: dict[str, Any], pipe: Any) -> None:

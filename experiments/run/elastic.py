@@ -1,0 +1,152 @@
+"""A process of an elastic data-parallel run, from a configuration file to the end: see docs/elastic.md."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
+from gradbus.experiments.buses import open_bus
+from gradbus.experiments.files import WorkerFile
+from gradbus.experiments.run.configured_task import ConfiguredShardTask
+from gradbus.experiments.run.data_parallel import Output, WorkerOutcome
+from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.experiments.run.rank_environment import RankPlace
+from gradbus.experiments.rundir.directory import WorkerDirectory
+from gradbus.experiments.rundir.versions import cores
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
+
+log = get_logger("cli")
+
+
+async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output) -> WorkerOutcome | None:
+    """Train until the run has ended, or until SIGTERM asks this process to leave, which it does after its step.
+
+    Args:
+        file: with ``run_dir``, the same one for all processes.
+        place: the number of this process, and that of the founders; 0: it joins.
+
+    Returns:
+        None: the run in that directory is finished, and stays as it is.
+
+    Raises:
+        As :class:`gradbus.ElasticWorker`; NoData, ConfigError.
+    """
+    number, founders = place
+    if file.run_dir is None:
+        raise ConfigError("an elastic run needs run_dir, the same for all processes: set it, or use 'gradbus run'")
+    if file.bus.security == "identity":
+        raise ConfigError("ranks cannot come and go with bus.security 'identity': use psk, or elastic.min_world=0")
+    task = ConfiguredShardTask(file.task)
+    await off_the_loop(task.load, "load")
+    if "threads" not in file.task.model_fields_set:
+        torch.set_num_threads(max(1, cores() // max(founders, file.parallel.elastic.min_world)))
+    directory = WorkerDirectory(file.run_dir, number)
+    config = file.parallel
+    for key, folder in (("checkpoint.dir", directory.state), ("history.dir", directory.history)):
+        name, _, option = key.partition(".")
+        if getattr(getattr(config, name), option) is None:
+            config = config.replaced(key, folder)
+    if directory.is_finished(config):
+        output.say(f"finished: all of this run is done, and {directory.path} stays as it is")
+        return None
+    run = _ElasticRun(file.model_copy(update={"parallel": config}), directory, output)
+    async with open_bus(file.bus, rank=number) as bus:
+        worker = ElasticWorker(
+            ElasticPlace(bus=bus, number=number, founders=founders), task, config,
+            on_open=lambda: run.opened(worker),
+        )  # fmt: skip
+        whom = f"with {founders} founders" if founders else "joins"
+        output.say(f"process {number}, {whom}: job {file.bus.job}, run directory {directory.path}")
+        with _leaves_at_sigterm(worker):
+            ends = asyncio.create_task(_leave_when_finished(worker, directory, config), name="gradbus-finished")
+            try:
+                await run.train(worker)
+            finally:
+                ends.cancel()
+                await asyncio.wait([ends])
+    return run.outcome(worker)
+
+
+async def _leave_when_finished(worker: ElasticWorker, directory: WorkerDirectory, config: DataParallelConfig) -> None:
+    """A process that comes to join when the others have just come to the end would wait for them in vain."""
+    while worker.generations is None or not worker.generations.number:
+        await asyncio.sleep(1.0)
+        if directory.is_finished(config):
+            worker.leave()
+            return
+
+
+class _ElasticRun:
+    """What a run leaves in its directory, which the rank 0 of each generation writes."""
+
+    def __init__(self, file: WorkerFile, directory: WorkerDirectory, output: Output) -> None:
+        self._file = file
+        self._directory = directory
+        self._output = output
+        self._reports: list[EpochReport] = []
+        self._started_s = time.perf_counter()
+
+    def opened(self, worker: ElasticWorker) -> None:
+        """This process is a rank of its first generation."""
+        if worker.summary.rank == 0 and not (self._directory.path / "config.json").exists():
+            self._directory.write_config(self._file)
+
+    async def train(self, worker: ElasticWorker) -> None:
+        """All epochs, shown and written down."""
+        with self._output.display(worker) as shown:
+            async with contextlib.aclosing(worker.epochs()) as epochs:
+                async for report in epochs:
+                    self._reports.append(report)
+                    if worker.summary.rank == 0:
+                        self._directory.add(report)
+                    if self._output.scalars is not None:
+                        self._output.scalars.epoch(report)
+                    shown.done(report)
+        if worker.summary.rank == 0 and self._reports:
+            self._finish(worker)
+
+    def _finish(self, worker: ElasticWorker) -> None:
+        summary = worker.summary
+        values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
+        generations = worker.generations
+        self._directory.finish(
+            outcome="left" if worker.has_left else "done", **values,
+            wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job,
+            generations=0 if generations is None else generations.number,
+            profiles=[summary.profile.to_json()],
+        )  # fmt: skip
+
+    def outcome(self, worker: ElasticWorker) -> WorkerOutcome:
+        """As it is at the end."""
+        return WorkerOutcome(Path(self._directory.path), self._reports, worker.summary, [worker.summary.profile])
+
+
+@contextlib.contextmanager
+def _leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
+    """The first SIGTERM has this process leave after its step; the second one stops it like Ctrl-C."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    asked: list[bool] = []
+
+    def on_term() -> None:
+        if asked:
+            task.cancel()
+        asked.append(True)
+        log.info("leaving", step=worker.step)
+        worker.leave()
+
+    loop.add_signal_handler(signal.SIGTERM, on_term)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
