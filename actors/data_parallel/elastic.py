@@ -122,6 +122,17 @@ class ElasticWorker(Worker):
         return self._generations
 
     @property
+    def progress(self) -> str:
+        """Where the run is, and who takes part."""
+        found = self._generations
+        if found is None or not found.number:
+            return "waits for its first generation"
+        members = ", ".join(str(member.number) for member in found.members)
+        spare = f", {found.waiting} more wait" if found.waiting else ""
+        waits = f"; waits for {found.waits_for}" if found.waits_for else ""
+        return f"step {self.step}, generation {found.number}: processes {members}{spare}{waits}"
+
+    @property
     def has_left(self) -> bool:
         """Whether this rank was asked to leave before the run had come to its end."""
         return self._is_leaving and not self._is_done

@@ -155,6 +155,11 @@ class Worker:
         return self._position.step
 
     @property
+    def progress(self) -> str:
+        """Where the run is, for people."""
+        return f"step {self.step}"
+
+    @property
     def summary(self) -> WorkerSummary:
         """What was done so far."""
         stats, report = self._group.stats, self._report

@@ -121,6 +121,11 @@ class ParameterServerWorker:
         return await self._compute.run_or_follow(lambda: copy_state(self.model))
 
     @property
+    def progress(self) -> str:
+        """Where the run is, for people."""
+        return f"step {self.step}"
+
+    @property
     def step(self) -> int:
         """Steps done, those before a resume included."""
         return self._position.step

@@ -64,7 +64,7 @@ def _on_the_bus(
     if settings.interface != LOOPBACK and own is not None:
         # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
-    findings = [run_loop(lambda: security(settings, trusted=trusted), loop)]
+    findings = [*timeouts(settings), run_loop(lambda: security(settings, trusted=trusted), loop)]
     try:
         with measurable(settings) as measured:
             findings += judge(run_loop(lambda: measure(measured), loop), settings)
@@ -75,6 +75,25 @@ def _on_the_bus(
             findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=print_line), loop)
     except (ConfigError, BusError) as error:
         findings.append(Finding("data bus", "cannot be opened", Severity.BAD, str(error)))
+    return findings
+
+
+def timeouts(settings: BusSettings) -> list[Finding]:
+    """The timeouts of both kinds of training where no configuration says otherwise, and whether they are in order."""
+    from gradbus.experiments.buses import lease_of
+    from gradbus.runtime.config.data_parallel import DataParallelConfig
+    from gradbus.runtime.config.federated import FederatedConfig
+    from gradbus.runtime.config.timeouts import federated_timeouts, out_of_order, parallel_timeouts
+
+    lease_s = lease_of(settings)
+    findings = []
+    for name, found in (
+        ("timeouts of ranks", parallel_timeouts(DataParallelConfig(), lease_s=lease_s)),
+        ("timeouts of rounds", federated_timeouts(FederatedConfig(), lease_s=lease_s)),
+    ):
+        faults = out_of_order(found)
+        severity = Severity.ADVICE if faults else Severity.OK
+        findings.append(Finding(name, ", ".join(map(str, found)), severity, "; ".join(faults)))
     return findings
 
 

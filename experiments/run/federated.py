@@ -11,7 +11,7 @@ from typing import Any
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
 from gradbus.actors.federated.controller import check_choices
 from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
-from gradbus.experiments.buses import open_bus
+from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.report.scalars import Scalars
 from gradbus.experiments.run.configured_task import ConfiguredTask
@@ -19,6 +19,7 @@ from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
 from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.models import load_optimizers
+from gradbus.runtime.config.timeouts import federated_timeouts
 from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")
@@ -42,6 +43,7 @@ async def run_controller(
     started_s = time.perf_counter()
     config = file.federated
     check_choices(config)
+    warn_of_timeouts(federated_timeouts(config, lease_s=lease_of(file.bus)))
     if config.checkpoint.dir is None:
         config = config.replaced("checkpoint.dir", run.state)
     if config.history.dir is None:

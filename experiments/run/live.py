@@ -198,8 +198,8 @@ class Stepping(Protocol):
     """A worker, of either kind."""
 
     @property
-    def step(self) -> int:
-        """Steps done."""
+    def progress(self) -> str:
+        """Where the run is."""
 
 
 class EpochTable(LiveTable["EpochReport"]):
@@ -218,7 +218,7 @@ class EpochTable(LiveTable["EpochReport"]):
         done = [report.epoch + 1 for report in self._reports if report.finished]
         yield head(self._title, done[-1] if done else 0, self._epochs, "epochs", self._console.width)
         yield epochs_table(self._rows(self._reports, 10), self._console.width)
-        yield Text(f"step {self._worker.step}", style="cyan")
+        yield Text(self._worker.progress, style="cyan")
 
 
 def epochs_table(reports: Sequence[EpochReport], width: int | None = None) -> Table:

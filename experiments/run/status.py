@@ -27,7 +27,7 @@ from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.wire.control import GroupHello, GroupLeave, Hello, Leave, RankStatus, Status
+from gradbus.runtime.wire.control import GroupHello, GroupLeave, GroupView, Hello, Leave, RankStatus, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
@@ -89,12 +89,14 @@ class Observer:
 
     Attributes:
         controllers: by incarnation. clients: by id. ranks: by group and rank. forming: those whose group forms.
+        elastic: processes of an elastic group, by number.
     """
 
     controllers: dict[int, _Received] = field(default_factory=dict)
     clients: dict[int, _Received] = field(default_factory=dict)
     ranks: dict[tuple[str, int], _Received] = field(default_factory=dict)
     forming: dict[tuple[str, int], _Received] = field(default_factory=dict)
+    elastic: dict[int, _Received] = field(default_factory=dict)
 
     def take(self, message: Message, now_s: float) -> bool:
         """Take a message. Returns whether it is a status of the job."""
@@ -111,6 +113,8 @@ class Observer:
                         self.forming.pop((body.group, sender), None)
                     case GroupHello() if not body.formed:
                         self.forming[body.group, sender] = received
+                    case GroupView():
+                        self.elastic[sender] = received
                     case Leave():
                         self.clients.pop(sender, None)
                     case GroupLeave():
@@ -119,7 +123,7 @@ class Observer:
                         return False
                 return True
             case PeerGone(sender=sender, incarnation=incarnation):
-                tables: tuple[dict[Any, _Received], ...] = (self.clients, self.ranks, self.forming)
+                tables: tuple[dict[Any, _Received], ...] = (self.clients, self.ranks, self.forming, self.elastic)
                 for table in tables:
                     for key in [k for k, received in table.items() if received.incarnation == incarnation]:
                         del table[key]
@@ -142,6 +146,8 @@ class Observer:
                 "controllers": len(self.controllers),
                 "clients": self._clients(None if newest is None else newest.body, now_s),
             }
+        if self.elastic:
+            found["elastic"] = _elastic(self.elastic)
         groups = sorted({group for group, _ in (*self.ranks, *self.forming)})
         if groups:
             found["groups"] = [self._group(group, now_s) for group in groups]
@@ -161,6 +167,17 @@ class Observer:
             received = pulses.get(rank) or forming.get(rank)
             ranks.append(_rank(rank, received, now_s))
         return {"group": name, "world": world, "ranks": ranks}
+
+
+def _elastic(processes: Mapping[int, _Received]) -> dict[str, Any]:
+    """Who is in the newest generation that a process knows, and who is not."""
+    newest: GroupView = max((received.body for received in processes.values()), key=lambda view: view.generation)
+    return {
+        "group": newest.group, "generation": newest.generation, "members": newest.numbers,
+        "waiting": sorted(set(processes) - set(newest.numbers)),
+        "silent": sorted(set(newest.numbers) - set(processes)),
+        "leaving": sorted(number for number, received in processes.items() if received.body.leaving),
+    }  # fmt: skip
 
 
 def _controller(received: _Received, now_s: float) -> dict[str, Any]:
@@ -279,6 +296,8 @@ def lines_of(picture: Mapping[str, Any]) -> list[str]:
     lines = [f"job {picture['job']}"]
     if "federated" in picture:
         lines += _federated_lines(picture["federated"])
+    if "elastic" in picture:
+        lines.append(_elastic_line(picture["elastic"]))
     for group in picture.get("groups", ()):
         lines += _group_lines(group)
     return [plain_line(line) for line in lines]
@@ -324,6 +343,15 @@ def _controller_lines(found: Mapping[str, Any]) -> list[str]:
     if found["dropped"]:
         lines.append("  not counted: " + ", ".join(f"{reason} {n}" for reason, n in found["dropped"].items()))
     return lines
+
+
+def _elastic_line(found: Mapping[str, Any]) -> str:
+    members = found["members"]
+    parts = [f"elastic group {found['group']}: generation {found['generation']}, processes {ranges(members)} take part"]
+    if not found["generation"]:
+        parts = [f"elastic group {found['group']}: waits for its first generation"]
+    parts += [f"{what} {ranges(found[what])}" for what in ("waiting", "leaving", "silent") if found[what]]
+    return "; ".join(parts)
 
 
 def _group_lines(found: Mapping[str, Any]) -> list[str]:
