@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.timeouts import NamedTimeout, out_of_order
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.logs import get_logger
@@ -18,6 +17,7 @@ from gradbus.runtime.testing.faults import parse_rules
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
+    from gradbus.runtime.config.timeouts import NamedTimeout
 
 log = get_logger("cli")
 
@@ -59,6 +59,8 @@ def lease_of(settings: BusSettings) -> float | None:
 
 def warn_of_timeouts(timeouts: Sequence[NamedTimeout]) -> None:
     """Log which timeouts of a job are not in the order that they need."""
+    from gradbus.runtime.config.timeouts import out_of_order
+
     for fault in out_of_order(timeouts):
         log.warning("timeouts out of order", fault=fault)
 
