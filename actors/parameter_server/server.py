@@ -26,7 +26,7 @@ from gradbus.actors.parameter_server.assignment import assign
 from gradbus.actors.parameter_server.clocks import Clocks, Decision, Kind, ProtocolError
 from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of
 from gradbus.actors.parameter_server.shard import Shard, check_config
-from gradbus.actors.parameter_server.state import SavedServer, ServerState, own_tensors
+from gradbus.actors.parameter_server.state import FROZEN, SavedServer, ServerState, own_tensors, state_bytes_of
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
@@ -95,6 +95,7 @@ class ParameterServer:
         self._pushed: dict[int, Tensor] = {}  # by worker, what is not applied yet
         self._asked: dict[int, Message] = {}  # by worker, what it has sent to the meeting
         self._own: dict[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]] = {}  # what workers keep, of a resume
+        self._frozen: dict[str, Tensor] = {}  # parameters that are not trained, at server 0
         self._lost: list[int] = []
         self._is_new = True
         self._epoch = self._step_number = 0
@@ -148,7 +149,7 @@ class ParameterServer:
 
     async def _open(self) -> None:
         config, settings, roles = self._config, self._settings, self._roles
-        layout, buffer_bytes = await self._compute.run(self._build)
+        layout, state_bytes = await self._compute.run(self._build)
         if config.checkpoint.dir is not None:
             self._state = await self._compute.run(ServerState, config, settings, self._index, roles, layout)
         hello = Introduction(
@@ -168,7 +169,7 @@ class ParameterServer:
             await self._compute.run(self._state.delete_later, -1 if step is None else step)
         if step is not None:
             self._is_new = False
-        self._max_bytes = largest(self._shard.nbytes, buffer_bytes)
+        self._max_bytes = largest(self._shard.nbytes, state_bytes)
         self._on_open()
         log.info(
             "serving", server=self._index, servers=roles.servers, workers=roles.workers, mode=settings.mode, step=step,
@@ -176,7 +177,7 @@ class ParameterServer:
         )  # fmt: skip
 
     def _build(self) -> tuple[list[str], int]:
-        """Make the model and keep the part of this server. Returns the layout, and the bytes of the buffers."""
+        """Make the model and keep the part of this server. Returns the layout, and the bytes of what is not trained."""
         check_config(self._config)
         model = self._task.build_model()
         layout = describe_layout(model)
@@ -185,8 +186,7 @@ class ParameterServer:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         pieces = assign(trained, self._roles.servers, self._settings.cut_bytes)[self._index]
         self._shard = Shard(self._config, self._task, model, pieces)
-        # What a worker keeps: its buffers, and the state of torch's random numbers.
-        return layout, sum(buffer.nbytes for buffer in model.buffers())
+        return layout, state_bytes_of(model)
 
     async def _load(self, step: int) -> Mapping[str, Any]:
         """Take a version from the checkpoints. Raises CheckpointError."""
@@ -199,6 +199,7 @@ class ParameterServer:
         self._shard.restore(checkpoint)
         self._run_id = int(saved.run_id, 16)
         self._own = {int(rank): (meta, own_tensors(checkpoint, int(rank))) for rank, meta in saved.own.items()}
+        self._frozen = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(FROZEN)}
         counts = Counter({int(staleness): number for staleness, number in saved.staleness.items()})
         self._stepped_to = checkpoint.round_id
         before = self._clocks
@@ -284,6 +285,7 @@ class ParameterServer:
         if not gradients and not decision.release:
             return
         number, slowest, epoch = self._step_number, self._clocks.slowest, self._epoch
+        self._network.at_step(slowest, epoch)
         if gradients or pushing:
             flags = Flag.WANTS_END if decision.wants_end else Flag.NONE
             updates = self._clocks.updates
@@ -338,7 +340,9 @@ class ParameterServer:
             if 0 not in asked:
                 raise CollectiveError("worker 0 was lost, whose weights a new run begins with: start it again")
             self._shard.load(asked[0].packed)
-            self._own = {0: ({}, asked[0].state)}
+            brought = asked[0].state
+            self._frozen = {name: tensor for name, tensor in brought.items() if name.startswith(FROZEN)}
+            self._own = {0: ({}, {name: tensor for name, tensor in brought.items() if name not in self._frozen})}
         weights = encode(Message("start"), self._shard.weights())  # one copy for all
         packed = decode(weights).packed
         replies = {}
@@ -347,8 +351,9 @@ class ParameterServer:
             meta, tensors = self._own.get(rank) or self._own.get(first, ({}, {}))
             more = {"is_own": rank in self._own, "run_id": f"{self._run_id:016x}", "kept": dict(meta)}
             replies[rank] = Message(
-                "start", self._clocks.start, updates=self._clocks.updates, packed=packed, meta=more, state=tensors
-            )
+                "start", self._clocks.start, updates=self._clocks.updates, packed=packed, meta=more,
+                state={**tensors, **self._frozen},
+            )  # fmt: skip
         self._own = {}
         return replies
 
@@ -375,8 +380,8 @@ class ParameterServer:
             )  # fmt: skip
         own = {rank: (m.meta or {}, m.state) for rank, m in asked.items()} if self._index == 0 else {}
         size = await self._compute.run(
-            self._state.save, clock, self._shard, own, run_id=f"{self._run_id:016x}", updates=self._clocks.updates,
-            refused=self._clocks.refused,
+            self._state.save, clock, self._shard, own, self._frozen, run_id=f"{self._run_id:016x}",
+            updates=self._clocks.updates, refused=self._clocks.refused,
             staleness={str(key): number for key, number in self._clocks.staleness_counts.items()},
         )  # fmt: skip
         self._has_saved = True

@@ -26,6 +26,7 @@ from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CheckpointError
 
+FROZEN = "frozen/"  # before the names of parameters that are not trained
 _COMPLETED = "saved-by-all"
 _KEPT = ("seed", "accumulation_steps")  # with others the place within an epoch would mean other batches
 _MAX_WORKERS = 1024
@@ -96,18 +97,18 @@ class ServerState:
 
     def save(
         self, step: int, shard: Shard, own: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]],
-        **counts: Any,
+        frozen: Mapping[str, Tensor], **counts: Any,
     ) -> int:  # fmt: skip
         """Save a version; returns its bytes.
 
         Args:
-            own: of each worker what it has sent: plain data, and tensors by name.
+            own: of each worker what it has sent: plain data, and tensors by name. frozen: of the model, by name.
             counts: run_id, updates, refused and staleness.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        tensors = shard.tensors()
+        tensors = {**shard.tensors(), **frozen}
         for rank, (_, named) in own.items():
             tensors |= {f"worker-{rank}/{name}": tensor for name, tensor in named.items()}
         pieces = [{"tensor": p.tensor, "start": p.start, "stop": p.stop, "shape": list(p.shape)} for p in shard.pieces]
@@ -161,6 +162,12 @@ class ServerState:
         self._store.close()
 
 
+def state_bytes_of(model: nn.Module) -> int:
+    """Of the tensors that go beside the weights: buffers, and parameters that are not trained."""
+    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    return frozen + sum(buffer.nbytes for buffer in model.buffers())
+
+
 def own_tensors(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
     """The tensors that a worker has kept in a checkpoint of server 0; {} if it has none."""
     return tensors_below(f"worker-{rank}/", checkpoint.tensors)
@@ -191,6 +198,9 @@ def restore_model(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
             whole = live.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
             whole[part.start : part.stop] = tensor_of(checkpoint, name, dtype=live.dtype).reshape(-1)
             live.copy_(whole.reshape(live.shape))
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            parameter.copy_(tensor_of(checkpoints[0], FROZEN + name, parameter.shape, parameter.dtype))
     first = min(map(int, all_saved[0].own), default=None)
     for name, buffer in model.named_buffers() if first is not None else ():
         buffer.copy_(tensor_of(checkpoints[0], f"worker-{first}/buffer/{name}", buffer.shape, buffer.dtype))

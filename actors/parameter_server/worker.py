@@ -35,6 +35,7 @@ from gradbus.actors.parameter_server.clocks import Kind
 from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of, split
 from gradbus.actors.parameter_server.server import REPLY, REQUEST
 from gradbus.actors.parameter_server.shard import check_config
+from gradbus.actors.parameter_server.state import FROZEN, state_bytes_of
 from gradbus.runtime.algorithms.replicas import fingerprint
 from gradbus.runtime.checkpoint import Checkpoint, copy_state, restore_random_numbers
 from gradbus.runtime.collectives import CollectiveHandle, Group
@@ -191,9 +192,8 @@ class ParameterServerWorker:
         check_config(config)
         await self._compute.run(training.open)
         self._pieces = assign(training.trained, self._roles.servers, settings.cut_bytes)
-        buffer_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
         held = max(sum(piece.nbytes for piece in own) for own in self._pieces)
-        self._max_bytes = largest(held, buffer_bytes)
+        self._max_bytes = largest(held, state_bytes_of(self.model))
         hello = Introduction(
             optimizer=type(training.optimizer.optimizer).__name__, layout=describe_layout(self.model),
             batches=await self._compute.run(training.num_batches, 0), callbacks=bool(self._callbacks),
@@ -204,14 +204,15 @@ class ParameterServerWorker:
         step = await find_version(self._network, agreement, config)
         self._position.step = step or 0
         begins = step is None and self._rank == 0
-        replies = await self._ask("start", tensors=training.trained if begins else None, state=self._buffers())
+        brought = {**self._buffers(), **self._frozen()} if begins else None
+        replies = await self._ask("start", tensors=training.trained if begins else None, state=brought)
         await self._compute.run(self._take_weights, replies)
         await self._compute.run(self._take_kept, replies[0], step)
         self._log.info("started", workers=self._roles.workers, servers=self._roles.servers, step=self.step)
 
     def _take_kept(self, reply: Message, step: int | None) -> None:
         """What this worker had, or, if it was lost before, where the others stand. Raises CollectiveError."""
-        self._take_buffers(reply.state)
+        self._take_named(reply.state, {**self._buffers(), **self._frozen()})
         if step is None:
             return
         kept, is_own = meta_of(reply, "kept", dict), meta_of(reply, "is_own", bool)
@@ -304,14 +305,19 @@ class ParameterServerWorker:
     def _buffers(self) -> dict[str, Tensor]:
         return {f"buffer/{name}": buffer for name, buffer in self.model.named_buffers()}
 
+    def _frozen(self) -> dict[str, Tensor]:
+        named = self.model.named_parameters()
+        return {f"{FROZEN}{name}": parameter.detach() for name, parameter in named if not parameter.requires_grad}
+
     @torch.no_grad()
-    def _take_buffers(self, state: Mapping[str, Tensor]) -> None:
-        for name, buffer in self._buffers().items():
+    def _take_named(self, state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+        """Copy named tensors that came. Raises CollectiveError: one is missing, or of another shape or type."""
+        for name, tensor in live.items():
             came = state.get(name)
-            if came is None or (came.shape, came.dtype) != (buffer.shape, buffer.dtype):
+            if came is None or (came.shape, came.dtype) != (tensor.shape, tensor.dtype):
                 what = "nothing" if came is None else f"{came.dtype} {tuple(came.shape)}"
-                raise CollectiveError(f"{name}: expected {buffer.dtype} {tuple(buffer.shape)}, got {what}")
-            buffer.copy_(came)
+                raise CollectiveError(f"{name}: expected {tensor.dtype} {tuple(tensor.shape)}, got {what}")
+            tensor.copy_(came)
 
     # An epoch
 
@@ -387,6 +393,12 @@ class ParameterServerWorker:
         self._is_stopped |= Flag.WANTS_END in replies[0].flags
         self._wants_end = False
         self._count(step)
+        every = self._config.report_every_steps
+        if every and position.step % every == 0:
+            loss_sum = await self._compute.run(training.loss_sum)
+            self._log.info(
+                "training", step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches)
+            )  # fmt: skip
         if self._callbacks.follow_steps:
             report = await self._compute.run(training.report_of, step)
             self._wants_end = bool(await self._compute.run(self._callbacks.call, "on_step", report))
@@ -446,7 +458,7 @@ class ParameterServerWorker:
         await self._compute.run(training.note_sums, position)
         if buffers := self._buffers():
             reply, _ = await self._meet("buffers", None, buffers)
-            await self._compute.run(self._take_buffers, reply.state)
+            await self._compute.run(self._take_named, reply.state, buffers)
         every, is_last = config.eval_every_epochs, self._ends_early or position.epoch + 1 >= config.epochs
         counts = None
         if every and (is_last or (position.epoch + 1) % every == 0):

@@ -26,6 +26,7 @@ from gradbus.experiments.bench import (
     federated,
     growth,
     ladder,
+    parameter_server,
     scale,
     sealing,
 )
@@ -82,6 +83,7 @@ BENCHMARKS = {
     "attacks": attacks.BENCHMARK,
     "codecs": codecs.BENCHMARK,
     "ladder": ladder.BENCHMARK,
+    "parameter-server": parameter_server.BENCHMARK,
     "sealing": sealing.BENCHMARK,
     "compression": compression.BENCHMARK._replace(options=_compression_options),
 }

@@ -39,10 +39,11 @@ class Training:
     def task(self) -> models.ClassificationTask:
         """Model, data and loss, also for a loop in one process."""
         return models.ClassificationTask(
-            self.model, self._split, batch_size=self.batch_size, seed=self.config.get("seed", 0)
+            self.model, self.split, batch_size=self.batch_size, seed=self.config.get("seed", 0)
         )
 
-    def _split(self) -> models.DataSplit:
+    def split(self) -> models.DataSplit:
+        """The data."""
         if self.data == "glyphs":
             return models.glyphs(train=self.samples or 1000, test=50)
         split = models.load(self.data, self.data_root, download=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from call_profile import Watched, profile
 
-from gradbus.experiments.bench import collectives, data_parallel, sealing
+from gradbus.experiments.bench import collectives, data_parallel, parameter_server, sealing
 from gradbus.experiments.bench.collectives import (
     SIZES,
     CollectivesPlan,
@@ -144,3 +144,9 @@ def test_rounds_and_collectives_are_timed_at_all_levels_by_turns(name: str) -> N
     counted = 2 if name == "round" else 3  # of four blocks; controllers all had their first one at once
     assert [len(figure.ratios) for figure in figures] == [counted] * 4
     assert all(min(figure.ratios) > 0 for figure in figures)
+
+
+def test_bytes_into_a_parameter_server_are_counted() -> None:
+    (one,) = parameter_server.measure_bytes(((1, 2),), steps=2)
+    assert one.falls_short is False
+    assert 1.0 < one.judged < 1.03

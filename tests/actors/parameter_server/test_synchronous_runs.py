@@ -13,6 +13,7 @@ from ddp_scene import make_task, single_process, succeeded, train, vector
 from server_scene import Ends, serve
 from torch import Tensor, nn
 
+from gradbus.actors.parameter_server.state import newest_version, restore_model
 from gradbus.models import ClassificationTask
 from gradbus.runtime.errors import CheckpointError, ConfigError, PeerLost, TrainingDiverged
 
@@ -153,6 +154,32 @@ def test_a_version_that_one_server_lacks_is_not_gone_on_from(tmp_path: Path) -> 
     broken = serve(make_task(), servers=2, parallel=settings)
     assert all(isinstance(end.error, CheckpointError) for end in (*broken.servers, *broken.workers))
     assert "server 1" in str(broken.workers[0].error)
+
+
+class Frozen(ClassificationTask):
+    """A model with a layer that is not trained, and that each process draws for itself."""
+
+    def __init__(self) -> None:
+        super().__init__(_plain, make_task().data, batch_size=16)
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        layer: Any = list(model.children())[1]
+        layer.weight = nn.Parameter(torch.rand_like(layer.weight) - 0.5, requires_grad=False)
+        return model
+
+
+def test_parameters_that_are_not_trained_are_those_of_worker_0_also_after_a_resume(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint__dir": tmp_path}
+    first = parameters(serve(Frozen(), servers=2, parallel={**settings, "epochs": 1}))
+    assert torch.equal(*first)
+    again = serve(Frozen(), servers=2, parallel={**settings, "epochs": 2}).succeeded()
+    frozen = [end.worker.model.get_parameter("1.weight") for end in again.workers if end.worker]
+    assert torch.equal(frozen[0], frozen[1])
+    assert torch.equal(frozen[0].reshape(-1), first[0][: frozen[0].numel()])
+    model = Frozen().build_model()
+    restore_model(model, newest_version(tmp_path))
+    assert torch.equal(vector(model), again.workers[0].parameters)
 
 
 class Poisoned(ClassificationTask):
