@@ -45,8 +45,8 @@ class ClientsSettings(Settings):
     """The clients: how many there are, and when one counts as gone."""
 
     kind: Literal["clients", "sites"] = "clients"
-    """Who takes part: `clients`, which train, or `sites`: Controllers, each with the exact sum of its own clients. The
-    settings below are then of the sites."""
+    """Who takes part: `clients`, which train, or `sites`: Controllers, each with the exact sum of its own clients; see
+    docs/trees.md. The settings below are then of the sites."""
     num: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of clients that are expected. null: unknown; the run starts with `min`."""
     min: Annotated[int, Field(ge=1)] = 1

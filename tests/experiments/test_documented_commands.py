@@ -49,6 +49,9 @@ ELSEWHERE = {
         "gradbus worker experiments/configs/parameter-server.conf.json *", "export TF_CONFIG=*",
         "gradbus worker my.json",
     ),
+    "tests/experiments/run/test_tree_commands.py": (
+        "gradbus controller experiments/configs/tree-*", "gradbus client experiments/configs/tree-client.conf.json *",
+    ),
     "tests/experiments/run/test_status.py": ("gradbus status *",),
     "tests/experiments/simulate/test_steps.py": ("gradbus simulate *", "make simulate *"),
     "tests/experiments/test_history.py": ("gradbus check *",),

@@ -99,6 +99,17 @@ def test_integers_come_back_as_they_were_in_as_few_bytes_as_they_need(value: int
     assert len(payload) == 48 + 8 + 8 + 3 + BLOCK_ELEMS * width  # header, ids, loss, a width for each block
 
 
+def test_the_bytes_are_those_of_the_page() -> None:
+    """docs/wire.md has the fields."""
+    low, carried = torch.tensor([1, -2, 300], dtype=torch.int64), torch.tensor([0, 5, -1], dtype=torch.int64)
+    summary = SumSummary(9, 3, (range(2, 4), range(7, 8)), (0.5,), 8)
+    expected = (
+        "47425853 01 1e 0100 0300000000000000 0900000000000000 03000000 02000000 0800000000000000 01000000 00000000"
+        "02000000 02000000 07000000 01000000 000000000000e03f 02 0100 feff 2c01 01 00 05 ff"
+    )
+    assert encode(summary, low, carried) == bytes.fromhex(expected)
+
+
 def test_a_typical_sum_takes_less_than_eight_bytes_for_each_value() -> None:
     payload = sum_of(updates_of(4, 1e-2), torch.zeros(DIM)).encode((), (), 0)
     assert len(payload) < 5.1 * DIM

@@ -1,0 +1,68 @@
+"""The commands of docs/trees.md: a centre, two sites and their clients, as real processes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import Forked
+from fresh_shells import command_lines, write_mnist
+
+from gradbus.experiments.files import ClientFile, ControllerFile, load
+from gradbus.runtime.errors import ConfigError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+def test_the_commands_of_the_page_run_a_tree(root: Path, tmp_path: Path, domain: int) -> None:
+    write_mnist(tmp_path / "data")
+    variables = {
+        "GRADBUS_DATA": str(tmp_path / "data"), "GRADBUS_BUS__DOMAIN": str(domain),
+        "GRADBUS_UPSTREAM__BUS__DOMAIN": str(domain),
+    }  # fmt: skip
+    running, folders = [], []
+    for number, line in enumerate(command_lines((root / "docs" / "trees.md").read_text(encoding="utf-8"))):
+        words = shlex.split(line)[1:]
+        if words[0] == "controller":
+            folders.append(tmp_path / f"run-{number}")
+            words += ["--no-live", "--run-dir", str(folders[-1])]
+        if words[1].endswith("tree-centre.conf.json"):
+            words += ["--set", "federated.rounds=2", "--set", "federated.training.subset_size=8"]
+        running.append(Forked(words, root, variables))
+    try:
+        assert len(running) == 7
+        for process in running:
+            out, errors = process.communicate(timeout=150.0)
+            assert process.returncode == 0, out + errors
+    finally:
+        for process in running:
+            process.kill()
+    weights = [
+        [json.loads(line)["weights_crc32"] for line in (folder / "rounds.jsonl").read_text().splitlines()]
+        for folder in folders
+    ]
+    assert weights == [weights[0]] * 3  # at each level the same models
+    assert len(set(weights[0])) == 2
+
+
+def test_the_examples_of_a_tree_fit_each_other(configs: Path) -> None:
+    centre, region, site = (load(ControllerFile, configs / f"tree-{name}.conf.json") for name in LEVELS)
+    client = load(ClientFile, configs / "tree-client.conf.json")
+    assert (centre.upstream.site, region.upstream.site, site.upstream.site) == (None, 0, 0)
+    assert region.upstream.bus == site.upstream.bus == centre.bus
+    assert client.bus == site.bus
+    assert [file.federated.clients.kind for file in (centre, region, site)] == ["sites", "sites", "clients"]
+
+
+LEVELS = ("centre", "region", "site")
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [("upstream.bus.job=site-0-{user}", "each level has a job of its own"), ("upstream.site=null", "site is missing")],
+)
+def test_a_level_without_a_name_of_its_own_is_refused(override: str, text: str, configs: Path) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load(ControllerFile, configs / "tree-site.conf.json", overrides=[override])
