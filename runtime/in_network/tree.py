@@ -193,7 +193,7 @@ class TreeNode:
         missing = reduce(or_, (covers & ~bits for bits in lane.contributors))
         if missing:
             below = self._config.children or {rank: 1 << rank for rank in range(self._config.world)}
-            return [child for child, ranks in below.items() if ranks & missing]
+            return sorted(child for child, ranks in below.items() if ranks & missing)
         return [to for to, known in lane.known.items() if lane.results & ~known]
 
     # Whether the way up is open

@@ -6,6 +6,7 @@ repeated. Time passes only when a timer is due. What must hold is checked after 
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,13 @@ from gradbus.runtime.in_network.worker import PeerSilent, RingWorker, WorkerConf
 
 TIMES = RetransmissionTimes(first_s=1.0, max_s=8.0, max_tries=500)
 Node = tuple[int, int]  # job, rank or AGGREGATOR
+
+FIRST_SEED, RUNS = int(os.environ.get("PROTOCOL_SEED", "0")), int(os.environ.get("PROTOCOL_RUNS", "160"))
+"""Runs that tests make, of each kind. For other seeds than those of every day::
+
+    PROTOCOL_SEED=$(date +%s) PROTOCOL_RUNS=6000 pytest tests/runtime/in_network -k "exact_sum and all_"
+"""
+SEEDS = range(FIRST_SEED, FIRST_SEED + RUNS)
 
 MAX_STEPS = 60_000  # those that end take 900 on average, and at most 8,000
 

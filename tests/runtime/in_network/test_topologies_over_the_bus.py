@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from in_network_job import Run, aggregators, job, options, serve, total_of, values, work
+from structlog.testing import capture_logs
 
 from gradbus.runtime.collectives.in_network import InNetworkSum
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.in_network.packets import Packet
+from gradbus.runtime.in_network.packets import Packet, PacketKind
 from gradbus.runtime.in_network.topology import AggregatorTopology
 from gradbus.runtime.in_network.tree import TreeNode
 
@@ -176,3 +178,67 @@ def test_one_node_without_memory_refuses_the_job_for_all(place: dict[str, Any], 
 
     run(main)
     assert [actor.free_slots for actor in actors] == [64, 64, 7]
+
+
+@pytest.mark.parametrize("name", ["tree", "chain"])
+def test_a_node_that_lies_changes_no_sum_and_is_not_asked_again(
+    place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    receive = TreeNode.receive
+
+    def lying(self: TreeNode, packet: Packet, now_s: float) -> list[Packet]:
+        """The first node passes on another sum than it has."""
+        answers = receive(self, packet, now_s)
+        if self._config.node != 2:
+            return answers
+        return [
+            replace(answer, values=answer.values + 1)
+            if answer.kind is PacketKind.CONTRIBUTION and answer.values is not None
+            else answer
+            for answer in answers
+        ]
+
+    monkeypatch.setattr(TreeNode, "receive", lying)
+    topology = TOPOLOGIES[name]
+    actors = aggregators(AggregatorTopology(**topology).num_nodes)  # type: ignore[arg-type]
+
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        total, _ = await sums.all_reduce(values(rank))
+        assert not sums.uses_aggregator
+        return total
+
+    with capture_logs() as lines:
+        found = run(lambda: job(place, 2, actors, options(topology=topology, retry_s=0.1), program))
+    assert all(total.equal(total_of(2)) for total in found)
+    (lost, _) = [line for line in lines if line["event"] == "aggregator lost"]
+    assert lost["next_try"] == "none"
+    assert all(actor.free_slots == 64 for actor in actors)
+
+
+def test_a_job_for_which_a_node_has_no_room_is_refused_and_the_others_go_on(place: dict[str, Any], run: Run) -> None:
+    topology, actors = TOPOLOGIES["chain"], [*aggregators(1), *aggregators(1, slots=12)]
+    second_is_refused = asyncio.Event()
+
+    async def first(rank: int, sums: InNetworkSum) -> Any:
+        totals = [(await sums.all_reduce(values(rank)))[0]]
+        if rank == 0:
+            has_begun.set()
+        await second_is_refused.wait()
+        return [*totals, (await sums.all_reduce(values(rank, 1)))[0]]
+
+    async def second(rank: int, sums: InNetworkSum) -> None:
+        raise AssertionError("joined")
+
+    has_begun = asyncio.Event()
+
+    async def main() -> list[Any]:
+        begun = asyncio.create_task(job(place, 2, actors, options(topology=topology), first))
+        await has_begun.wait()
+        with pytest.raises(ConfigError, match=r"\(node 1\).*need 8 slots in a row, 4 of 12 are free"):
+            await job({**place, "job": place["job"] + "-second"}, 2, actors, options(topology=topology), second)
+        second_is_refused.set()
+        return await begun
+
+    for totals in run(main):
+        assert [total.equal(total_of(2, step)) for step, total in enumerate(totals)] == [True, True]
+    assert [actor.free_slots for actor in actors] == [64, 12]

@@ -1,0 +1,120 @@
+"""Packets that no honest member sends: they change nothing, and are counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from packet_network import Conditions, PacketNetwork, TreeNetwork
+
+from gradbus.runtime.in_network.aggregator import Aggregator
+from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, PacketKind
+from gradbus.runtime.in_network.slots import Slots
+from gradbus.runtime.in_network.topology import AggregatorTopology
+from gradbus.runtime.in_network.tree import TreeNode
+
+ELEMS = 4
+CHAIN = AggregatorTopology(kind="chain", leaves=[[0], [1]]).nodes(["host"] * 2, window_groups=2, block_elems=ELEMS)
+FIRST, LAST = CHAIN[2], CHAIN[3]
+
+
+def block(value: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.full(ELEMS, value, dtype=np.int32)
+
+
+def contribution(rank: int, value: int, **others: int) -> Packet:
+    return replace(
+        Packet(PacketKind.CONTRIBUTION, 0, 0, 0, rank, AGGREGATOR, bitmap=1 << rank, values=block(value)), **others
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        contribution(0, 1, job=1),
+        contribution(0, 1, epoch=1),
+        contribution(0, 1, block=2),
+        contribution(0, 1, block=-1),
+        contribution(0, 1, group=-1),
+        contribution(0, 1, bitmap=4),
+        contribution(0, 1, bitmap=-1),
+        replace(contribution(0, 1), values=None),
+        replace(contribution(0, 1), values=np.zeros(ELEMS + 1, dtype=np.int32)),
+        replace(contribution(0, 1), kind=PacketKind.REDUCE, values=None),
+    ],
+)
+def test_a_node_drops_what_is_of_no_group_of_its_job(forged: Packet) -> None:
+    node = TreeNode(FIRST)
+    assert node.receive(forged, 0.0) == []
+    assert (node.dropped, node.violations, node.is_idle) == (1, 0, True)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        contribution(1, 1),  # not below this node
+        contribution(0, 1, source=1),
+        contribution(0, 1, bitmap=0),
+        contribution(0, 1, bitmap=3),
+        Packet(PacketKind.RESULT, 0, 0, 0, 0, 2, bitmap=3, values=block(1)),  # of a rank
+        Packet(PacketKind.PROBE, 0, 0, 0, 1, AGGREGATOR),
+    ],
+)
+def test_a_node_takes_sums_of_its_children_alone_and_results_of_those_above(forged: Packet) -> None:
+    node = TreeNode(FIRST)
+    assert node.receive(forged, 0.0) == []
+    assert (node.violations, node.is_idle) == (1, True)
+
+
+def test_a_node_takes_no_result_of_a_group_whose_own_sum_it_has_not_sent() -> None:
+    node = TreeNode(FIRST)
+    assert node.receive(Packet(PacketKind.RESULT, 0, 0, 0, 3, 2, bitmap=3, values=block(1)), 0.0) == []
+    assert (node.dropped, node.is_idle) == (1, True)
+
+
+def test_a_worker_that_sends_twice_is_added_once_whatever_it_sends_the_second_time() -> None:
+    node = TreeNode(LAST)
+    first = node.receive(contribution(1, 5), 0.0)
+    again = node.receive(contribution(1, 1000), 0.0)
+    assert [packet.kind for packet in (*first, *again)] == [PacketKind.AGGREGATOR_ACK] * 2
+    _, *results = node.receive(contribution(2, 7, bitmap=1), 0.0)
+    assert [(packet.destination, packet.values.tolist()) for packet in results if packet.values is not None] == [
+        (1, [12] * ELEMS), (2, [12] * ELEMS),
+    ]  # fmt: skip
+
+
+def test_a_full_sum_is_not_added_over_a_part_of_it() -> None:
+    slots = Slots(2, ELEMS)
+    aggregator = Aggregator(slots, block_elems=ELEMS)
+    aggregator.open_job(0, 2)
+    aggregator.receive(Packet(PacketKind.RESERVE, 0, 0, 0, 0, AGGREGATOR), 0.0)
+    aggregator.receive(contribution(0, 5), 0.0)
+    full = Packet(PacketKind.GATHER, 0, 0, 0, 1, 0, bitmap=3, values=block(12))
+    assert aggregator.receive(full, 0.0) == []
+    assert aggregator.violations == 1
+    assert slots[0].tolist() == [5] * ELEMS
+
+
+def test_a_group_that_is_never_finished_is_found_with_those_that_it_waits_for() -> None:
+    node = TreeNode(LAST)
+    node.receive(contribution(1, 5), 0.0)
+    assert node.stalled_groups(9.0, 10.0) == {}
+    assert node.stalled_groups(10.0, 10.0) == {0: [1, 2]}  # rank 1's second block is missing, too
+    waiting = TreeNode(FIRST)
+    for number in range(2):
+        waiting.receive(contribution(0, 5, block=number), 0.0)
+    assert waiting.stalled_groups(10.0, 10.0) == {}  # it waits for the node above, whose own lease it is
+
+
+@pytest.mark.parametrize("kind", [PacketNetwork, TreeNetwork])
+def test_sums_that_leave_int32_are_marked_on_all_workers(kind: type[PacketNetwork]) -> None:
+    for seed in range(5):
+        network = kind(Conditions(worlds=(3,), groups=2, slots=100 * (seed % 2), loss=0.1), seed)
+        for rank in range(3):
+            network.inputs[0][rank, 1, 2, 0] = np.iinfo(np.int32).max
+        network._count = lambda *_: None  # type: ignore[method-assign]
+        network._check_node = lambda *_: None  # type: ignore[method-assign]
+        network._check_end = lambda: None  # type: ignore[method-assign]
+        network.run()
+        assert [network.workers[0, rank].overflowed for rank in range(3)] == [{1}] * 3
