@@ -84,9 +84,9 @@ def with_algorithm(
     if ddp is not None:
         hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
         ddp.register_comm_hook(hook, exchange)
-    elif hook.algorithm.scope == "weights":
-        module.register_forward_pre_hook(hook.start_pass)
-    else:
+    if hook.algorithm.scope == "weights":
+        model.register_forward_pre_hook(hook.start_forward)
+    elif ddp is None:
         hook.close()
         raise ConfigError(f"{name} exchanges gradients: wrap the model in DistributedDataParallel first")
     return hook
@@ -193,11 +193,12 @@ class AlgorithmHook:
         self._ready: list[tuple[TensorBucket, Tensor, Gradient]] = []  # buckets that wait for the others
         self._is_new_pass = True  # since the optimizers' last step
         self._step = Step(0)  # of an exchange of weights
-        self._is_due = False  # whether there is one after the optimizers' step
+        self._is_due = False  # whether there is one after the optimizers' steps
+        self._stepped: set[int] = set()  # those that have stepped since the pass began
         self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
         if self.algorithm.scope == "weights":
             self._on_queue(self.algorithm.begin, bucket_of(self._parameters))
-            self._registered.append(self._optimizers[-1].register_step_post_hook(self._after_step))
+            self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
 
     def _check(self, name: str, num_parameters: int) -> None:
         scope = self.algorithm.scope
@@ -279,7 +280,13 @@ class AlgorithmHook:
         ranks, before the next one. Without effect with a delay, or after the optimizers' step."""
         self._on_queue(self._conclude, self._run, True)
 
-    def start_pass(self, *_: Any) -> None:
+    def start_forward(self, *_: Any) -> None:
+        """A forward pass begins: weights are exchanged before it, also if only some of the optimizers have stepped."""
+        if self._stepped:
+            self._after_all_steps()
+        self.start_pass()
+
+    def start_pass(self) -> None:
         """A forward or backward pass begins: what the optimizers do next is another step."""
         self._is_new_pass = True
 
@@ -509,6 +516,13 @@ class AlgorithmHook:
             self._number += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Of each optimizer: in whatever order they step, the weights are those after all of them."""
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._after_all_steps()
+
+    def _after_all_steps(self) -> None:
+        self._stepped.clear()
         if self.delay_steps:
             self._apply_changes(self._step.number - self.delay_steps)
         if not self._is_due:

@@ -206,6 +206,28 @@ def in_the_midst_of_other_calls(place: RankLocation) -> dict[str, Any]:
     return found
 
 
+def several_optimizers(place: RankLocation) -> dict[str, Any]:
+    """Weights where means are taken after the steps of one optimizer, of two, and of two in the order that was not
+    given; and where the second one steps in no pass but the last."""
+    place.start()
+    found: dict[str, Any] = {}
+    for way in ("one", "two", "other order", "second at the end"):
+        model = net()
+        halves = [list(model.parameters())[:2], list(model.parameters())[2:]]
+        groups = [list(model.parameters())] if way == "one" else halves
+        optimizers = [torch.optim.SGD(group, lr=0.02, momentum=0.9) for group in groups]
+        with_algorithm(model, optimizers, "async-averaging", delay_steps=0, every_steps=1)
+        for number in range(4):
+            x, wanted = batch(place.rank, number)
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x), wanted).backward()
+            steps = optimizers[:1] if way == "second at the end" and number < 3 else optimizers
+            for optimizer in reversed(steps) if way == "other order" else steps:
+                optimizer.step()
+        found[way] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
 def a_failing_program(place: RankLocation) -> dict[str, Any]:
     """What backward() raises where an algorithm fails, and what its memory is after that."""
     place.start()

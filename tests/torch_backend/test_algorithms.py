@@ -108,6 +108,15 @@ def test_exchanges_do_not_mix_with_other_calls_of_a_backward_pass(backend: str) 
         assert all(largest_difference(weights, other[name]) == 0.0 for other in others), name
 
 
+def test_weights_are_exchanged_after_the_steps_of_all_optimizers_in_whatever_order_they_step() -> None:
+    ranks = play("algorithm_scenes", "several_optimizers", 2, "dds")
+    for found in ranks:
+        assert largest_difference(found["two"], found["one"]) == 0
+        assert largest_difference(found["other order"], found["one"]) == 0
+    first, second = (found["second at the end"] for found in ranks)
+    assert largest_difference(first, second) == 0
+
+
 def test_a_program_that_fails_ends_the_backward_pass_with_its_error() -> None:
     for told in play("algorithm_scenes", "a_failing_program", 2, "dds"):
         assert "ZeroDivisionError: nothing to divide by" in told["error"]
