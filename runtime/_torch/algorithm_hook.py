@@ -286,7 +286,7 @@ class AlgorithmHook:
             self._after_all_steps()
         self.start_pass()
 
-    def start_pass(self) -> None:
+    def start_pass(self, *_: Any) -> None:
         """A forward or backward pass begins: what the optimizers do next is another step."""
         self._is_new_pass = True
 

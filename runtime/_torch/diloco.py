@@ -56,7 +56,7 @@ class DiLoCo(AlgorithmHook):
         queue.submit(queue.run, _copies_of_first(tensors)).result()
         chosen = {**_outer_options(outer_optimizer), "steps": steps, **options}
         super().__init__(model.named_parameters(), "diloco", chosen, optimizers=[inner_optimizer], process_group=group)
-        self._registered.append(model.register_forward_pre_hook(self.start_pass))
+        self._registered.append(model.register_forward_pre_hook(self.start_forward))
 
     def average(self) -> None:
         """Make the model, on all ranks, the mean of theirs, with floating-point buffers such as running means.
