@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-sealing bench-profile bench-pauses \
-	bench-aggregation bench-attacks bench-compression bench-ladder conformance figures faults soak lock clean distclean
+	bench-aggregation bench-attacks bench-compression bench-ladder bench-local conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -231,6 +231,10 @@ bench-parameter-server: $(STAMP)  ## parameter servers: bytes, steps, accuracy w
 
 bench-ladder: $(STAMP)  ## what star, ring, compression and overlap make of a slow link, in namespaces and simulated
 	@$(PY) -m gradbus.experiments.bench ladder $(ARGS)
+
+# As of bench-compression: what was trained before is kept in runs/.
+bench-local: $(STAMP)  ## local steps: accuracy, loss and bytes beside synchronous training; utilisation of slow links
+	@$(PY) -m gradbus.experiments.bench local $(ARGS)
 
 bench-profile: $(STAMP)  ## where the time of a collective goes, thread by thread, beside gloo
 	@$(TOOL) call_profile $(ARGS)

@@ -24,6 +24,7 @@ from gradbus.actors.data_parallel.prediction import weights_ahead
 from gradbus.codecs.base import are_finite
 from gradbus.experiments.bench.recipes import Recipe
 from gradbus.experiments.simulate.lockstep import Lockstep, reduced
+from gradbus.models.text import TextTask
 from gradbus.runtime.algorithms.base import (
     Algorithm,
     Place,
@@ -78,7 +79,7 @@ class LockstepTraining:
     """
 
     def __init__(
-        self, recipe: Recipe, task: models.ClassificationTask, world: int, seed: int = 0, *,
+        self, recipe: Recipe, task: models.ClassificationTask | TextTask, world: int, seed: int = 0, *,
         schedule: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """``seed``: of the order of the samples. ``schedule``: of the learning rate over a run. As the Worker's

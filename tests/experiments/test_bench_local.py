@@ -1,0 +1,72 @@
+"""The benchmark of local steps: rows of all recipes, kept results, and the text that its transformer is trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradbus.experiments.bench import __main__ as bench
+from gradbus.experiments.bench import local
+from gradbus.experiments.bench.recipes import local_recipes
+from gradbus.experiments.bench.results import Results
+from gradbus.models.text import VOCABULARY, CharTransformer, TextTask, corpus, sentences
+from gradbus.runtime.algorithms.base import ALGORITHMS
+from gradbus.runtime.choices import Choice
+
+
+def test_a_tiny_run_has_every_recipe_beside_dense_and_another_run_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["local", "--tiny", "--out", "l.json", "--part", "accuracy", "--part", "text"]
+    assert bench.main(arguments) == 0
+    results = Results.load(tmp_path / "l.json")
+    accuracy, text = (results.run(part) for part in ("accuracy", "text"))
+    assert accuracy is not None
+    assert text is not None
+    titles = {one.name.removesuffix(", bytes") for one in accuracy.figures}
+    assert titles == {f"MLP, world 2: {recipe.title}" for recipe in local_recipes()[1:]}
+    assert [one.name for one in text.figures][-1] == "transformer, H = 1: the best outer lr"
+    kept = [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text")]
+
+    def trains(*_: object) -> None:
+        raise AssertionError("this was trained before")
+
+    monkeypatch.setattr(local, "_trained", trains)
+    monkeypatch.setattr(local, "_trained_text", trains)
+    assert bench.main(arguments) == 0
+    assert [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text")] == kept
+
+
+def test_recipes_of_the_transformer_have_options_that_their_algorithms_take() -> None:
+    for recipe in local.text_recipes([20, 100], [0.4, 0.7]):
+        chosen = Choice.model_validate({**recipe.options, "name": recipe.algorithm})
+        assert ALGORITHMS.options(chosen).keys() >= recipe.options.keys()
+        assert recipe.settings()["optimizer"]["name"] == "adamw"
+
+
+def test_the_text_is_the_same_at_each_call_and_ranks_draw_from_it_apart() -> None:
+    assert sentences(500, 1) == sentences(900, 1)[:500] != sentences(500, 2)
+    train, held_out = corpus()
+    assert train.numel() > 1_000_000
+    assert 0 <= int(train.min()) <= int(train.max()) < VOCABULARY
+    assert 0.08 < held_out.numel() / (train.numel() + held_out.numel()) < 0.12
+    task = TextTask(steps=2)
+    first, again, other = (list(task.batches(rank=rank, world=2, epoch=0, seed=0)) for rank in (0, 0, 1))
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+    assert first[0].shape == (8, 65)
+
+
+def test_the_transformer_has_tied_embeddings_and_looks_at_no_later_character() -> None:
+    model = CharTransformer(3)
+    assert 0.78e6 < sum(parameter.numel() for parameter in model.parameters()) < 0.85e6
+    assert model.head.weight is model.embed.weight
+    x = torch.arange(20)[None]
+    changed = x.clone()
+    changed[0, -1] = 50
+    with torch.no_grad():
+        assert torch.allclose(model(x)[:, :-1], model(changed)[:, :-1], atol=1e-6)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), CharTransformer(3).parameters(), strict=True))
