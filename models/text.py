@@ -23,8 +23,8 @@ from .task import EvalResult, ShardResult
 VOCABULARY = 96  # printable ASCII, and one for all else
 _SOURCES = (
     "argparse", "ast", "calendar", "configparser", "csv", "decimal", "difflib", "enum", "fractions", "inspect",
-    "mailbox", "pathlib", "pickle", "random", "shutil", "socket", "statistics", "subprocess", "textwrap", "threading", "typing",
-    "uuid", "zipfile",
+    "mailbox", "pathlib", "pickle", "random", "shutil", "socket", "statistics", "subprocess", "textwrap", "threading",
+    "typing", "uuid", "zipfile",
 )  # fmt: skip
 _NOUNS = (
     "rank", "client", "model", "bus", "network", "packet", "epoch", "gradient", "weight", "buffer", "king", "garden",
