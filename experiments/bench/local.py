@@ -140,7 +140,9 @@ def _trained(recipe: Recipe, setting: TrainingSetting, task: models.Classificati
     began_s = time.perf_counter()
     try:
         found = (
-            LockstepTraining(recipe, task, setting.world, seed, schedule=setting.schedule).run(setting.steps)._asdict()
+            LockstepTraining(recipe, task, setting.world, seed, schedule={"name": setting.schedule})
+            .run(setting.steps)
+            ._asdict()
         )
     except NotFinite as error:
         found = {"accuracy": _OF_CHANCE, "diverged": str(error)}

@@ -15,7 +15,6 @@ from gradbus.models.text import VOCABULARY, CharTransformer, TextTask, corpus, s
 from gradbus.runtime.algorithms.base import ALGORITHMS
 from gradbus.runtime.choices import Choice
 
-
 RECIPES = [one for one in local_recipes() if one.title in ("dense fp32", "DiLoCo q4, H = 50", "SparseLoCo, H = 30")]
 
 
