@@ -1,0 +1,80 @@
+"""Local steps of workers over DDS: outer state, steps that are not finite, running means of batch norm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_scene import make_task, small_mlp, succeeded, train, vector
+from torch import Tensor, nn
+
+from gradbus.models import ClassificationTask
+from gradbus.runtime.checkpoint import CheckpointStore
+
+SETTINGS: dict[str, Any] = {
+    "algorithm": "diloco", "algorithm__steps": 3, "algorithm__codec": "fp32", "epochs": 2, "max_steps": 6,
+    "eval_every_epochs": 0,
+}  # fmt: skip
+
+
+def shared(outcome: Any) -> dict[str, Tensor]:
+    """Weights after the last exchange and outer momentum, of a rank."""
+    found: dict[str, Tensor] = outcome.worker._training.algorithm.shared_state()
+    return found
+
+
+@pytest.mark.parametrize("codec", ["fp32", "q4"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_after_an_exchange_ranks_have_the_same_bits_of_weights_and_outer_momentum(world: int, codec: str) -> None:
+    outcomes = succeeded(train(make_task(), world=world, **{**SETTINGS, "algorithm__codec": codec}))
+    first = shared(outcomes[0])
+    assert sorted(first) == ["anchor/fragment0", "momentum/fragment0"]
+    for outcome in outcomes:
+        assert all(torch.equal(shared(outcome)[key], first[key]) for key in first)
+        assert torch.allclose(outcome.parameters, first["anchor/fragment0"], atol=1e-7)  # the mean of equal ones
+        assert outcome.reports[-1].consensus_distance == pytest.approx(0.0, abs=1e-7)
+
+
+class NotFinite(ClassificationTask):
+    """The loss of the third batch, whose step has an exchange, is NaN."""
+
+    number = -1
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.number += 1
+        return super().loss(model, batch) * (float("nan") if self.number == 2 else 1.0)
+
+
+def test_a_step_with_an_exchange_that_is_not_finite_is_skipped_by_all_and_the_next_exchange_has_its_change() -> None:
+    """The next one is where it was due anyway: steps are counted whether they are skipped or not."""
+    inner = make_task()
+    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    outcomes = succeeded(train(make_task(), odd, **SETTINGS))
+    start = vector(make_task().build_model())
+    for outcome in outcomes:
+        assert outcome.worker.skipped_steps == 1
+        found = shared(outcome)
+        momentum = found["momentum/fragment0"]  # of one exchange: what the ranks have changed since the start
+        assert torch.allclose(found["anchor/fragment0"], start - 0.7 * 1.9 * momentum, atol=1e-6)
+        assert momentum.norm() > 0
+
+
+def with_batch_norm(seed: int = 0) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), small_mlp(seed))
+
+
+def test_running_means_are_each_ranks_own_and_the_model_of_the_run_has_their_mean(tmp_path: Path) -> None:
+    outcomes = succeeded(train(make_task(with_batch_norm), checkpoint__dir=tmp_path, **SETTINGS))
+    ranks = []
+    for rank in range(2):
+        with CheckpointStore(tmp_path / f"rank-{rank}") as store:
+            ranks.append(store.load(6).tensors)
+    for name in ("buffer/1.running_mean", "buffer/1.running_var"):
+        own = [tensors[f"own/{name}"] for tensors in ranks]
+        assert not torch.equal(*own)
+        assert torch.allclose(ranks[0][name], (own[0] + own[1]) / 2, atol=1e-7)
+        for outcome in outcomes:
+            live = dict(outcome.worker.model.named_buffers())
+            assert torch.equal(live[name.removeprefix("buffer/")], ranks[0][name])
