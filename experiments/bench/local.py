@@ -2,7 +2,7 @@
 
 ``make bench-local``. Trainings run in lockstep, on one core, and are kept beside the results: a run that is interrupted
 goes on where it was. ``utilisation`` trains in network namespaces of this machine, whose links to a switch have a rate
-(tbf), beside what the bytes and the rate give; longer ways, which this needs netem for, are computed alone.
+(tbf), beside what the bytes and the rate give.
 """
 
 from __future__ import annotations
