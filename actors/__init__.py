@@ -11,6 +11,8 @@ from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.report import ClientSummary, Progress, RoundReport
 from gradbus.actors.federated.site import Site
 from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
+from gradbus.actors.parameter_server.server import ParameterServer, ServerSummary
+from gradbus.actors.parameter_server.worker import ParameterServerWorker
 
 __all__ = [
     "Client",
@@ -28,8 +30,11 @@ __all__ = [
     "FederatedTask",
     "Krum",
     "MultiKrum",
+    "ParameterServer",
+    "ParameterServerWorker",
     "Progress",
     "RoundReport",
+    "ServerSummary",
     "ShardCounts",
     "Site",
     "Strategy",

@@ -52,12 +52,16 @@ class Roles:
 
     @classmethod
     def of(cls, network: Group, settings: ParameterServerSettings) -> Roles:
-        """Raises ConfigError: the group has no room for a worker beside the servers, or there is no server."""
+        """Raises ConfigError: the group has no room for enough workers beside the servers, or there is no server."""
         workers = network.world - settings.servers
         if settings.servers < 1 or workers < 1:
             raise ConfigError(
                 f"a group of {network.world} with parameter_server.servers={settings.servers}: expected at least one "
                 f"worker and one server"
+            )
+        if settings.min_workers > workers:
+            raise ConfigError(
+                f"parameter_server.min_workers is {settings.min_workers}, but there are {workers} workers"
             )
         return cls(workers, settings.servers)
 

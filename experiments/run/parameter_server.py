@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 from gradbus.actors.parameter_server.agreement import NETWORK
 from gradbus.actors.parameter_server.server import ParameterServer, ServerSummary
@@ -13,6 +13,7 @@ from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import Group, join_group
+from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.logs import get_logger
 
 PLACE = "run/place"  # worker 0 tells the servers which directory it is, and whether anything is left to do
@@ -20,13 +21,33 @@ PLACE = "run/place"  # worker 0 tells the servers which directory it is, and whe
 log = get_logger("cli")
 
 
-def join_network(bus: Bus, file: WorkerFile, rank: int, workers: int) -> AbstractAsyncContextManager[Group]:
-    """The group of all workers and servers. ``rank``: of a server, the number of workers more than its index."""
-    timeouts = file.parallel.timeouts
-    return join_group(
-        bus, rank=rank, world=workers + file.parameter_server.servers, name=NETWORK, timeout_s=timeouts.join_s,
+@contextlib.asynccontextmanager
+async def join_network(bus: Bus, file: WorkerFile, rank: int, workers: int) -> AsyncIterator[Group]:
+    """The group of all workers and servers. ``rank``: of a server, the number of workers more than its index.
+
+    Raises:
+        BarrierTimeout: some are missing; the text says how servers are started. And as :func:`gradbus.join_group`.
+    """
+    timeouts, world = file.parallel.timeouts, workers + file.parameter_server.servers
+    group = join_group(
+        bus, rank=rank, world=world, name=NETWORK, timeout_s=timeouts.join_s,
         collective_timeout_s=timeouts.collective_s, stall_warning_s=0.0,
     )  # fmt: skip
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            network = await stack.enter_async_context(group)
+        except BarrierTimeout as error:
+            missing = [
+                f"worker {one}" if one < workers else f"parameter server {one - workers}" for one in error.missing
+            ]
+            raise BarrierTimeout(
+                f"workers and parameter servers{': no ' if missing else ''}{', '.join(missing)}",
+                missing=error.missing, ready=error.ready, needed=error.needed, timeout_s=timeouts.join_s,
+                misconfiguration=bus.misconfiguration,
+                hint="A server is started with gradbus parameter-server CONFIG --index I, with the configuration of "
+                "the workers; gradbus run starts all of them on one machine",
+            ) from None  # fmt: skip
+        yield network
 
 
 async def run_server(

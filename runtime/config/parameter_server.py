@@ -35,4 +35,4 @@ class ParameterServerSettings(Settings):
     def workers_needed(self, workers: int) -> int:
         """Return the number of workers, of so many at the start, without which the run ends."""
         goes_on = (self.on_lost_worker or ("continue" if self.mode == "asynchronous" else "end")) == "continue"
-        return min(self.min_workers, workers) if goes_on else workers
+        return self.min_workers if goes_on else workers

@@ -147,6 +147,6 @@ def test_rounds_and_collectives_are_timed_at_all_levels_by_turns(name: str) -> N
 
 
 def test_bytes_into_a_parameter_server_are_counted() -> None:
-    (one,) = parameter_server.measure_bytes(((1, 2),), steps=2)
+    (one,) = parameter_server.measure_bytes(((1, 1),), steps=2)
     assert one.falls_short is False
-    assert 1.0 < one.judged < 1.03
+    assert 1.0 <= one.judged < 1.03

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,35 +19,44 @@ from gradbus.runtime.errors import PeerLost
 
 
 class Slowed(ClassificationTask):
-    """Worker 1 takes a while for each batch, and all write down when they get one."""
+    """Worker 1 begins a batch only when another one is as far ahead as it may be. All write down when they begin."""
 
-    def __init__(self, slow_s: float, fails_at: int | None = None) -> None:
+    def __init__(self, ahead: int = 0, fails_at: int | None = None) -> None:
         super().__init__(small_mlp, make_task().data, batch_size=16)
-        self._slow_s, self._fails_at = slow_s, fails_at
+        self._ahead, self._fails_at = ahead, fails_at
+        self._changed = threading.Condition()
         self.begun: list[tuple[int, int]] = []  # worker and step, in order
 
-    def batches(self, *, rank: int, **where: Any) -> Iterator[Any]:
-        for number, batch in enumerate(super().batches(rank=rank, **where)):
-            if rank == 1:
-                if number == self._fails_at:
+    def batches(self, *, rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
+        all_of_them = list(super().batches(rank=rank, world=world, epoch=epoch, seed=seed))
+        for number, batch in enumerate(all_of_them):
+            with self._changed:
+                if rank == 1 and number == self._fails_at:
                     raise OSError("no data")
-                time.sleep(self._slow_s)
-            self.begun.append((rank, number))
+                if rank == 1 and self._ahead:
+                    wanted = min(number + self._ahead, len(all_of_them) - 1)
+                    assert self._changed.wait_for(lambda: self._furthest >= wanted, timeout=10)  # noqa: B023
+                self.begun.append((rank, number))
+                self._changed.notify_all()
             yield batch
+
+    @property
+    def _furthest(self) -> int:
+        return max((number for rank, number in self.begun if rank != 1), default=-1)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_no_worker_is_further_ahead_than_the_staleness(staleness: int) -> None:
-    task = Slowed(0.02)
+def test_workers_are_as_far_ahead_as_the_staleness_and_no_further(staleness: int) -> None:
+    task = Slowed(staleness)
     ends = serve(task, workers=3, servers=2, mode="asynchronous", staleness=staleness).succeeded()
-    step = [-1, -1, -1]  # that each has begun: before it, it has pushed so many
+    step = [-1, -1, -1]  # that each has begun: it has pushed those before it
     ahead = 0
     for rank, number in task.begun:
         step[rank] = number
         ahead = max(ahead, max(step) - min(step))
-    assert ahead <= staleness + 1, "a batch that is begun waits for no other"
+    assert ahead <= staleness + 1, "the slowest one is about to begin its next"
     if staleness:
-        assert ahead > 1
+        assert ahead == staleness + 1
     report = ends.workers[0].reports[-1]
     assert report.train_metrics["staleness_max"] <= 2 * (2 * staleness + 1)
     assert report.train_metrics["staleness_mean"] > 0
@@ -68,7 +77,7 @@ def test_one_worker_alone_has_the_bits_of_a_synchronous_run() -> None:
 
 def test_a_worker_that_dies_is_left_out_and_the_rest_goes_on() -> None:
     slow = {"epochs": 3, "optimizer__lr": 0.01}
-    ends = serve(Slowed(0.0, fails_at=2), workers=3, servers=2, mode="asynchronous", parallel=slow)
+    ends = serve(Slowed(fails_at=2), workers=3, servers=2, mode="asynchronous", parallel=slow)
     assert isinstance(ends.workers[1].error, OSError)
     assert [end.error for end in (*ends.servers, ends.workers[0], ends.workers[2])] == [None] * 4
     assert {end.summary.lost for end in ends.servers if end.summary} == {(1,)}
@@ -79,7 +88,7 @@ def test_a_worker_that_dies_is_left_out_and_the_rest_goes_on() -> None:
 
 
 def test_with_fewer_workers_than_are_needed_the_run_ends_and_names_who_is_lost() -> None:
-    ends = serve(Slowed(0.0, fails_at=2), servers=1, mode="asynchronous", min_workers=2)
+    ends = serve(Slowed(fails_at=2), servers=1, mode="asynchronous", min_workers=2)
     assert isinstance(ends.servers[0].error, PeerLost)
     assert isinstance(ends.workers[0].error, PeerLost)
     assert "worker 1: failed with OSError: no data" in str(ends.workers[0].error)
@@ -87,7 +96,7 @@ def test_with_fewer_workers_than_are_needed_the_run_ends_and_names_who_is_lost()
 
 def test_checkpoints_of_all_servers_hold_the_same_gradients_and_a_resume_goes_on(tmp_path: Path) -> None:
     settings = {"epochs": 2, "checkpoint__dir": tmp_path, "checkpoint__every_steps": 3, "checkpoint__keep": 9}
-    task = Slowed(0.005)
+    task = Slowed()
     ends = serve(task, workers=3, servers=2, mode="asynchronous", staleness=4, parallel=settings).succeeded()
     stores = [CheckpointStore.to_read(tmp_path / f"server-{index}") for index in (0, 1)]
     assert stores[0].rounds() == stores[1].rounds() == [3, 6, 9, 10]
@@ -95,7 +104,7 @@ def test_checkpoints_of_all_servers_hold_the_same_gradients_and_a_resume_goes_on
         assert len({store.load(step).meta["updates"] for store in stores}) == 1
     for path in (*tmp_path.glob("*/round-000009.*"), *tmp_path.glob("*/round-000010.*")):
         path.unlink()
-    again = serve(Slowed(0.0), workers=3, servers=2, mode="asynchronous", staleness=4, parallel=settings).succeeded()
+    again = serve(Slowed(), workers=3, servers=2, mode="asynchronous", staleness=4, parallel=settings).succeeded()
     assert again.workers[0].reports[-1].step == ends.workers[0].reports[-1].step
     assert [end.summary.updates for end in again.servers if end.summary] == [
         end.summary.updates for end in ends.servers if end.summary

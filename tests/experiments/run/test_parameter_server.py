@@ -129,7 +129,7 @@ def test_a_dead_server_is_named_by_every_worker_and_the_run_goes_on_to_the_same_
 def test_a_launch_starts_servers_too_and_goes_on_without_an_asynchronous_worker(
     start: Any, config: Path, tmp_path: Path
 ) -> None:
-    settings = ("parameter_server.servers=1", "parameter_server.mode=asynchronous", "parallel.epochs=12")
+    settings = ("parameter_server.servers=1", "parameter_server.mode=asynchronous", "parallel.epochs=30")
     options = [word for setting in settings for word in ("--set", setting)]
     launch = start("run", "-n", 2, "--", config, "--run-dir", "run", *options)
     killed = False
@@ -143,7 +143,7 @@ def test_a_launch_starts_servers_too_and_goes_on_without_an_asynchronous_worker(
     assert launch.returncode == 0, (lines, err)
     assert any("[server 0] done:" in line and "without workers 1" in line for line in lines), lines
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["outcome"], summary["epochs"]) == ("done", 12)
+    assert (summary["outcome"], summary["epochs"]) == ("done", 30)
     last = json.loads((tmp_path / "run" / "epochs.jsonl").read_text().splitlines()[-1])
     assert last["train_metrics"]["staleness_max"] >= 0
 
@@ -169,3 +169,11 @@ def test_what_does_not_fit_is_said_before_anything_is_loaded(invoke: Any, config
     ):
         ended = invoke(*arguments)
         assert (ended.code, text in ended.err) == (2, True), ended.err
+
+
+def test_a_server_that_does_not_come_is_named_with_the_command_that_starts_it(invoke: Any, config: Path) -> None:
+    short = ("--set", "parallel.timeouts.join_s=1.5", "--run-dir", "run")
+    ended = invoke("worker", config, "--rank", 0, "--world", 1, *short)
+    assert ended.code == 4
+    assert "no parameter server 0, parameter server 1: 1 of 3 ready after 1.5 s" in ended.err
+    assert "gradbus parameter-server CONFIG --index I" in ended.err
