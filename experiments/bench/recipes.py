@@ -59,8 +59,7 @@ class Recipe:
 
 
 _FROM_ADAM = "Adam's learning rate; a third of the steps is warm-up, so that the second moment has settled"
-# An entry whose second moment is next to nothing would move by the rounding error of the bytes, divided by it.
-_WARM_UP = {"warmup_steps": 117, "eps": 1e-4}
+_WARM_UP = {"warmup_steps": 117}
 _NO_WARM_UP = {"warmup_steps": 1}
 _NAMED = (
     Recipe(title="dense fp32", algorithm="dense", why="the reference"),
@@ -100,8 +99,10 @@ _NAMED = (
         why="every entry moves by the learning rate, whatever its gradient",
     ),
     Recipe(
-        title="qadam", algorithm="qadam", options=_WARM_UP, steady=_NO_WARM_UP, lr=0.001, momentum=0.0,
-        most_points=0.3, why=_FROM_ADAM,
+        title="qadam", algorithm="qadam", options={**_WARM_UP, "eps": 1e-4}, steady=_NO_WARM_UP, lr=0.001,
+        momentum=0.0, most_points=0.3,
+        why=f"{_FROM_ADAM}; eps, as an entry whose second moment is next to nothing moves by the rounding of the bytes "
+        "divided by it: with 1e-8 the CNN diverges",
     ),
     Recipe(
         title="onebit-adam", algorithm="onebit-adam", options=_WARM_UP, steady=_NO_WARM_UP, lr=0.001, momentum=0.0,
