@@ -35,10 +35,10 @@ def simulated(kind: Any, fabric: Fabric, blocks: int, **more: Any) -> Aggregatio
     return simulate_aggregation(Scenario(kind=kind, fabric=fabric, gradient_bytes=RESNET50, blocks=blocks, **more))
 
 
-def closed_forms(worlds: Sequence[int]) -> Iterator[Row]:
-    """Simulated times against the closed forms, without loss."""
+def closed_forms(worlds: Sequence[int], blocks: int) -> Iterator[Row]:
+    """Simulated times against the closed forms, without loss. The ring has a block for each rank."""
     yield ("N", "way", "blocks", "simulated, ms", "closed form, ms", "ratio")
-    path, blocks = replace(WIRE, latency_s=2 * WIRE.latency_s), 256
+    path = replace(WIRE, latency_s=2 * WIRE.latency_s)
     for world in worlds:
         racks, one = Fabric(world=world, network=WIRE, uplink=UPLINK, hosts_per_leaf=16), fabric_at_one(world)
         cases: list[tuple[str, Fabric, int, dict[str, int], float]] = [
@@ -46,7 +46,7 @@ def closed_forms(worlds: Sequence[int]) -> Iterator[Row]:
             ("hina", racks, blocks, {}, forms.hina_s(RESNET50, blocks, racks)),
             ("mtina", racks, blocks, {"trees": 4}, forms.mtina_s(RESNET50, blocks, racks, trees=4)),
             ("cina", racks, blocks, {}, forms.cina_s(RESNET50, blocks, racks)),
-            ("ps", one, 64, {}, forms.parameter_server_s(RESNET50, world, WIRE, servers=1, blocks=64)),
+            ("ps", one, blocks, {}, forms.parameter_server_s(RESNET50, world, WIRE, servers=1, blocks=blocks)),
             ("ring", one, world, {}, forms.ring_s(RESNET50, world, path)),
         ]
         for kind, fabric, count, more, formula_s in cases:
@@ -174,11 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables that are named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parts: dict[str, Callable[[], Iterator[Row]]] = {
-        "forms": lambda: closed_forms(options.worlds), "memory": memory_of_ring_assisted, "one-job": one_job,
-        "jobs": several_jobs, "loss": losses,
+        "forms": lambda: closed_forms(options.worlds, options.blocks), "memory": memory_of_ring_assisted,
+        "one-job": one_job, "jobs": several_jobs, "loss": losses,
     }  # fmt: skip
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=f"of {', '.join(parts)}; all by default")
     parser.add_argument("--worlds", nargs="+", type=int, default=[8, 64, 256], help="of forms")
+    parser.add_argument("--blocks", type=int, default=256, help="of forms")
     options = parser.parse_args(arguments)
     for name in options.parts or parts:
         for number, row in enumerate(parts[name]()):
