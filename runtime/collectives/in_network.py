@@ -267,7 +267,9 @@ class InNetworkSum:
         """The same on all workers: none of them asks the others about aggregators if it does not look for them."""
         self._losses += 1
         if retry_s and not self._is_closed:
-            self._search = asyncio.create_task(self._look(retry_s, 0.0 if at_once else retry_s), name="gradbus-return")
+            self._search = asyncio.create_task(
+                self._look(retry_s, 0.0 if at_once else retry_s), name="return to aggregators"
+            )
 
     async def _look(self, retry_s: float, wait_s: float) -> None:
         """Join the aggregators when they are there, and again when they are lost before they were used."""

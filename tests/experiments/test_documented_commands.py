@@ -66,7 +66,7 @@ ELSEWHERE = {
 NOT_RUN = {
     "minutes, or what it writes is a part of the repository": (
         "make bench*", "make figures*", "make fuzz*", "make soak *", "make check", "make test",
-        "python -m timeit *",
+        "python -m timeit *", "python -m gradbus.experiments.simulate.trace *",
     ),
     "the same with a setting more, which is parsed": (
         "gradbus controller my.json --set *", "gradbus controller controller.json --set *",
