@@ -22,10 +22,11 @@ LAUNCH = """
 import asyncio, json, sys
 from gradbus.experiments.launch import launcher as module
 from gradbus.experiments.launch.launcher import Launch, Launcher
-world, grace_s, code, settle_s = json.loads(sys.argv[1])
+world, grace_s, code, settle_s, restarts = json.loads(sys.argv[1])
 module._SETTLE_S = settle_s or module._SETTLE_S
 launch = Launch(
-    world=world, grace_s=grace_s, command=lambda rank, again: [sys.executable, "-S", "-E", "-c", code, str(rank)],
+    world=world, grace_s=grace_s, restarts=restarts,
+    command=lambda rank, again: [sys.executable, "-S", "-E", "-c", code, str(int(again)), str(rank)],
     environment=lambda rank: {"RANK": str(rank), "WORLD_SIZE": str(world), "TAKEN": None},
 )
 async def main():
@@ -34,7 +35,7 @@ sys.exit(asyncio.run(main()))
 """
 HEAD = """
 import os, signal, sys, time
-rank = int(sys.argv[1])
+again, rank = map(int, sys.argv[1:])
 def say(text): os.write(1, f"{text}\\n".encode())  # not print: signal handlers call it, too
 def wait():
     while True: signal.pause()
@@ -44,8 +45,10 @@ FOREVER = "say(f'pid {os.getpid()}'); wait()"
 Begin = Callable[..., "subprocess.Popen[str]"]
 
 
-def arguments(code: str, *, world: int = 2, grace_s: float = 20.0, settle_s: float = 0.0) -> list[str]:
-    return [sys.executable, "-P", "-c", LAUNCH, json.dumps([world, grace_s, HEAD + code, settle_s])]
+def arguments(
+    code: str, *, world: int = 2, grace_s: float = 20.0, settle_s: float = 0.0, restarts: int = 0
+) -> list[str]:
+    return [sys.executable, "-P", "-c", LAUNCH, json.dumps([world, grace_s, HEAD + code, settle_s, restarts])]
 
 
 def as_in_a_terminal() -> None:
@@ -59,11 +62,11 @@ def begin() -> Iterator[Begin]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(
-        code: str, *, world: int = 2, grace_s: float = 20.0, settle_s: float = 0.0, **options: object
+        code: str, *, world: int = 2, grace_s: float = 20.0, settle_s: float = 0.0, restarts: int = 0, **options: object
     ) -> subprocess.Popen[str]:
         options = {"preexec_fn": as_in_a_terminal, **options}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-        command = arguments(code, world=world, grace_s=grace_s, settle_s=settle_s)
+        command = arguments(code, world=world, grace_s=grace_s, settle_s=settle_s, restarts=restarts)
         process = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
         started.append(process)
         return process
@@ -117,6 +120,26 @@ def test_every_line_has_its_rank_before_it_and_goes_to_the_same_stream(begin) ->
     assert code == 0
     assert sorted(out.splitlines()) == [f"[rank {rank}] out {rank}" for rank in range(3)]
     assert sorted(err.splitlines()) == [f"[rank {rank}] err {rank} 3" for rank in range(3)]
+
+
+def test_a_rank_that_is_killed_is_started_again_as_often_as_it_may_be(begin, tmp_path: Path) -> None:
+    code = f"""
+path = {str(tmp_path / "again")!r}
+if rank == 1:
+    if not again: os.kill(os.getpid(), signal.SIGKILL)
+    open(path, "w").close()
+while not os.path.exists(path): time.sleep(0.01)
+say(f"done {{again}}")
+"""
+    code_of_exit, out, err = ended(begin(code, restarts=1))
+    assert code_of_exit == 0
+    assert sorted(out.splitlines()) == ["[rank 0] done 0", "[rank 1] done 1"]
+    assert "rank 1 was killed by SIGKILL" in err
+    assert "starting it again, 0 restarts are left" in err
+    always = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else wait()"
+    code_of_exit, _, err = ended(begin(always, restarts=2))
+    assert code_of_exit == 128 + signal.SIGKILL
+    assert err.count("starting it again") == 2
 
 
 def test_lines_of_a_rank_keep_their_order_and_stay_whole(begin) -> None:

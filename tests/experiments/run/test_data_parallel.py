@@ -11,10 +11,10 @@ import torch
 
 from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.files import WorkerFile, load
-from gradbus.experiments.launch.command import plan
+from gradbus.experiments.launch.command import ElasticLaunch, plan
 from gradbus.experiments.run.configured_task import ConfiguredShardTask, local_device
 from gradbus.experiments.run.data_parallel import check_equal_facts
-from gradbus.experiments.run.rank_environment import RankPlace, find_place
+from gradbus.experiments.run.rank_environment import RankPlace, find_number, find_place
 from gradbus.runtime import errors
 from gradbus.runtime.errors import ConfigError
 
@@ -105,8 +105,9 @@ def test_every_error_of_a_worker_has_its_exit_code() -> None:
 # -- what is launched --------------------------------------------------------------------------------------------------
 
 
-def launch(arguments: list[str], ranks: int | None = 2, **options):
-    return plan(arguments, {**DEFAULTS, "config": Path(arguments[0]), **options}, ranks=ranks, grace_s=5.0)
+def launch(arguments: list[str], ranks: int | None = 2, elastic: ElasticLaunch | None = None, **options):
+    given = {**DEFAULTS, "config": Path(arguments[0]), **options}
+    return plan(arguments, given, ranks=ranks, grace_s=5.0, elastic=elastic)
 
 
 def test_a_job_without_a_name_gets_its_own_in_every_launch(configs: Path) -> None:
@@ -115,6 +116,36 @@ def test_a_job_without_a_name_gets_its_own_in_every_launch(configs: Path) -> Non
     names = [planned.environment(rank)["GRADBUS_BUS__JOB"] for planned in (first, second) for rank in (0, 1)]
     assert names[0] == names[1] != names[2] == names[3]
     assert all(name.startswith("default-") for name in names)
+
+
+def test_elastic_ranks_get_their_bounds_one_run_directory_and_join_when_they_are_started_again(configs: Path) -> None:
+    arguments = [str(configs / "ddp.conf.json")]
+    planned = launch(arguments, None, elastic=ElasticLaunch.parse("2:4", restarts=3))
+    assert (planned.world, planned.restarts) == (4, 3)
+    commands = [planned.command(rank, again) for rank, again in ((0, False), (1, False), (1, True))]
+    for command in commands:
+        assert {"parallel.elastic.min_world=2", "parallel.elastic.max_world=4"} < set(command)
+    places = {command[command.index("--run-dir") + 1] for command in commands}
+    assert len(places) == 1
+    assert ["--join" in command for command in commands] == [False, False, True]
+
+
+@pytest.mark.parametrize("text", ["2", "4:2", "0:3", "a:b", "2:"])
+def test_bounds_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="MIN:MAX"):
+        ElasticLaunch.parse(text, restarts=0)
+
+
+def test_a_number_of_ranks_out_of_the_bounds_is_refused(configs: Path) -> None:
+    with pytest.raises(ConfigError, match="-n must be 2 to 4"):
+        launch([str(configs / "ddp.conf.json")], 5, elastic=ElasticLaunch.parse("2:4", restarts=0))
+
+
+def test_a_process_that_joins_needs_a_number_alone() -> None:
+    assert find_number(rank=7) == 7
+    assert find_number(environment={"RANK": "3", "WORLD_SIZE": "2"}) == 3
+    with pytest.raises(ConfigError, match="rank must be 0 to 1023"):
+        find_number(rank=1024)
 
 
 @pytest.mark.parametrize("how", ["file", "option", "environment"])
@@ -131,7 +162,7 @@ def test_every_rank_is_told_its_place_in_all_the_usual_ways(tmp_path: Path) -> N
     planned = launch(["x.json", "--set", "parallel.optimizer.lr=1"], ranks=3)
     variables = planned.environment(2)
     assert (variables["RANK"], variables["WORLD_SIZE"], variables["GRADBUS_RANK"]) == ("2", "3", None)
-    command = list(planned.command(2))
+    command = list(planned.command(2, False))
     assert command[command.index("worker") :] == [
         "worker", "--rank", "2", "--world", "3", "--log-style", "console", "--log-level", "warning", "x.json", "--set",
         "parallel.optimizer.lr=1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import threading
@@ -30,7 +31,17 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.wire.control import PROTOCOL, Body, GroupHello, GroupLeave, Hello, Leave, RankStatus, Status
+from gradbus.runtime.wire.control import (
+    PROTOCOL,
+    Body,
+    GroupHello,
+    GroupLeave,
+    GroupView,
+    Hello,
+    Leave,
+    RankStatus,
+    Status,
+)
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, PeerGone
 
@@ -122,6 +133,19 @@ def test_who_leaves_or_dies_is_no_longer_shown_and_a_group_may_be_forming() -> N
         "  rank 0: waits for the group to form [h]",
         "  rank 1: no status received",
     ]
+
+
+def test_of_an_elastic_group_it_is_said_who_takes_part_and_who_waits() -> None:
+    old = GroupView("world", 3, 4, [0, 2], [1, 1], 0, 0, [], [], 0, False, False, False, False)
+    new = dataclasses.replace(old, generation=5, numbers=[0, 2, 3], incarnations=[1, 1, 1])
+    spare = dataclasses.replace(new, joining=True)
+    picture = picture_of((0, 9.9, new), (2, 9.9, old), (7, 9.9, spare))
+    assert picture["elastic"]["members"] == [0, 2, 3]
+    assert lines_of(picture) == [
+        "job cells", "elastic group world: generation 5, processes 0, 2-3 take part; waiting 7; silent 3",
+    ]  # fmt: skip
+    first = dataclasses.replace(old, generation=0, numbers=[], incarnations=[])
+    assert "elastic group world: waits for its first generation" in lines_of(picture_of((0, 9.9, first)))[1]
 
 
 def test_a_word_that_would_move_the_cursor_does_not_reach_the_terminal() -> None:
