@@ -142,7 +142,7 @@ def test_of_an_elastic_group_it_is_said_who_takes_part_and_who_waits() -> None:
     picture = picture_of((0, 9.9, new), (2, 9.9, old), (7, 9.9, spare))
     assert picture["elastic"]["members"] == [0, 2, 3]
     assert lines_of(picture) == [
-        "job cells", "elastic group world: generation 5, processes 0, 2-3 take part; waiting 7; silent 3",
+        "job cells", "elastic group world: generation 5, processes 0, 2, 3 take part; waiting 7; silent 3",
     ]  # fmt: skip
     first = dataclasses.replace(old, generation=0, numbers=[], incarnations=[])
     assert "elastic group world: waits for its first generation" in lines_of(picture_of((0, 9.9, first)))[1]
