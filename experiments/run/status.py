@@ -346,10 +346,8 @@ def _controller_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _elastic_line(found: Mapping[str, Any]) -> str:
-    members = found["members"]
-    parts = [
-        f"elastic group {found['group']}: generation {found['generation']}, processes {ranges(sorted(members))} take part"
-    ]
+    members = ranges(sorted(found["members"]))
+    parts = [f"elastic group {found['group']}: generation {found['generation']}, processes {members} take part"]
     if not found["generation"]:
         parts = [f"elastic group {found['group']}: waits for its first generation"]
     parts += [f"{what} {ranges(found[what])}" for what in ("waiting", "leaving", "silent") if found[what]]
