@@ -363,7 +363,7 @@ def test_a_reader_that_goes_away_ends_the_ranks(begin) -> None:
 def test_a_program_that_cannot_be_started_is_named(tmp_path: Path) -> None:
     code = LAUNCH.replace("sys.executable, ", f"{str(tmp_path / 'absent')!r}, ")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, json.dumps([2, 1.0, "", 0.0])], capture_output=True, text=True, timeout=30
+        [sys.executable, "-P", "-c", code, json.dumps([2, 1.0, "", 0.0, 0])], capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
