@@ -29,7 +29,7 @@ from gradbus.experiments.rundir.versions import cores, usable_cpus
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import parallel_timeouts
-from gradbus.runtime.errors import ConfigError, PeerLost
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, PeerLost
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.summary import ProfileSummary
 
@@ -163,7 +163,7 @@ class _Run:
             await off_the_loop(self._write_trace, "trace")
             if isinstance(self._worker, ParameterServerWorker):
                 self._profiles = self._worker.profiles
-                with contextlib.suppress(PeerLost):  # the run may have gone on without some worker
+                with contextlib.suppress(PeerLost, BarrierTimeout):  # the run may have gone on without some worker
                     await self._group.barrier("run/traces")
             else:
                 profiles = await self._group.all_gather_object("run/profile", self._worker.summary.profile.to_json())
