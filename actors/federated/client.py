@@ -299,6 +299,10 @@ class Client:
             self._session.commanded_s,
         )  # fmt: skip
 
+    def _is_called_off(self) -> bool:
+        """Whether the newest :meth:`_make_update` was asked to stop."""
+        return self._compute.should_stop()
+
     async def _lacks_frozen(self, welcome: Welcome) -> bool:
         """Whether this client needs the controller's frozen parameters: decided once for each Welcome."""
         key = (self._session.incarnation, welcome.frozen)
@@ -370,7 +374,7 @@ class Client:
             self._status.set("idle")
         # Training that was called off may have ended half way: its result is not used, also where the same command has
         # been repeated meanwhile, as by a restarted controller.
-        if session != current.incarnation or current.superseded(command) or self._compute.should_stop():
+        if session != current.incarnation or current.superseded(command) or self._is_called_off():
             log.info("training given up", round=round_id, newer=current.command.round_id if current.command else None)
             return
         if failure is not None:

@@ -19,7 +19,9 @@ from gradbus.actors import Site
 from gradbus.models import NoopTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import UpstreamConfig
-from gradbus.runtime.errors import ConfigError, JoinRefused
+from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
+from gradbus.runtime.security import Security
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.wire.control import Welcome
 
 
@@ -255,3 +257,43 @@ def test_the_deadline_of_a_site_follows_from_that_above_it() -> None:
     assert deadline_of(round={"timeout_s": 60}) == 60.0
     with pytest.raises(ConfigError, match=r"timeout_s is 90 s, .* ends after 100 s.* set at most 80 s"):
         deadline_of(round={"timeout_s": 90})
+
+
+def test_each_level_is_sealed_with_a_key_of_its_own(tmp_path: Path) -> None:
+    keys = {level: tmp_path / f"{level}.key" for level in ("centre", "site")}
+    for path in keys.values():
+        write_secret_file(path, new_job_key().text)
+
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+
+            async def sealed(level: str) -> gradbus.Bus:
+                return await here.bus(level, security=Security(level="psk", key_file=keys[level]))
+
+            group.create_task(site_of(await sealed("centre"), await sealed("site"), 0, rules(1)).run())
+            group.create_task(gradbus.Client(await sealed("site"), UnequalTask(), client_id=0).run())
+            config = rules(1, sites=True, rounds=3)
+            return await gradbus.Controller(await sealed("centre"), NoopTask(DIM), config).run()
+
+    assert crcs(asyncio.run(main())) == crcs(asyncio.run(flat_run(1)))
+
+
+class Broken(NoopTask):
+    def train(self, model: Any, **arguments: Any) -> Any:
+        raise RuntimeError("the sensor is unplugged")
+
+
+def test_training_that_fails_at_a_site_ends_the_run_at_every_level_with_the_reason() -> None:
+    async def main() -> list[Any]:
+        async with tree() as here:
+            centre, above, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            config = rules(1, sites=True, rounds=3, round={"max_attempts": 1})
+            return await asyncio.gather(
+                gradbus.Controller(centre, NoopTask(DIM), config).run(),
+                site_of(above, local, 0, rules(1, round={"max_attempts": 1})).run(),
+                gradbus.Client(theirs, Broken(DIM), client_id=0).run(), return_exceptions=True,
+            )  # fmt: skip
+
+    found = asyncio.run(main())
+    assert [type(error) for error in found] == [TrainingFailed] * 3
+    assert all("the sensor is unplugged" in str(error) for error in found)
