@@ -153,6 +153,7 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path:
                 async with contextlib.aclosing(gradbus.Controller(centre, NoopTask(DIM), top).rounds()) as rounds:
                     async for report in rounds:
                         if report.round_id == 2:
+                            await eventually(lambda: len(site.progress.reports) == 2)  # it has that model, too
                             break
                 await eventually(lambda: len(alone()) >= 2)
                 assert site.progress.phase == "alone"
