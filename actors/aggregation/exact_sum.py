@@ -131,7 +131,7 @@ class ExactMean:
         self.count += summary.updates
 
     def encode(self, clients: tuple[range, ...], loss_parts: Iterable[float], loss_samples: int) -> bytes:
-        """The message of this sum, with what the next level needs to know of it: see :class:`.SumSummary`.
+        """The message of this sum, with what the next level needs to know of it: see ``SumSummary``.
 
         Raises:
             ValueError: nothing has been added, or the ids of the clients have too many gaps.

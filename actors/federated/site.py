@@ -242,7 +242,7 @@ class Site:
             above: joined to the job of the level above. bus: joined to the job of this site's clients.
             config: the rules of this site. How clients train, with which codec, and for how many rounds, comes from
                 above; see docs/trees.md.
-            on_open: as of :class:`.Controller`.
+            on_open: as of a Controller.
 
         Raises:
             ConfigError: the rules do not fit a site.

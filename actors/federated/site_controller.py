@@ -102,7 +102,7 @@ class RelayingController(Controller):
 
 
 class SiteController(RelayingController):
-    """A site's Controller while the level above is there. :class:`.SiteMember` calls it, one call at a time.
+    """A site's Controller while the level above is there. A ``SiteMember`` calls it, one call at a time.
 
     Attributes:
         started: set when enough clients are there.
