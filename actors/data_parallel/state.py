@@ -48,6 +48,7 @@ class Position:
         step: steps done in all. epoch: that is being gone through, from 0. epoch_step: steps done in it.
         loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
+        skipped_exchanges: late exchanges of weights in this epoch whose results were dropped.
         metrics: of these batches, as ``MetricSums.plain`` gives them.
         mean_loss: of the last step that was not skipped, over all ranks; None if the algorithm does not need it.
         epoch_batches: of the order that elastic ranks share, how many all of them have had in this epoch.
@@ -60,6 +61,7 @@ class Position:
     batches: int = 0
     skipped: int = 0
     skipped_in_row: int = 0
+    skipped_exchanges: int = 0
     metrics: Mapping[str, tuple[str, float, float]] = field(default_factory=dict)
     mean_loss: float | None = None
     epoch_batches: int = 0
@@ -96,6 +98,7 @@ class SavedRank(Meta):
     batches: Count
     skipped: Count
     skipped_in_row: Count
+    skipped_exchanges: Count = 0
     metrics: Annotated[dict[str, tuple[MetricKind, Number, Number]], Field(max_length=MAX_METRICS)] = Field(
         default_factory=dict
     )
@@ -110,7 +113,7 @@ class SavedRank(Meta):
         saved, step = super().of(checkpoint), checkpoint.round_id
         for name, most in (
             ("epoch", step), ("epoch_step", step), ("skipped", saved.epoch_step), ("skipped_in_row", step),
-            ("batches", saved.num_batches),
+            ("skipped_exchanges", step), ("batches", saved.num_batches),
         ):  # fmt: skip
             if getattr(saved, name) > most:
                 raise CheckpointError(f"meta.{name}: expected 0 to {most} at step {step}, got {getattr(saved, name)}")

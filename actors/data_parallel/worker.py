@@ -56,12 +56,10 @@ from gradbus.runtime.testing.instrumentation import Probe
 
 @dataclass(slots=True)
 class _Clock:
-    """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``, ``skipped_before``: of the
-    epochs before; the last one counts exchanges."""
+    """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``: of the epochs before."""
 
     bytes_before: int
     wait_before_s: float
-    skipped_before: int
     started_s: float = field(default_factory=time.perf_counter)
     steps: int = 0
     step_s: float = 0.0
@@ -118,6 +116,7 @@ class Worker:
         self._seconds = self._started_s = 0.0
         self._is_resting = False  # the ranks stop between two steps, as others want to join or to leave
         self._set_aside: Mapping[str, Tensor] | None = None  # this rank's model, while the mean is evaluated in it
+        self._skipped_before = 0  # exchanges, in the epochs before this one
         # Made by _open:
         self._replicas: Replicas
         self._stepper: Stepper
@@ -356,7 +355,8 @@ class Worker:
     async def _one_epoch(self) -> EpochReport | None:
         """The rest of an epoch. None: the ranks rest in the midst of it."""
         position, stepper = self._position, self._stepper
-        clock = _Clock(stepper.bytes_out, stepper.wait_s, stepper.skipped_exchanges)
+        clock = _Clock(stepper.bytes_out, stepper.wait_s)
+        self._skipped_before = stepper.skipped_exchanges - position.skipped_exchanges
         plan = await self._make_plan()
         await self._compute.run(self._training.start_epoch, plan, position)
         while position.epoch_step < plan.steps and not (self._ends_early or self._is_resting):
@@ -586,7 +586,7 @@ class Worker:
             train_metrics=combined(of_ranks[2]),
             test_samples=total, model="equal" if mean is None else "mean", params_hash=self._params_hash,
             consensus_distance=None if mean is None else mean.distance, skipped_steps=max(of_ranks[7]),
-            skipped_exchanges=self._stepper.skipped_exchanges - clock.skipped_before,
+            skipped_exchanges=self._stepper.skipped_exchanges - self._skipped_before,
             density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
             wait_s_mean=(self._stepper.wait_s - clock.wait_before_s) / steps,
             bytes_out_per_step=(self._stepper.bytes_out - clock.bytes_before) / steps,
@@ -629,6 +629,7 @@ class Worker:
         await self._drain()
         if position.epoch_step:
             await self._compute.run(self._training.note_sums, position)
+            position.skipped_exchanges = self._stepper.skipped_exchanges - self._skipped_before
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
             model: Mapping[str, Tensor] = model_tensors(self.model)

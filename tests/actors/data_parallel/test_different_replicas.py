@@ -192,6 +192,17 @@ def test_local_steps_send_nothing() -> None:
     assert every[0].reports[0].bytes_out_per_step == pytest.approx(one_model, rel=0.01)
 
 
+def test_exchanges_that_were_taken_back_before_a_resume_are_counted_in_the_report_of_the_epoch(tmp_path: Path) -> None:
+    algorithms = [lambda place: NotFiniteAtOne(place, NotFiniteAtOne.Options())] * 3
+    for more in ({"max_steps": 4}, {}):
+        outcomes = succeeded(
+            train(make_task(), world=3, algorithms=algorithms, epochs=1, checkpoint__dir=tmp_path, **more)
+        )
+    for outcome in outcomes:
+        assert outcome.reports[0].finished
+        assert outcome.reports[0].skipped_exchanges == 1
+
+
 class Asks(ClassificationTask):
     """Asks the worker of rank 0 for its state while it evaluates."""
 
