@@ -17,8 +17,8 @@ from pathlib import Path
 
 from gradbus.experiments.bench.command import need_mnist
 from gradbus.experiments.cli.exit_codes import exit_code_of
-from gradbus.experiments.figures.index import CATALOGUE, install, write_index
-from gradbus.experiments.figures.plan import FULL, QUICK, Plan, Scale, make_plan, runs_of
+from gradbus.experiments.figures.index import CATALOGUE, FigureEntry, entries_of, install, write_index
+from gradbus.experiments.figures.plan import FULL, QUICK, WITHOUT_DATA, Plan, Scale, make_plan, runs_of
 from gradbus.experiments.figures.runs import execute
 from gradbus.experiments.figures.store import Store, StoredRun
 from gradbus.experiments.figures.tables import TABLES, BadData, TableRow, collect, read_table, write_table
@@ -37,10 +37,13 @@ def do_runs(plan: Plan, store: Store) -> list[tuple[str, StoredRun]]:
     return finished
 
 
-def draw(tables: Mapping[str, list[TableRow]], scale: Scale, out: Path) -> dict[str, str]:
-    """All figures, PNG and SVG. Returns those that could not be drawn, and why."""
-    failures: dict[str, str] = {}
-    for name, entry in CATALOGUE.items():
+def draw(
+    tables: Mapping[str, list[TableRow]], entries: Mapping[str, FigureEntry], scale: Scale, out: Path
+) -> dict[str, str | None]:
+    """These figures, PNG and SVG. Returns, by figure, why it could not be drawn; None: it was."""
+    failures: dict[str, str | None] = {}
+    for name, entry in entries.items():
+        failures[name] = None
         files = [out / f"{name}{suffix}" for suffix in (".png", ".svg")]
         try:
             with style.drawing():
@@ -64,6 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="run nothing: draw from what is done, also by older versions of the code",
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="GROUP",
+        choices=list(make_plan(FULL)),
+        help="runs of these groups alone, and the figures that need no others: %(choices)s",
+    )
     parser.add_argument("--install-docs", action="store_true", help="copy the figures of the documents to docs/images")
     chosen = parser.parse_args(arguments)
     try:
@@ -80,11 +90,12 @@ def _make(chosen: argparse.Namespace) -> int:
     scale = replace(QUICK if chosen.quick else FULL, data=chosen.data)
     out: Path = chosen.out or Path("build/figures-quick" if chosen.quick else "build/figures")
     plan, store, started_s = make_plan(scale), Store(chosen.runs), time.perf_counter()
+    plan = {group: runs for group, runs in plan.items() if chosen.only is None or group in chosen.only}
     if chosen.draw_only:
         found = [(group, store.find_any(run)) for group, run in runs_of(plan)]
         finished = [(group, done) for group, done in found if done is not None]
     else:
-        if scale.data == "mnist":
+        if scale.data == "mnist" and not set(plan) <= WITHOUT_DATA:
             need_mnist(None, "Or see how it works with other data: --data glyphs")  # before the first run fails
         finished = do_runs(plan, store)
     tables: dict[str, list[TableRow]] = {}
@@ -92,15 +103,20 @@ def _make(chosen: argparse.Namespace) -> int:
         path = out / "data" / f"{name}.csv"
         write_table(path, TABLES[name], rows)
         tables[name] = list(read_table(path, TABLES[name]))
-    failures = draw(tables, scale, out)
-    index = write_index(out, scale, finished, failures, code=store.code)
-    for name, why in failures.items():
+    entries = entries_of(plan)
+    failures = draw(tables, entries, scale, out)
+    command = "make figures QUICK=1" if chosen.quick else "make figures"
+    if chosen.only:
+        command += f' ARGS="--only {" ".join(chosen.only)}"'
+    index = write_index(out, command, finished, failures, code=store.code)
+    failed = {name: why for name, why in failures.items() if why is not None}
+    for name, why in failed.items():
         print(f"not drawn: {name}: {why}", file=sys.stderr)
-    print(f"{len(CATALOGUE) - len(failures)} figures in {time.perf_counter() - started_s:.0f} s: {index}")
-    if chosen.install_docs and not any(CATALOGUE[name].in_docs for name in failures):
-        for path in install(out, Path("docs/images")):
+    print(f"{len(entries) - len(failed)} figures in {time.perf_counter() - started_s:.0f} s: {index}")
+    if chosen.install_docs and not any(CATALOGUE[name].in_docs for name in failed):
+        for path in install(out, Path("docs/images"), entries):
             print(f"copied to {path}")
-    return 1 if failures else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

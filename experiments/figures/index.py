@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from gradbus.experiments.figures import federated, ladder, parallel
+from gradbus.experiments.figures import aggregation, federated, ladder, parallel
 from gradbus.experiments.figures.canvas import PublishedFile
 from gradbus.experiments.figures.plan import Scale
 from gradbus.experiments.figures.store import StoredRun
@@ -52,6 +52,28 @@ CATALOGUE: Mapping[str, FigureEntry] = {
     "ladder": FigureEntry(
         "Data parallel: the ladder on a slow link", "ladder", ("ladder",), ladder.draw_ladder
     ),
+    "aggregation_resnet50": FigureEntry(
+        "Aggregation: ResNet-50 on 8 to 1,024 ranks", "simulations", ("scaling",), aggregation.draw_resnet50,
+        in_docs=True,
+    ),
+    "aggregation_vgg19": FigureEntry(
+        "Aggregation: VGG19 on 8 to 1,024 ranks", "simulations", ("scaling",), aggregation.draw_vgg19, in_docs=True
+    ),
+    "aggregation_memory": FigureEntry(
+        "Aggregation: memory of the switch", "simulations", ("memory",), aggregation.draw_memory, in_docs=True
+    ),
+    "aggregation_jobs": FigureEntry(
+        "Aggregation: jobs on one switch", "simulations", ("jobs",), aggregation.draw_jobs, in_docs=True
+    ),
+    "aggregation_loss": FigureEntry(
+        "Aggregation: lost packets", "simulations", ("loss",), aggregation.draw_loss, in_docs=True
+    ),
+    "aggregation_break_even": FigureEntry(
+        "Aggregation: break-even", "simulations", ("scaling",), aggregation.draw_break_even, in_docs=True
+    ),
+    "aggregation_cost": FigureEntry(
+        "Aggregation: what it takes", "deployments", (), aggregation.draw_deployment, in_docs=True
+    ),
     "federated_bytes": FigureEntry(
         "Federated: bytes of a round, up and down", "rounds", ("codecs", "old_bytes"), federated.draw_bytes,
         in_docs=True,
@@ -71,29 +93,35 @@ CATALOGUE: Mapping[str, FigureEntry] = {
 _MACHINE = ("cpu", "cores", "system", "python", "torch", "cyclonedds")
 
 
+def entries_of(groups: Collection[str]) -> dict[str, FigureEntry]:
+    """The figures that need no other groups of runs than these."""
+    return {name: entry for name, entry in CATALOGUE.items() if set(entry.groups) <= set(groups)}
+
+
 def write_index(
-    out: Path, scale: Scale, finished: Sequence[tuple[str, StoredRun]], failures: Mapping[str, str], *, code: str
+    out: Path, command: str, finished: Sequence[tuple[str, StoredRun]], failures: Mapping[str, str | None], *, code: str
 ) -> Path:
     """Write ``index.md`` beside the figures.
 
     Args:
-        failures: figures that could not be drawn, and why.
+        command: that makes them.
+        failures: by figure, why it could not be drawn; None: it was.
         code: hash of the code that draws; runs may be of another.
     """
-    command = "make figures QUICK=1" if scale.name == "quick" else "make figures"
     lines = [
         "# Figures", "", *_about(command, [done for _, done in finished], code), "",
         "Each figure is drawn from one table, a CSV file, which is made of the JSONL files that the runs left. "
         "docs/figures.md explains them.", "",
     ]  # fmt: skip
     groups = Counter(group for group, _ in finished)
-    for name, entry in CATALOGUE.items():
-        used = ", ".join(f"`{group}` ({groups[group]})" for group in entry.groups)
+    for name, failure in failures.items():
+        entry = CATALOGUE[name]
+        used = ", ".join(f"`{group}` ({groups[group]})" for group in entry.groups) or "of formulas alone"
         drawn = (
             f"![{entry.title}]({name}.png)\n\n[PNG]({name}.png), [SVG]({name}.svg); data: [{entry.table}.csv]"
-            f"(data/{entry.table}.csv), of the runs {used} below; command: `{command}`"
+            f"(data/{entry.table}.csv), runs below: {used}; command: `{command}`"
         )
-        lines += [f"## {entry.title}", "", f"Not drawn: {failures[name]}" if name in failures else drawn, ""]
+        lines += [f"## {entry.title}", "", drawn if failure is None else f"Not drawn: {failure}", ""]
     lines += ["## Runs", "", "| group | run | seconds | code |", "|---|---|---|---|"]
     for group, done in finished:
         where = Path(os.path.relpath(done.path, out)).as_posix()
@@ -120,8 +148,8 @@ def _about(command: str, finished: Sequence[StoredRun], code: str) -> Iterator[s
         yield f"Runs by another version of the code than the one here ({code}): {', '.join(others)}."
 
 
-def install(out: Path, images: Path) -> list[Path]:
-    """Copy what the documents show, and return the copies.
+def install(out: Path, images: Path, entries: Mapping[str, FigureEntry] = CATALOGUE) -> list[Path]:
+    """Copy what the documents show of these figures, and return the copies.
 
     Raises:
         ConfigError: there is no folder of images here, or a picture is too large for the repository.
@@ -129,7 +157,7 @@ def install(out: Path, images: Path) -> list[Path]:
     if not images.is_dir():
         raise ConfigError(f"no folder {images} here: run this from the root of the repository")
     copies = []
-    for name, entry in CATALOGUE.items():
+    for name, entry in entries.items():
         if not entry.in_docs:
             continue
         copy = images / f"{name.replace('_', '-')}.png"

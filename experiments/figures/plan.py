@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.resources import files
 from typing import Any, ClassVar, Literal
+
+from gradbus.runtime.json_text import parse_json
 
 CODECS = ("fp32", "q8", "s4", "sq8")
 EXCHANGES = ("dense", "int8", "dgc")
+WITHOUT_DATA = frozenset({"scaling", "memory", "jobs", "loss"})  # groups of runs that train nothing
+TRACES = {"resnet50": 300_000, "vgg19": 10_000}  # simulated up to so many messages
 RUNGS = ("star", "ring", "compression", "overlap")
 
 Data = Literal["mnist", "glyphs"]
@@ -93,7 +99,43 @@ class LadderRun:
         return f"ladder-{self.rung}-seed{self.seed}"
 
 
-AnyRun = FederatedRun | ParallelRun | LadderRun
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationRun:
+    """Ways to sum gradients, compared in the simulator; see :mod:`gradbus.experiments.simulate.comparison`.
+
+    Attributes:
+        name: of the configuration, ``simulate.NAME.conf.json``. settings: what is in it, as JSON. trace: of the model.
+    """
+
+    kind: ClassVar[str] = "simulation"
+    name: str
+    settings: str
+    trace: str | None = None
+    seed: int = 0
+
+    @property
+    def label(self) -> str:
+        """A short name, good as a part of a file name."""
+        return f"simulation-{self.name}{'-' + self.trace if self.trace else ''}"
+
+
+def simulation(name: str, *, quick: bool, trace: str | None = None) -> SimulationRun:
+    """The run of a configuration that comes with the code. ``quick``: two conditions of each kind, and few packets."""
+    text = files("gradbus.experiments.configs").joinpath(f"simulate.{name}.conf.json").read_text(encoding="utf-8")
+    given = parse_json(text)["simulate"]
+    if trace is not None:
+        given["trace"] = trace
+        given["compare"]["most_messages"] = TRACES[trace]
+    if quick:
+        given["worlds"] = given["worlds"][:2]
+        for key in ("memory", "losses", "jobs", "seeds"):
+            if key in given["compare"]:
+                given["compare"][key] = given["compare"][key][-2:]
+        given["compare"]["blocks"] = min(128, given["compare"]["blocks"])
+    return SimulationRun(name=name, settings=json.dumps(given, sort_keys=True), trace=trace)
+
+
+AnyRun = FederatedRun | ParallelRun | LadderRun | SimulationRun
 
 
 def settings_of(run: AnyRun) -> dict[str, Any]:
@@ -164,7 +206,10 @@ def make_plan(scale: Scale) -> Plan:
     old = partial(federated, downlink="fp32", version=1, rounds=1, samples=128, eval_every=0)
     # The codec in both directions on Dirichlet 0.5.
     skewed = partial(whole, partition="dirichlet:0.5", eval_every=1 if scale.rounds < 10 else 2)
+    quick = scale.name == "quick"
     return {
+        "scaling": tuple(simulation("scaling", quick=quick, trace=trace) for trace in TRACES),
+        **{name: (simulation(name, quick=quick),) for name in ("memory", "jobs", "loss")},
         "old_bytes": tuple(old(codec=codec) for codec in CODECS),
         "ladder": tuple(
             LadderRun(rung=rung, samples=scale.ladder_samples, epochs=scale.ladder_epochs, data=scale.data)

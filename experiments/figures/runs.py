@@ -13,12 +13,16 @@ import gradbus
 from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.rungs import LadderPlan, Rung, climb
 from gradbus.experiments.bench.training import Training
-from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, ParallelRun
+from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, ParallelRun, SimulationRun
 from gradbus.experiments.namespaces import NoNamespaces
 from gradbus.experiments.rundir.directory import json_text
+from gradbus.experiments.simulate.command import work_of, written
+from gradbus.experiments.simulate.comparison import ComparisonRow, compare
+from gradbus.experiments.simulate.settings import SimulationSettings
 from gradbus.models import mnist_mlp
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.json_text import parse_json
 
 _TIMEOUT_S = 3600.0  # on a very busy machine; an idle one takes a minute
 
@@ -44,6 +48,8 @@ def execute(run: AnyRun, folder: Path) -> None:
             run_parallel(run, folder)
         case LadderRun():
             run_ladder(run, folder)
+        case SimulationRun():
+            run_simulation(run, folder)
 
 
 def command(run: FederatedRun, run_dir: Path) -> list[str]:
@@ -147,3 +153,11 @@ async def _train(place: BenchRank) -> Any:
             async for report in worker.epochs():
                 file.write(json_text({"rank": place.rank, **report.to_json()}) + "\n")
     return worker.summary.params_hash
+
+
+def run_simulation(run: SimulationRun, folder: Path) -> None:
+    """Do the run, in this process; ``comparison.csv`` is then in ``folder``."""
+    settings = SimulationSettings.model_validate(parse_json(run.settings))
+    rows = written(compare(settings, work_of(settings)), folder / "comparison.csv", tuple(ComparisonRow.model_fields))
+    for _ in rows:
+        pass

@@ -28,6 +28,8 @@ from gradbus.runtime.json_text import parse_json
 RUNNING = (
     "bench.processes", "bench.training", "figures.int8", "figures.runs", "buses", "files",
     "run.configured_task", "run.demo", "run.federated", "run.lifecycle",
+    "simulate.aggregation_plan", "simulate.closed_forms", "simulate.comparison", "simulate.in_network",
+    "simulate.network", "simulate.steps", "simulate.topology", "simulate.ways",
 )  # fmt: skip
 
 

@@ -10,15 +10,20 @@ import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.report import RoundReport
-from gradbus.experiments.figures.plan import FederatedRun, LadderRun, ParallelRun
+from gradbus.experiments.figures.plan import FederatedRun, LadderRun, ParallelRun, SimulationRun
 from gradbus.experiments.figures.store import StoredRun
+from gradbus.experiments.simulate.closed_forms import Fabric
+from gradbus.experiments.simulate.comparison import ComparisonRow
+from gradbus.experiments.simulate.deployment import deployment, slot_bytes
+from gradbus.experiments.simulate.topology import LinkSpec
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profiling.summary import read_summary
@@ -138,11 +143,39 @@ class LadderRow(TableRow):
     load_per_core: float = Field(ge=0)
 
 
+class ComparedRow(ComparisonRow, TableRow):
+    """A way to sum gradients under one set of conditions, as a run leaves it."""
+
+
+class SimulationRow(ComparedRow):
+    """The same, with the ``group`` of the plan."""
+
+    group: str
+
+
+class DeploymentRow(TableRow):
+    """What aggregating switches of so many ports take for so many hosts, by formulas alone.
+
+    Attributes:
+        adding, forwarding: switches. used_ports: of those that add. slot_bytes: memory of each, that keeps the links
+            busy; None: not counted for this way.
+    """
+
+    way: str
+    ports: int
+    hosts: int
+    adding: int
+    forwarding: int
+    used_ports: int
+    slot_bytes: float | None
+
+
 TABLES: Mapping[str, type[TableRow]] = {
     "rounds": RoundRow, "updates": UpdateRow, "epochs": EpochRow, "ranks": RankRow, "ladder": LadderRow,
+    "simulations": SimulationRow, "deployments": DeploymentRow,
 }  # fmt: skip
 
-R = TypeVar("R", bound=TableRow)
+R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
 
 
@@ -153,6 +186,7 @@ def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRo
         BadData: a file is missing, or does not hold what a row needs.
     """
     tables: dict[str, list[TableRow]] = {name: [] for name in TABLES}
+    tables["deployments"] += deployment_rows()
     for group, done in finished:
         load = float(done.machine.get("load_1min", 0.0)) / max(1, int(done.machine.get("cores") or 1))
         match done.run:
@@ -160,6 +194,12 @@ def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRo
                 _add_rounds(tables, group, run, done.path, load)
             case LadderRun() as run:
                 tables["ladder"] += _ladder_rows(run, done.path, load)
+            case SimulationRun():
+                path = done.path / "comparison.csv"
+                tables["simulations"] += [
+                    _row(SimulationRow, str(path), {**one.model_dump(), "group": group})
+                    for one in read_table(path, ComparedRow)
+                ]
             case ParallelRun() as run:
                 for rank in range(run.world):
                     tables["epochs"] += _epoch_rows(run, done.path, rank)
@@ -201,6 +241,25 @@ def _ladder_rows(run: LadderRun, folder: Path, load: float) -> Iterator[TableRow
         raise BadData(f"{path} cannot be read: {error}. Remove {folder} and run again") from None
     if "missing" not in found:
         yield _row(LadderRow, str(path), {**found, "seed": run.seed, "load_per_core": load})
+
+
+_PORTS = 64
+_LINK = LinkSpec(rate_bytes_s=12.5e9, latency_s=2e-6)
+_BLOCK_BYTES = 1024.0
+
+
+def deployment_rows() -> Iterator[DeploymentRow]:
+    """Trees, several trees and chains of switches of 64 ports at 100 Gbit/s, in two layers, for up to 2,048 hosts."""
+    ways: tuple[Literal["hina", "mtina", "cina"], ...] = ("hina", "mtina", "cina")
+    for way, hosts in product(ways, (8, 16, 32, 64, 128, 256, 512, 1024, 2048)):
+        needed = deployment(way, hosts, _PORTS)
+        per_leaf = _PORTS - (2 if way == "cina" else 1)
+        fabric = Fabric(world=hosts, network=_LINK, hosts_per_leaf=per_leaf if hosts > _PORTS else None)
+        yield DeploymentRow(
+            way=way, ports=_PORTS, hosts=hosts, adding=needed.adding, forwarding=needed.forwarding,
+            used_ports=needed.ports,
+            slot_bytes=None if way == "mtina" else slot_bytes(way, fabric, _BLOCK_BYTES),
+        )  # fmt: skip
 
 
 def _fields_of(report: Any) -> dict[str, Any]:

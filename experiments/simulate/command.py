@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,11 +103,10 @@ def run(settings: SimulationSettings, out: Path | None) -> None:
     """Simulate, print a table, and write it as CSV, a line as soon as it is found."""
     if settings.compare.ways:
         work = work_of(settings)
-        columns = [one.name for one in fields(ComparisonRow)]
         rows = _shown(compare(settings, work), len(conditions(settings)))
-        table = _comparison(settings, work, list(_written(rows, out, columns)))
+        table = _comparison(settings, work, list(written(rows, out, tuple(ComparisonRow.model_fields))))
     else:
-        table = _steps(settings, list(_written(_shown(simulate(settings), len(settings.worlds)), out, COLUMNS)))
+        table = _steps(settings, list(written(_shown(simulate(settings), len(settings.worlds)), out, COLUMNS)))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if out is not None:
         print(f"written: {out}")
@@ -124,7 +123,7 @@ def _shown(found: Iterable[T], count: int) -> Iterable[T]:
     )  # fmt: skip
 
 
-def _written(found: Iterable[T], path: Path | None, columns: Sequence[str]) -> Iterator[T]:
+def written(found: Iterable[T], path: Path | None, columns: Sequence[str]) -> Iterator[T]:
     """The same, each also a line of a CSV file with these attributes. Times are in seconds."""
     if path is None:
         yield from found

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
+
+from pydantic import BaseModel, ConfigDict
 
 from gradbus.experiments.simulate.closed_forms import Fabric
 from gradbus.experiments.simulate.settings import SimulationSettings
@@ -23,12 +25,11 @@ from gradbus.experiments.simulate.ways import (
 from gradbus.runtime.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonRow:
+class ComparisonRow(BaseModel):
     """One way under one set of conditions. Times in seconds.
 
     Attributes:
-        model: that the gradients are of. memory: None: enough. slots: that this is.
+        model: the trace that the gradients are of. memory: None: enough. slots: that this is.
         compute_s: of a step. exchange_s: of all gradients of a step, simulated; None: it was too large, or gave up.
             formula_s: by the closed form; None: there is none.
         step_s, formula_step_s: a step with one or the other; with overlap buckets go while the backward pass goes on.
@@ -37,8 +38,10 @@ class ComparisonRow:
             :class:`~.ways.ExchangeTimes`.
     """
 
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
     way: Way
-    model: str
+    model: str | None
     world: int
     loss: float
     memory: float | None
@@ -71,7 +74,7 @@ def conditions(settings: SimulationSettings) -> list[Condition]:
     for way, world, loss, memory, jobs, seed in product(
         asked.ways, settings.worlds, asked.losses, asked.memory, asked.jobs, asked.seeds
     ):
-        has_slots = not is_program(way) and way != "ps-1"
+        has_slots = not is_program(way) and way not in ("ps-1", "ring-packets")
         draws = loss > 0 or (jobs > 1 and not is_program(way))
         found[
             way, world, loss, memory if has_slots else None, 1 if is_program(way) else jobs,
@@ -117,7 +120,8 @@ def _row(settings: SimulationSettings, work: StepWork, condition: Condition) -> 
     whole = _exchange_of(settings, work, condition)
     sizes = [bucket.size_bytes for bucket in ready_buckets(work)] if work.overlap else [whole.gradient_bytes]
     block_bytes = -(-whole.gradient_bytes // whole.blocks)
-    parts = {size: replace(whole, gradient_bytes=size, blocks=-(-size // block_bytes)) for size in sizes}
+    fewest = whole.trees if whole.way == "mtina" else 1  # each tree has one
+    parts = {size: replace(whole, gradient_bytes=size, blocks=max(fewest, -(-size // block_bytes))) for size in sizes}
     formulas = {size: seconds for size, part in parts.items() if (seconds := closed_form_s(part)) is not None}
     fits = messages_of(whole) <= settings.compare.most_messages
     found = {size: _simulated(part) for size, part in parts.items()} if fits else {}
@@ -127,7 +131,7 @@ def _row(settings: SimulationSettings, work: StepWork, condition: Condition) -> 
     way, world, loss, memory, jobs, seed = condition
     all_found = [found[size] for size in sizes if found]
     return ComparisonRow(
-        way=way, model=settings.trace or "", world=world, loss=loss, memory=memory, jobs=jobs, seed=seed,
+        way=way, model=settings.trace, world=world, loss=loss, memory=memory, jobs=jobs, seed=seed,
         slots=None if memory is None else round(memory * slots_needed(whole)), compute_s=work.compute_s,
         exchange_s=sum(one.exchange_s for one in all_found) if found else None,
         formula_s=sum(formulas[size] for size in sizes) if formulas else None,

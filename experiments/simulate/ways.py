@@ -7,6 +7,7 @@
 | ps-1 | one parameter server, on a host of its own |
 | ina, hina, mtina, cina | one switch that adds, a tree of them, several trees, a chain of leaves |
 | ra-ina | a ring through one switch, which takes those blocks that it has slots for |
+| ring-packets | the same ring without the switch: packets that are acknowledged, and sent again one by one |
 | switchml, atp, esa | baselines of one switch: fixed slots; hashed ones and a server, without and with priorities |
 
 Trees and chains have the hosts at leaf switches. The others have all hosts at one switch, so that nothing between racks
@@ -38,7 +39,7 @@ from gradbus.runtime.algorithms.routes import ROUTES
 
 Way: TypeAlias = Literal[
     "ring", "star", "halving-doubling", "hierarchical", "ps-1", "ps-n", "ina", "hina", "mtina", "cina",
-    "ra-ina", "switchml", "atp", "esa",
+    "ra-ina", "ring-packets", "switchml", "atp", "esa",
 ]  # fmt: skip
 TREES = ("hina", "mtina", "cina")
 
@@ -105,7 +106,7 @@ def messages_of(exchange: SimulatedExchange) -> int:
     if is_program(exchange.way):
         per_rank = {"star": 2, "halving-doubling": 2 * log}.get(exchange.way, 2 * (world - 1))
         return world * per_rank * exchange.iterations
-    turns = 2 * world if exchange.way == "ra-ina" else 2
+    turns = 2 * world if exchange.way in ("ra-ina", "ring-packets") else 2
     return exchange.jobs * exchange.iterations * exchange.blocks * world * turns
 
 
@@ -122,7 +123,7 @@ def closed_form_s(exchange: SimulatedExchange) -> float | None:
     fabric, size, blocks = _own(exchange), exchange.gradient_bytes, exchange.blocks
     link, world, way = fabric.network, fabric.world, exchange.way
     path = replace(link, latency_s=2 * link.latency_s)
-    if link.loss or way in ("atp", "esa"):
+    if link.loss or way in ("atp", "esa", "ring-packets"):
         return None
     if way == "ps-1":
         return forms.parameter_server_s(size, world, path, servers=1, blocks=blocks)
@@ -140,7 +141,7 @@ def closed_form_s(exchange: SimulatedExchange) -> float | None:
         return among_ranks[way](size, world, path)
     if way == "hierarchical":
         return _hierarchical_s(size, fabric)
-    return by_switches.get(way, forms.ina_s)(size, blocks, fabric) / share if share else math.inf
+    return by_switches.get(way, forms.ina_s)(size, blocks, fabric) / share if share else None
 
 
 def _hierarchical_s(size: float, fabric: Fabric) -> float:
@@ -170,12 +171,12 @@ def simulate_exchange(exchange: SimulatedExchange) -> ExchangeTimes:
     if exchange.memory is not None:
         needed = slots_needed(exchange)
         slots = round(exchange.memory * needed)
-        window = window or max(1, needed // 2)
-        if way == "ra-ina":
-            window *= fabric.world  # a rank has one block of a group on the way around the ring
+        if window is None:  # around a ring a rank has one block of a group under way
+            window = max(1, needed // 2) * (fabric.world if way == "ra-ina" else 1)
     outcome = simulate_aggregation(
         Scenario(
-            kind=_kind(way), fabric=_own(exchange), gradient_bytes=exchange.gradient_bytes, blocks=exchange.blocks,
+            kind=_KINDS.get(way) or cast(Kind, way), fabric=_own(exchange),
+            gradient_bytes=exchange.gradient_bytes, blocks=exchange.blocks,
             trees=exchange.trees if way == "mtina" else 1, jobs=exchange.jobs, starts_s=starts_s,
             slots=slots, window_blocks=window, iterations=exchange.iterations, compute_s=exchange.compute_s,
             retransmit_s=exchange.retransmit_s, seed=exchange.seed,
@@ -188,8 +189,7 @@ def simulate_exchange(exchange: SimulatedExchange) -> ExchangeTimes:
     )  # fmt: skip
 
 
-def _kind(way: Way) -> Kind:
-    return "ps" if way == "ps-1" else cast(Kind, way)
+_KINDS: dict[str, Kind] = {"ps-1": "ps", "ring-packets": "ring"}
 
 
 def _own(exchange: SimulatedExchange) -> Fabric:

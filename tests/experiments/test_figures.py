@@ -17,7 +17,7 @@ from PIL import Image
 
 from gradbus.experiments.bench.rungs import RungTimes
 from gradbus.experiments.figures import __main__ as program
-from gradbus.experiments.figures import index
+from gradbus.experiments.figures import aggregation, index
 from gradbus.experiments.figures.canvas import PublishedFile, published, stars
 from gradbus.experiments.figures.index import CATALOGUE, FigureEntry, install
 from gradbus.experiments.figures.plan import (
@@ -26,9 +26,12 @@ from gradbus.experiments.figures.plan import (
     FULL,
     QUICK,
     RUNGS,
+    TRACES,
+    WITHOUT_DATA,
     FederatedRun,
     LadderRun,
     ParallelRun,
+    SimulationRun,
     make_plan,
     runs_of,
 )
@@ -43,6 +46,16 @@ pytestmark = pytest.mark.slow  # real processes: a controller with two clients, 
 FEDERATED = FederatedRun(codec="sq8", downlink="sq8", rounds=2, samples=32, data="glyphs")
 PARALLEL = ParallelRun(exchange="dgc", epochs=2, warmup=1, samples=256, batch_size=32, data="glyphs")
 LADDER = [LadderRun(rung=rung, samples=256, epochs=1, data="glyphs") for rung in RUNGS]
+SIMULATION = SimulationRun(
+    name="small",
+    settings=json.dumps({
+        "gradient_bytes": 1 << 16, "forward_s": 1e-4, "backward_s": 1e-4, "overlap": False, "steps": 1,
+        "worlds": [8, 16], "topology": {"hosts_per_rack": 8},
+        "compare": {
+            "ways": sorted(aggregation.WAYS), "memory": [8], "jobs": [2], "losses": [0], "blocks": 4,
+        },
+    }),
+)  # fmt: skip
 Tables = dict[str, list[Any]]
 
 
@@ -52,6 +65,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Stored
     store = Store(tmp_path_factory.mktemp("runs"))
     return [("timing", store.ensure(FEDERATED, lambda folder: execute(FEDERATED, folder))[0]),
             ("parallel", store.ensure(PARALLEL, lambda folder: execute(PARALLEL, folder))[0]),
+            ("loss", store.ensure(SIMULATION, lambda folder: execute(SIMULATION, folder))[0]),
             *(("ladder", store.ensure(run, partial(write_rung, run))[0]) for run in LADDER)]  # fmt: skip
 
 
@@ -76,9 +90,11 @@ def tables(finished: list[tuple[str, StoredRun]]) -> Tables:
     parallel = [
         {"exchange": exchange, "overlap": overlap, "seed": seed} for exchange, overlap in kinds for seed in (0, 1)
     ]
+    simulated = [{"group": group, "model": trace} for group in sorted(WITHOUT_DATA) for trace in TRACES]
     return {
         name: [row.model_copy(update=update) for update in updates for row in found[name]]
         for name, updates in (
+            ("simulations", simulated), ("deployments", [{}]),
             ("rounds", federated), ("updates", federated), ("epochs", parallel), ("ranks", parallel), ("ladder", [{}]),
         )
     }  # fmt: skip
@@ -124,6 +140,13 @@ SERIES: dict[str, Sequence[str]] = {
     "parallel_accuracy": ("dense fp32", "int8 (baseline of the original)", "DGC 0.1 %"),
     "parallel_wait": ("dense,\noverlap", "dense", "int8\n(original)", "DGC\n0.1 %", "mean", "maximum"),
     "ladder": ("star", "ring", "ByteGrad", "ByteGrad,\noverlap", "75%", "80 s", "not\nreached", "simulated"),
+    "aggregation_resnet50": ("Ring", "PS-1", "PS-N", "HINA", "MTINA", "CINA"),
+    "aggregation_vgg19": ("Ring", "PS-1", "PS-N", "HINA", "MTINA", "CINA"),
+    "aggregation_memory": ("Ring", "SwitchML", "RA-INA", "ATP", "ESA"),
+    "aggregation_jobs": ("Ring", "SwitchML", "RA-INA", "ATP", "ESA"),
+    "aggregation_loss": ("one switch", "RA-INA", "ring of packets", "PS-1"),
+    "aggregation_break_even": ("N = 8", "N = 1,024", "1 aggregator", "16 aggregators"),
+    "aggregation_cost": ("HINA", "MTINA", "CINA"),
     "federated_bytes": (*CODECS, "version 1, models in plain float32", "version 2, the codec both ways"),
     "federated_dds": CODECS,
     "federated_time": (*CODECS, "train", "encode", "wire", "decode and add", "aggregate", "checkpoint, publish"),
@@ -155,9 +178,11 @@ def test_a_figure_lacking_a_series_is_not_drawn(entry: FigureEntry, tables: Tabl
     some = [
         row
         for row in tables[entry.table]
-        if {getattr(row, name, None) for name in ("codec", "exchange", "rung")}.isdisjoint({"s4", "dgc", "ring"})
+        if {getattr(row, name, None) for name in ("codec", "exchange", "rung", "way")}.isdisjoint(
+            {"s4", "dgc", "ring", "ina", "hina"}
+        )
     ]
-    with style.drawing(), pytest.raises(BadData, match=r"no rows of .*(s4|dgc|DGC|ring)"):
+    with style.drawing(), pytest.raises(BadData, match=r"no rows of .*(s4|dgc|DGC|ring|ina)"):
         entry.draw(some, QUICK)
 
 
@@ -271,7 +296,7 @@ def test_the_program_draws_all_figures_and_an_index_that_names_data_and_command(
     assert page.count("command: `make figures QUICK=1`") == len(CATALOGUE)
     for group, run in runs_of(make_plan(QUICK)):
         assert f"| {group} | [{run.label}](../../runs/figures/{run.label}-" in page
-    assert "9 figures in" in capsys.readouterr().out
+    assert "16 figures in" in capsys.readouterr().out
 
 
 def test_copies_for_the_documents_are_small_and_never_quick(
@@ -299,7 +324,7 @@ def test_without_runs_it_says_which_figures_lack_what(
     monkeypatch.chdir(tmp_path)
     assert program.main(["--draw-only"]) == 1
     said = capsys.readouterr().err
-    assert all(f"not drawn: {name}: no rows of" in said for name in CATALOGUE)
+    assert all((f"not drawn: {name}: no rows of" in said) == bool(entry.groups) for name, entry in CATALOGUE.items())
     assert "Not drawn: no rows of" in (tmp_path / "build" / "figures" / "index.md").read_text(encoding="utf-8")
 
 
