@@ -164,7 +164,7 @@ class AggregatorSession:
 
     def lost(self, peer: int, error: Exception) -> None:
         """A member of the group is gone."""
-        self._fail(f"{self._name(peer)}: {error}")
+        self._fail(f"{self._name(peer)}: {self._network.lost.get(peer, error)}")
 
     async def leave(self) -> None:
         """Leave the aggregators: their slots are free then, and no packet that comes late changes anything."""
