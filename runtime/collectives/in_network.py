@@ -306,7 +306,8 @@ class InNetworkSum:
             await self._end_search()
             self.session, self._dropped = found, 0
             self.returns += 1
-            log.info("aggregator used again", group=workers.name, from_sum=self._count + 1, returns=self.returns)
+            # A warning as its loss is: where losses are shown, so is their end.
+            log.warning("aggregator used again", group=workers.name, from_sum=self._count + 1, returns=self.returns)
         return total
 
     async def _end_search(self) -> None:
