@@ -139,8 +139,9 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path:
         async with tree() as here, asyncio.TaskGroup() as group:
             centre, above = [await here.bus("centre") for _ in range(2)]
             local, theirs = [await here.bus("site") for _ in range(2)]
+            gate = Gate(1, 3)
             for client_id in range(2):
-                group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=client_id).run())
+                group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=client_id).run())
             config = rules(2, **state(tmp_path, "site"))
             site = site_of(above, local, 0, config, alone_after_s=1.0, rejoin=rejoin)
             group.create_task(site.run())
@@ -150,11 +151,10 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path:
                 def alone() -> list[Any]:
                     return [line for line in logs if line["event"] == "round alone"]
 
-                async with contextlib.aclosing(gradbus.Controller(centre, NoopTask(DIM), top).rounds()) as rounds:
-                    async for report in rounds:
-                        if report.round_id == 2:
-                            await eventually(lambda: len(site.progress.reports) == 2)  # it has that model, too
-                            break
+                controller = group.create_task(gradbus.Controller(centre, NoopTask(DIM), top).run())
+                await gate.reached.wait()  # from now on the site has the model of round 2
+                await ended(controller)
+                gate.open()
                 await eventually(lambda: len(alone()) >= 2)
                 assert site.progress.phase == "alone"
                 reports = await gradbus.Controller(centre, NoopTask(DIM), top).run()
