@@ -8,8 +8,8 @@ A link of a pipeline is one hop, from one node to the next. For an algorithm amo
 rank to rank: the smallest rate of it and the sum of its latencies.
 
 Aggregation by switches is a pipeline: a block is on one link while the block behind it is on the link before. So there
-is one formula for all of it, :func:`pipeline_s`, and a list of links for each topology. The design document of
-in-network aggregation that this project follows prints formulas of its own; where they are wrong the docstrings say
+is one formula for all of it, :func:`pipeline_s`, and a list of links for each topology. The proposal of
+RA-INA, CINA and MTINA that this project follows has formulas of its own; where they are wrong the docstrings say
 how, and ``tests/experiments/simulate/test_closed_forms.py`` has them as printed, with what they get wrong.
 """
 
@@ -82,7 +82,7 @@ def best_blocks(gradient_bytes: float, hops: int, link: LinkSpec) -> int:
 
 
 def ring_s(gradient_bytes: float, world: int, path: LinkSpec) -> float:
-    """``2 (N - 1) (K / (N B) + a + o)``: Patarasuk and Yuan, JPDC 2009. The document has the same."""
+    """``2 (N - 1) (K / (N B) + a + o)``: Patarasuk and Yuan, JPDC 2009. The proposal has the same."""
     return 2 * (world - 1) * (gradient_bytes / (world * path.rate_bytes_s) + path.latency_s + path.overhead_s)
 
 
@@ -141,7 +141,7 @@ def hierarchical_ring_s(gradient_bytes: float, fabric: Fabric, *, rails: bool) -
 def parameter_server_s(gradient_bytes: float, world: int, path: LinkSpec, *, servers: int, blocks: int) -> float:
     """Servers on machines of their own, each with a share of the gradient: ``max(N / S, 1) K / B (k + 1) / k + 2 a``.
 
-    The document prints ``(k + 1) K / (k B) + 2 a``, without N: that is the time of a server whose link is N times as
+    The proposal has ``(k + 1) K / (k B) + 2 a``, without N: that is the time of a server whose link is N times as
     fast as a worker's, or of N servers, and not of the bottleneck that its text speaks of.
     """
     load = max(world / servers, 1.0)
@@ -163,7 +163,7 @@ def shards_s(gradient_bytes: float, world: int, path: LinkSpec) -> float:
 def chain_in_host_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
     """The last rank of a host gets the sum of all: ``(n + k - 2) (K / (k B) + a)`` with a for each hop alone.
 
-    The document charges a for each block as well, so its formula grows without bound with k, and it is not 0 for one
+    The proposal charges a for each block as well, so its formula grows without bound with k, and it is not 0 for one
     rank. The text beside it describes a reduce-scatter, after which each rank has another part.
     """
     return pipeline_s(gradient_bytes, blocks, fabric.within_host)
@@ -173,7 +173,7 @@ def chain_overlap_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float
     """How much of :func:`chain_in_host_s` can be hidden behind the network, where the network is slower: all but the
     time until the first block has gone through the host.
 
-    The document subtracts this time on the link of the host, not on the links within it, and so gets less than 0 where
+    The proposal subtracts this time on the link of the host, not on the links within it, and so gets less than 0 where
     those within it are much faster.
     """
     first_s = pipeline_s(gradient_bytes / blocks, 1, fabric.within_host)
@@ -196,7 +196,7 @@ def hina_links(fabric: Fabric) -> list[LinkSpec]:
 def hina_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
     """Leaves add for their hosts, and a spine for the leaves: :func:`pipeline_s` over :func:`hina_links`.
 
-    The document's form is this one where the link of the host is the slowest, without the broadcast within the host.
+    The proposal's form is this one where the link of the host is the slowest, without the broadcast within the host.
     """
     return pipeline_s(gradient_bytes, blocks, hina_links(fabric))
 
@@ -204,7 +204,7 @@ def hina_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
 def mtina_s(gradient_bytes: float, blocks: int, fabric: Fabric, *, trees: int) -> float:
     """S trees, each for 1 / S of the blocks: as HINA, but all uplinks of a leaf together are S times as fast.
 
-    The document prints ``(k + 1) (S + 1) K / (k S B) + (S + 1) a``. With S = 1 that is twice the time of one tree, and
+    The proposal has ``(k + 1) (S + 1) K / (k S B) + (S + 1) a``. With S = 1 that is twice the time of one tree, and
     with S it grows without bound. A host sends K once, by whichever tree, so more trees only help where the uplink is
     slower than the link of a host.
     """
@@ -226,7 +226,7 @@ def cina_links(fabric: Fabric) -> list[LinkSpec]:
 def cina_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
     """Each leaf adds its hosts to what the leaf before it sends: :func:`pipeline_s` over :func:`cina_links`.
 
-    The document leaves out the latencies of the L - 1 hops, the way back of the sum from the last leaf through the
+    The proposal leaves out the latencies of the L - 1 hops, the way back of the sum from the last leaf through the
     spine, and the broadcast within the host.
     """
     return pipeline_s(gradient_bytes, blocks, cina_links(fabric))

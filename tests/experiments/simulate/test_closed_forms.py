@@ -1,4 +1,4 @@
-"""Closed forms: limits, what the design document prints, and its tables of times; and what switches carry."""
+"""Closed forms: limits, what the proposal prints, and its tables of times; and what switches carry."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_more_trees_help_only_where_the_uplink_is_the_slowest_link() -> None:
     assert ratio == pytest.approx(4, rel=0.01)
 
 
-# The document's formulas, as printed
+# The proposal's formulas, as printed
 
 
 def test_the_printed_parameter_server_does_not_know_how_many_workers_it_has() -> None:
