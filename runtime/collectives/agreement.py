@@ -17,7 +17,7 @@ those may have decided on a generation with a process that nobody of the rest kn
 
 A process has no past: one that is started again has another incarnation, and joins like any other. It never makes a
 first generation where others have one. The first generation is made by the founder with number 0, once it sees all
-founders, and none that knows of a generation.
+founders, and none that knows of a generation; one that is started again before that may join in a founder's place.
 """
 
 from __future__ import annotations
@@ -261,10 +261,11 @@ class GenerationAgreement:
 
     @property
     def _fresh(self) -> list[MemberId]:
-        """Founders that know of no generation."""
+        """Founders that know of no generation, and processes that take the place of one that was lost so early."""
         return [
             member for member, view in self._views.items()
-            if not view.generation and view.founders == self._founders > member.number and member not in self._gone
+            if not view.generation and view.founders in (0, self._founders) and member.number < self._founders
+            and member not in self._gone
         ]  # fmt: skip
 
     @property

@@ -135,6 +135,18 @@ def test_founders_make_the_first_generation_once_all_are_there() -> None:
     assert network.chosen.keys() == {1}
 
 
+def test_one_that_joins_takes_the_place_of_a_founder_that_dies_before_the_first_generation() -> None:
+    network = Network()
+    first, lost = (network.start(number, founders=3) for number in (0, 1))
+    for _ in range(10):
+        network.step()
+    network.kill(lost.me)
+    network.notice()
+    again, last = network.start(1), network.start(2, founders=3)
+    network.run(lambda: network.agree(first, again, last))
+    assert [process.rank for process in (first, again, last)] == [0, 1, 2]
+
+
 def test_survivors_of_a_death_agree_on_the_next_generation_and_keep_their_order() -> None:
     network, (a, b, c) = founded()
     network.kill(a.me)
