@@ -418,6 +418,16 @@ class GroupView:
     traits: Counts = dataclasses.field(default_factory=dict)
     host: Label = ""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError: a list of members is none."""
+        for what, numbers, incarnations in (
+            ("members", self.numbers, self.incarnations), ("next members", self.next_numbers, self.next_incarnations),
+        ):  # fmt: skip
+            if len(set(zip(numbers, incarnations, strict=False))) != max(len(numbers), len(incarnations)):
+                raise ValueError(f"{what}: expected as many numbers as incarnations, and no process twice")
+        if bool(self.numbers) != bool(self.generation) or (self.accepted and not self.next_numbers):
+            raise ValueError("a generation, or an accepted one, without members")
+
 
 Body = (
     Hello | Welcome | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest | ModelAvailable

@@ -254,6 +254,24 @@ OUT_OF_RANGE = [
 ]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"numbers": [0, 1, 2]},
+        {"incarnations": []},
+        {"numbers": [0, 0], "incarnations": [1, 1]},
+        {"generation": 0},
+        {"numbers": [], "incarnations": []},
+        {"next_numbers": [1] * 256, "next_incarnations": [1] * 256},
+        {"next_numbers": [], "next_incarnations": []},
+    ],
+    ids=str,
+)
+def test_members_that_are_no_list_of_processes_are_refused(changes: dict[str, Any]) -> None:
+    (body,) = (body for body in EXAMPLES if isinstance(body, GroupView))
+    refused(packed("GroupView", fields_of(body) | changes))
+
+
 @pytest.mark.parametrize(("kind", "name", "value"), OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused(kind: str, name: str, value: Any) -> None:
     (body,) = (body for body in EXAMPLES if type(body).__name__ == kind)
