@@ -134,12 +134,14 @@ class StopVotes:
         self._group = group
         self._timeout_s = timeout_s
         self._handle: CollectiveHandle[list[bytes]] | None = None
+        self._wanted_end = False  # this rank, in a vote that is not counted yet
         self.ranks: list[int] = []
         self.rest = False
 
     def cast(self, wants_end: bool, name: str, *, step: int, wants_rest: bool = False) -> None:
         """Send this rank's vote. ``name``: of the occasion; with ``step`` it is unique."""
         vote = bytes([_END * wants_end + _REST * wants_rest])
+        self._wanted_end = wants_end
         self._handle = self._group.all_gather(f"worker/stop/{name}", vote, round_id=step, timeout_s=self._timeout_s)
 
     async def counted(self) -> bool:
@@ -149,11 +151,14 @@ class StopVotes:
             return False
         handle, self._handle = self._handle, None
         votes = [int.from_bytes(vote) for vote in await handle]
+        self._wanted_end = False
         self.ranks = [rank for rank, vote in enumerate(votes) if vote & _END]
         self.rest |= any(vote & _REST for vote in votes)
         return bool(self.ranks)
 
-    def cancel(self) -> None:
-        """Give up a vote that is on its way."""
+    def cancel(self) -> bool:
+        """Give up a vote that is on its way. Returns whether this rank has wanted the end in one that was not
+        counted."""
         if self._handle is not None:
             self._handle.cancel()
+        return self._wanted_end

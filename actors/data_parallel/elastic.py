@@ -14,6 +14,7 @@ data.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -109,7 +110,7 @@ class ElasticWorker(Worker):
         )
         self._place = place
         self._is_leaving = False
-        self._has_opened = False
+        self._has_opened = self._has_ended = False
         self._synced = -1  # the generation whose state this rank has; -1: none but that of its own model
         self._schedule_steps = 0
         self._saved: Checkpoint | None = None
@@ -163,7 +164,7 @@ class ElasticWorker(Worker):
                 if self._is_leaving:
                     self._generations.leave()
                 try:
-                    while not self._is_done:
+                    while not self._has_ended:  # to be done is not enough: the others may lack the last step
                         async for report in self._one_generation(self._generations):
                             yield report
                 except NoGeneration as error:
@@ -175,6 +176,8 @@ class ElasticWorker(Worker):
         try:
             async with generations.next_group() as group:
                 await self._begin(group, generations.number)
+                if self._is_done:  # who was to write the last checkpoint may have been lost
+                    await self._save()
                 while not (self._is_done or self._is_resting):
                     report = await self._one_epoch()
                     if report is not None:
@@ -183,6 +186,7 @@ class ElasticWorker(Worker):
                 if self._is_done:
                     self._params_hash = await self._compare()
                     generations.end()
+                    self._has_ended = True
                 else:
                     generations.rest()
         except LOST as error:
@@ -220,24 +224,19 @@ class ElasticWorker(Worker):
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """The newest one that is whole. Raises CheckpointError: there are some, but none is."""
-        state = self._open_state()
         faults = []
-        for step in reversed(state.steps()):
-            try:
-                checkpoint = state.load(step)
-            except CheckpointError as error:
-                faults.append(str(error))
-            else:
-                state.delete_later(step)
-                return checkpoint
+        with contextlib.closing(WorkerState(self._config, 0, 1, label=self._training.label)) as state:
+            for step in reversed(state.steps()):
+                try:
+                    checkpoint = state.load(step)
+                except CheckpointError as error:
+                    faults.append(str(error))
+                else:
+                    state.delete_later(step)
+                    return checkpoint
         if faults:
             raise CheckpointError(f"all checkpoints are damaged or of another run: {'; '.join(faults)}")
         return None
-
-    def _open_state(self) -> WorkerState:
-        if self._state is None:
-            self._state = WorkerState(self._config, 0, 1, label=self._training.label)
-        return self._state
 
     # The beginning of a generation
 
@@ -245,26 +244,26 @@ class ElasticWorker(Worker):
         """Become a rank of this group, and have the newest state that one of its ranks has."""
         config, compute, training = self._config, self._compute, self._training
         self._group = group
-        if group.rank and self._state is not None:  # another rank writes the checkpoints now
-            self._state.close()
-            self._state = None
         self._is_resting = self._checked = False
         self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
         self._replicas = Replicas(group, compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe)
         await compute.run(training.regroup, group)
-        saved_step = 0 if self._saved is None else self._saved.round_id
+        stands = self._position if self._saved is None else position_of(self._saved)
         hello = {
             "settings": config.shared({"name": training.label.name, **training.label.options}),
-            "synced": self._synced, "step": max(self.step, saved_step), "schedule_steps": self._schedule_steps,
-            "batches": await compute.run(training.num_batches, 0), "callbacks": bool(self._callbacks),
-            "layout": describe_layout(self.model) if generation == 1 else [],
+            "synced": self._synced, "step": stands.step, "epoch": stands.epoch, "is_stopped": self._is_stopped,
+            "schedule_steps": self._schedule_steps, "batches": await compute.run(training.num_batches, 0),
+            "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
         hellos = await group.all_gather_object("elastic/hello", hello, timeout_s=config.timeouts.join_s)
         check_equal("settings", [hello["settings"] for hello in hellos])
         check_equal("data", [{"batches of an epoch": hello["batches"]} for hello in hellos])
         check_equal_layouts([hello["layout"] for hello in hellos])
-        places = [(hello["synced"], hello["step"]) for hello in hellos]
+        # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs.
+        places = [(hello["synced"], hello["step"], hello["epoch"]) for hello in hellos]
         source = places.index(max(places))
+        # A vote that some have counted counts for all; ranks of another past may know of others.
+        self._is_stopped = any(hello["is_stopped"] for hello in hellos if hello["synced"] == places[source][0])
         if generation > 1 and places[source][0] < 0:
             raise CollectiveError(
                 f"no rank of generation {generation} has the state of the run: go on from a checkpoint, all ranks anew"
@@ -273,7 +272,7 @@ class ElasticWorker(Worker):
         self._votes_after_epochs = any(hello["callbacks"] for hello in hellos)
         await compute.run(self._start, hellos[source]["schedule_steps"], group.world)
         if places[source][0] < 0 or any(place != places[source] for place in places):
-            await self._get_state(source, is_behind=places[group.rank] != places[source])
+            await self._get_state(source, is_behind=places[group.rank][:2] != places[source][:2])
         self._synced = generation
         self._stepper = self._make_stepper()
         self._probe.note(
@@ -375,7 +374,7 @@ class ElasticWorker(Worker):
 
     async def _give_up_step(self) -> None:
         """Somebody was lost: what is not applied yet leaves no trace, and is computed anew."""
-        self._votes.cancel()
+        self._wants_end |= self._votes.cancel()  # said again in the next vote
         if hasattr(self, "_stepper"):
             await self._stepper.close()
         await self._compute.run(self._training.give_up_step)
@@ -402,14 +401,17 @@ class ElasticWorker(Worker):
         await self._barrier("worker/saved")
 
     def _write(self) -> int:
-        state = self._open_state()
         training, position = self._training, self._position
-        size = state.save(
-            self._run_id, position, self.model,
-            RunTensors({}, training.shared_state(), model_tensors(self.model)),
-            num_batches=training.num_batches(position.epoch), report=self._report,
-        )  # fmt: skip
-        state.prune()
+        # It is held for this checkpoint only: another process is rank 0 as soon as this one is stopped, cut off or
+        # leaves. What is there is of this run.
+        config = self._config.replaced("checkpoint.resume", True)
+        with contextlib.closing(WorkerState(config, 0, 1, label=training.label)) as state:
+            size = state.save(
+                self._run_id, position, self.model,
+                RunTensors({}, training.shared_state(), model_tensors(self.model)),
+                num_batches=training.num_batches(position.epoch), report=self._report,
+            )  # fmt: skip
+            state.prune()
         return size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
+from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, PeerLost
 
 LONG = 5000  # epochs of a run that a callback ends
 SETTINGS = {"hash_every": 1, "epochs": 2}
@@ -45,10 +47,11 @@ def place() -> dict[str, Any]:
 
 
 class Watch:
-    """A callback: calls a function after each step of a rank."""
+    """A callback: calls a function after each step of a rank, and one at its end."""
 
-    def __init__(self, do: Callable[[Any], object]) -> None:
+    def __init__(self, do: Callable[[Any], object], at_end: Callable[[Any], object]) -> None:
         self.on_step = do
+        self.on_end = at_end
 
 
 class Cast:
@@ -64,9 +67,10 @@ class Cast:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def start(
-        self, number: int, founders: int = 0, *, task: Any = None, on_step: Callable[[Any], object] = lambda _: None
-    ) -> None:
-        running = self._run(number, founders, task or make_task(), on_step)
+        self, number: int, founders: int = 0, *, task: Any = None, on_step: Callable[[Any], object] = lambda _: None,
+        on_end: Callable[[Any], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        running = self._run(number, founders, task or make_task(), on_step, on_end)
         self._running[number] = self._tasks.create_task(running)
 
     def kill(self, number: int) -> None:
@@ -77,7 +81,9 @@ class Cast:
         """From any thread."""
         self._loop.call_soon_threadsafe(lambda: function(*arguments, **options))
 
-    async def _run(self, number: int, founders: int, task: Any, on_step: Callable[[Any], object]) -> None:
+    async def _run(
+        self, number: int, founders: int, task: Any, on_step: Callable[[Any], object], on_end: Callable[[Any], object]
+    ) -> None:  # fmt: skip
         async with gradbus.connect(**self._place, lease_s=LEASE_S) as bus:
             place = ElasticPlace(bus=bus, number=number, founders=founders)
             rank: Rank
@@ -87,7 +93,7 @@ class Cast:
                     rank.worlds.append(report.world)
                 return on_step(report)
 
-            rank = self.ranks[number] = Rank(ElasticWorker(place, task, self.config, callbacks=[Watch(note)]))
+            rank = self.ranks[number] = Rank(ElasticWorker(place, task, self.config, callbacks=[Watch(note, on_end)]))
             try:
                 async with contextlib.aclosing(rank.worker.epochs()) as epochs:
                     async for report in epochs:
@@ -274,6 +280,112 @@ def test_a_checkpoint_of_one_world_is_resumed_by_another(place: dict[str, Any], 
     assert torch.equal(after[0].parameters, after[2].parameters)
     steps = -(-(13 - 8) // 3) + -(-13 // 3)  # 13 batches in an epoch, 8 of which two ranks had in four steps
     assert after[0].worker.step == 4 + steps
+
+
+def test_another_rank_writes_checkpoints_while_the_one_that_did_still_lives(
+    place: dict[str, Any], tmp_path: Path
+) -> None:
+    others_have_saved = threading.Event()
+
+    def scene(cast: Cast) -> None:
+        leave = at_step(3, lambda: cast.later(cast.ranks[0].worker.leave))
+        cast.start(0, 2, on_step=leave, on_end=lambda _: others_have_saved.wait(20.0))
+        cast.start(1, 2, on_step=at_step(8, others_have_saved.set))
+
+    ranks = play(place, scene, epochs=2, checkpoint={"dir": tmp_path, "every_steps": 1})
+    assert ranks[0].error is ranks[1].error is None
+    assert others_have_saved.is_set()
+    assert CheckpointStore.to_read(tmp_path / "rank-0").rounds()[-1] == ranks[1].worker.step
+
+
+def test_the_last_checkpoint_is_written_although_the_rank_that_writes_is_lost(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ElasticWorker._write
+
+    def scene(cast: Cast) -> None:
+        def write_or_die(worker: ElasticWorker) -> int:
+            if worker is not cast.ranks[0].worker:
+                return write(worker)
+            cast.kill(0)
+            return 0
+
+        monkeypatch.setattr(ElasticWorker, "_write", write_or_die)
+        cast.start(0, 2)
+        cast.start(1, 2)
+
+    ranks = play(place, scene, epochs=1, checkpoint={"dir": tmp_path})
+    assert ranks[1].error is None
+    assert CheckpointStore.to_read(tmp_path / "rank-0").rounds() == [ranks[1].worker.step]
+
+
+def lose_rank_0_once(
+    monkeypatch: pytest.MonkeyPatch, method: str, cast: dict[str, Cast], when: Callable[[Rank, Rank], bool]
+) -> None:
+    """Rank 1 loses its group at the end of a method, once, when this holds of it; rank 0 has gone on by then."""
+    inner = getattr(ElasticWorker, method)
+    lost = []
+
+    async def outer(worker: ElasticWorker, *arguments: Any) -> None:
+        await inner(worker, *arguments)
+        ranks = cast["of the test"].ranks
+        if worker is ranks[1].worker and not lost and when(ranks[0], ranks[1]):
+            lost.append(True)
+            if method == "_count_votes":
+                worker._is_stopped = False  # it has failed to count them
+            for _ in range(500):
+                if ranks[0].worker._position.epoch > worker._position.epoch or ranks[0].worker._is_stopped:
+                    break
+                await asyncio.sleep(0.01)
+            raise PeerLost("world_1", {0: "has gone"})
+
+    monkeypatch.setattr(ElasticWorker, method, outer)
+
+
+def test_ranks_that_are_lost_between_two_epochs_go_on_in_the_later_one(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Cast] = {}
+    lose_rank_0_once(monkeypatch, "_after_epoch", found, lambda first, _: first.worker.step > 0)
+
+    def scene(cast: Cast) -> None:
+        found["of the test"] = cast
+        cast.start(0, 2)
+        cast.start(1, 2)
+
+    ranks = play(place, scene, epochs=2)
+    assert ranks[0].error is ranks[1].error is None
+    assert [report.epoch for report in ranks[0].reports] == [0, 1]
+    assert ranks[0].worker.step == ranks[1].worker.step == 2 * 7  # of 13 batches each
+    assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+
+
+def test_a_vote_for_the_end_that_one_rank_has_counted_counts_for_all(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Cast] = {}
+    lose_rank_0_once(monkeypatch, "_count_votes", found, lambda _, second: second.worker._is_stopped)
+
+    def scene(cast: Cast) -> None:
+        found["of the test"] = cast
+        cast.start(0, 2, on_step=lambda report: report.step == 3)
+        cast.start(1, 2)
+
+    ranks = play(place, scene, epochs=LONG)
+    assert ranks[0].error is ranks[1].error is None
+    assert ranks[0].worker.step == ranks[1].worker.step == 4
+    assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+
+
+def test_a_wish_to_end_in_a_vote_that_is_lost_is_told_again(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 3, on_step=lambda report: report.step == 3)
+        cast.start(1, 3)
+        cast.start(2, 3, on_step=at_step(3, lambda: cast.kill(2)))  # before it votes
+
+    ranks = play(place, scene, epochs=LONG)
+    assert ranks[0].error is ranks[1].error is None
+    assert ranks[0].worker.step == ranks[1].worker.step == 5
 
 
 def test_what_cannot_be_elastic_is_refused(place: dict[str, Any]) -> None:
