@@ -32,14 +32,8 @@ def total_of(world: int, step: int = 0, numel: int = 10_000) -> torch.Tensor:
 
 def options(route: str = "ina", *, topology: dict[str, Any] | None = None, **others: Any) -> InNetworkOptions:
     """Of small blocks."""
-    return InNetworkOptions(
-        route=route,
-        block_elems=ELEMS,
-        window_groups=2,
-        retransmit_s=0.05,
-        topology=AggregatorTopology(**topology or {}),
-        **others,
-    )  # type: ignore[arg-type]
+    settings = {"block_elems": ELEMS, "window_groups": 2, "retransmit_s": 0.05} | others
+    return InNetworkOptions(route=route, topology=AggregatorTopology(**topology or {}), **settings)  # type: ignore[arg-type]
 
 
 def aggregators(count: int = 1, **settings: Any) -> list[AggregatorActor]:
