@@ -113,7 +113,7 @@ class AggregatorActor:
             try:
                 plan = InNetworkPlan.model_validate(plans[0])
                 config = self._place(plan, network, world, node)
-                base = self._reserve(config, plan.route, reserved)
+                base = self._reserve(config, plan.route, offer["job"], reserved)
             except ValueError as error:
                 offer = {"refused": str(error)[:400]}
             offers: list[Any] = await network.all_gather_object("answers", offer)
@@ -153,14 +153,14 @@ class AggregatorActor:
         )
         return nodes[world + node]
 
-    def _reserve(self, node: NodeConfig, route: str, reserved: ExitStack) -> int:
-        """What the job has as long as it lasts. Returns its first slot. Raises ValueError: there is no room for it."""
+    def _reserve(self, node: NodeConfig, route: str, number: int, reserved: ExitStack) -> int:
+        """What a job of this number has as long as it lasts. Returns its first slot. Raises ValueError: no room for it."""
         config, count = self._config, node.lanes * node.world
         if self._jobs >= config.max_jobs:
             raise ValueError(f"{self._jobs} jobs are served already, max_jobs is {config.max_jobs}")
         base = 0
         if route == "ina":
-            found = self._slots.allocate((node.node,), count)
+            found = self._slots.allocate((number,), count)  # its own: jobs of one size hash to several places
             if found is None:
                 raise ValueError(
                     f"{node.lanes} groups of {node.world} workers need {count} slots in a row, {self._slots.free} of "

@@ -9,7 +9,7 @@ and the slots are free again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
@@ -163,7 +163,7 @@ class Aggregator:
                 held.wait_s = min(2 * held.wait_s, self._times.max_s)
                 held.due_s = now_s + held.wait_s
                 for rank in range(self._jobs[key[0]].world):
-                    packets += self._reminders(key, held, rank)
+                    packets += (replace(one, is_repeated=True) for one in self._reminders(key, held, rank))
         return packets
 
     @staticmethod

@@ -176,7 +176,7 @@ class TreeNode:
                 lane.due_s = now_s + lane.wait_s
                 for block in _bits(lane.results):
                     missing = [to for to, known in lane.known.items() if not known >> block & 1]
-                    packets += self._results(lane, block, missing)
+                    packets += (replace(one, is_repeated=True) for one in self._results(lane, block, missing))
         return packets
 
     def stalled_groups(self, now_s: float, lease_s: float) -> dict[int, list[int]]:

@@ -118,3 +118,20 @@ def test_sums_that_leave_int32_are_marked_on_all_workers(kind: type[PacketNetwor
         network._check_end = lambda: None  # type: ignore[method-assign]
         network.run()
         assert [network.workers[0, rank].overflowed for rank in range(3)] == [{1}] * 3
+
+
+@pytest.mark.parametrize("core", ["node of a tree", "aggregator with slots"])
+def test_reminders_are_marked_so_that_a_stream_which_still_has_the_first_ones_does_not_collect_them(core: str) -> None:
+    """A worker that is stopped for a minute would be sent its sums once for each second of it."""
+    node: TreeNode | Aggregator
+    if core == "node of a tree":
+        node = TreeNode(AggregatorTopology().nodes(["host"] * 2, window_groups=2, block_elems=ELEMS)[2])
+    else:
+        node = Aggregator(Slots(2, ELEMS), block_elems=ELEMS)
+        node.open_job(0, 2)
+        node.receive(Packet(PacketKind.RESERVE, 0, 0, 0, 0, AGGREGATOR), 0.0)
+    sums = [packet for rank in range(2) for packet in node.receive(contribution(rank, 1), 0.0)]
+    assert not any(packet.is_repeated for packet in sums)
+    reminders = node.advance(60.0)
+    assert {packet.kind for packet in reminders} == {PacketKind.RESULT}
+    assert all(packet.is_repeated for packet in reminders)
