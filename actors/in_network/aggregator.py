@@ -154,7 +154,7 @@ class AggregatorActor:
         return nodes[world + node]
 
     def _reserve(self, node: NodeConfig, route: str, number: int, reserved: ExitStack) -> int:
-        """What a job of this number has as long as it lasts. Returns its first slot. Raises ValueError: no room for it."""
+        """What a job has as long as it lasts. Returns its first slot. Raises ValueError: there is no room for it."""
         config, count = self._config, node.lanes * node.world
         if self._jobs >= config.max_jobs:
             raise ValueError(f"{self._jobs} jobs are served already, max_jobs is {config.max_jobs}")
