@@ -124,12 +124,20 @@ def _shown(found: Iterable[T], count: int) -> Iterable[T]:
 
 
 def written(found: Iterable[T], path: Path | None, columns: Sequence[str]) -> Iterator[T]:
-    """The same, each also a line of a CSV file with these attributes. Times are in seconds."""
+    """The same, each also a line of a CSV file with these attributes. Times are in seconds.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     if path is None:
         yield from found
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("w", encoding="utf-8", newline="")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Name another (--out)") from None
+    with opened as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         for one in found:

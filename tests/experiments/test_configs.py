@@ -36,6 +36,7 @@ def test_the_example_of_an_aggregator_serves_the_job_of_the_workers_beside_it(co
     aggregator = load(AggregatorFile, configs / "aggregator.conf.json")
     workers = load(WorkerFile, configs / "ddp-aggregator.conf.json")
     assert aggregator.bus.job == workers.bus.job
+    assert workers.world == aggregator.aggregator.world  # or make run-ddp asks for it
     assert workers.parallel.algorithm.options["route"] == "ra-ina"
     with pytest.raises(ConfigError, match="gradbus aggregator"):
         load(WorkerFile, configs / "aggregator.conf.json")
@@ -53,6 +54,7 @@ def test_the_examples_of_several_aggregators_have_as_many_as_their_workers_expec
     assert algorithm.in_network is not None
     assert [node.aggregator.nodes for node in nodes] == [algorithm.in_network.topology.num_nodes] * 2
     assert {node.bus.job for node in nodes} == {workers.bus.job}
+    assert {node.aggregator.world for node in nodes} == {workers.world}
     with pytest.raises(ConfigError, match=r"node: expected 0 to \d, as nodes is \d, got 7"):
         load(AggregatorFile, configs / f"aggregator.{name}.conf.json", overrides=["aggregator.node=7"])
 

@@ -157,3 +157,11 @@ def test_what_cannot_be_compared_is_refused_with_the_key(tmp_path: Path, compare
     result = CliRunner().invoke(app, ["simulate", str(path)])
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_simulated(tmp_path: Path) -> None:
+    config = write(tmp_path / "simulate.json", ways=["ring"])
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["simulate", str(config), "--out", str(tmp_path / "file" / "ways.csv")])
+    assert result.exit_code == 2
+    assert "ways.csv cannot be written" in " ".join(result.output.split())
