@@ -213,7 +213,7 @@ def draw_break_even(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
         figure, scale,
         "Left: (1 + r c) / (1 + r) - 1 with c = 2 (N - 1) / N, without overlap; marks: with the exchanges of Ring and "
         "HINA as simulated for ResNet-50, in buckets. Right: from which rate on, in and out, aggregators of N ranks "
-        "are as fast as a ring: N / (A c).",
+        "are as fast as a ring: N / (A c), but at least 1 / c.",
     )  # fmt: skip
 
 
