@@ -127,7 +127,9 @@ TREE_MUTATIONS = {
         tree, "one.again(now_s, times) for one in self._unacknowledged.due(now_s)",
         "one.packet for one in self._unacknowledged.due(now_s) if one.again(now_s, times) and False",
     ),
-    "a result is not sent again": (tree, "packets += self._results(lane, block, missing)", "pass"),
+    "a result is not sent again": (
+        tree, "one in self._results(lane, block, missing)", "one in ()",
+    ),
     "all groups go to one of several roots": (
         tree, "config.parents[lane.group % config.trees]", "config.parents[0]",
     ),
