@@ -59,6 +59,9 @@ CODECS: dict[str, Look] = {
     "s4": Look(GREEN, "^", "s4"),
     "sq8": Look(VERMILLION, "D", "sq8"),
     "dgc": Look(PURPLE, "v", "dgc"),
+    "q4": Look(GREY, "X", "q4"),
+    "q2": Look("#a8842c", "<", "q2"),  # the yellow of the palette is too light for white paper
+    "loco": Look(BLACK, ">", "loco"),
     "int8": Look(SKY, "P", "int8 baseline"),  # quantized gradients, sent to all
 }
 """By codec, and by exchange. The data-parallel exchange ``dense`` sends fp32 and looks like it."""

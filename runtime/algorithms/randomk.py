@@ -75,6 +75,8 @@ class RandomK(Algorithm):
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         generator = torch.Generator().manual_seed(seed)
         k = entries_of(self.options.density, numel)
+        if not k:
+            return torch.empty(0, dtype=torch.int64)
         at, (width, longer) = torch.arange(k), divmod(numel, k)
         drawn = torch.rand(k, generator=generator, dtype=torch.float64) * (width + (at < longer))
         first = at * width + at.clamp(max=longer)  # of each part

@@ -62,7 +62,7 @@ def test_the_settings_are_those_of_the_code(page: str, monkeypatch: pytest.Monke
 def test_every_function_for_those_who_come_from_horovod_is_told_of(page: str) -> None:
     table = rows(section(page, "For those who come from Horovod"), "Horovod")
     told = {name for row in table for name in re.findall(r"`(\w+)(?:\(.*?\))?`", row[1])}
-    assert set(gradbus.torch.__all__) - told == {"Handle", "register", "AlgorithmHook", "with_algorithm"}
+    assert set(gradbus.torch.__all__) - told == {"Handle", "register", "AlgorithmHook", "with_algorithm", "DiLoCo"}
     (ops,) = [row[1] for row in table if "hvd.Average" in row[0]]
     assert re.findall(r'"(\w+)"', ops) == list(OPS)
 

@@ -21,7 +21,7 @@ from gradbus.codecs import Parsed
 
 DIM = 1000
 BLOCK_ELEMS = exact_sum._BLOCK_ELEMS
-VARIANTS = list(itertools.product(codecs.ALL, (1, 2)))
+VARIANTS = [(name, version) for name in codecs.ALL for version in codecs.get(name).versions]
 each_variant = pytest.mark.parametrize(("name", "version"), VARIANTS)
 
 
@@ -291,7 +291,8 @@ def test_adding_updates_takes_no_more_memory_than_one_block(
         for _ in mean.blocks():
             pass
 
-    assert peak_bytes(work) <= 8 * block_elems + 64  # and a few scalars
+    of_decoding = 4 if name == "q2" else 0  # the signs of a block, beside its values
+    assert peak_bytes(work) <= (8 + of_decoding) * block_elems + 64  # and a few scalars
     assert mean.count == 20
 
 
