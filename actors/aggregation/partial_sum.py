@@ -119,12 +119,18 @@ class PartialSum:
 
 def ranges_of(ids: Iterable[int]) -> tuple[range, ...]:
     """The ids as ascending ranges that do not touch."""
+    return merged(range(number, number + 1) for number in ids)
+
+
+def merged(ranges: Iterable[range]) -> tuple[range, ...]:
+    """The ids in these ranges as ascending ranges that do not touch. Its memory is that of the ranges: those that a
+    site sends may have billions of ids."""
     found: list[range] = []
-    for number in sorted(set(ids)):
-        if found and found[-1].stop == number:
-            found[-1] = range(found[-1].start, number + 1)
+    for each in sorted(ranges, key=lambda each: each.start):
+        if found and each.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, each.stop))
         else:
-            found.append(range(number, number + 1))
+            found.append(each)
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gradbus.actors.aggregation.partial_sum import SumSummary, exact_parts, ranges_of
+from gradbus.actors.aggregation.partial_sum import SumSummary, exact_parts, merged, ranges_of
 from gradbus.runtime.wire.control import UploadRequest
 
 CLIENT_LOST = "client lost"
@@ -207,4 +207,4 @@ class RoundTotals:
         """Ids of all clients in the sum, those of sites included."""
         if not self.sums:
             return ranges_of(self.samples)
-        return ranges_of(number for partial in self.sums.values() for each in partial.clients for number in each)
+        return merged(each for partial in self.sums.values() for each in partial.clients)

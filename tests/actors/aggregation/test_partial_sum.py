@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import struct
+import tracemalloc
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from gradbus.actors.aggregation.partial_sum import (
     parse,
     ranges_of,
 )
+from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.codecs import CodecError, DimMismatchError
 
 DIM = 2 * BLOCK_ELEMS + 17
@@ -214,3 +216,17 @@ def test_the_limits_are_those_of_the_sum() -> None:
     centre.add_sum(up(site))
     centre.add_sum(up(sum_of(updates, torch.zeros(4))))
     assert bits(centre) == bits(sum_of([*updates, *updates], torch.zeros(4)))
+
+
+def test_the_ids_of_sites_are_joined_without_listing_them() -> None:
+    many = 1_000_000
+    first = SumSummary(many, many, (range(many), range(2 * many, 2 * many + 5)), (), 0)
+    second = SumSummary(many, many, (range(many, many + 7),), (), 0)
+    tracemalloc.start()
+    try:
+        found = RoundTotals(sums={0: first, 1: second}).clients()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == (range(many + 7), range(2 * many, 2 * many + 5))
+    assert peak_bytes < 100_000
