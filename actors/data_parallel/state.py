@@ -6,7 +6,6 @@ if all ranks have it: :func:`newest_common` finds the newest such one.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Self
@@ -16,12 +15,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
+from gradbus.actors.data_parallel.joint_checkpoints import JointCheckpoints, separate
 from gradbus.actors.data_parallel.metrics import MAX_METRICS, MetricKind
 from gradbus.actors.data_parallel.replicas import describe_layout, model_tensors
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.runtime.checkpoint import (
     Checkpoint,
-    CheckpointStore,
     Count,
     Hex64,
     Meta,
@@ -36,7 +35,6 @@ from gradbus.runtime.logs import get_logger
 
 # What a run cannot change on its way: the state would not fit, or the place within the epoch would mean other batches.
 _KEPT = ("seed", "accumulation_steps")
-_COMPLETED = "saved-by-all"
 MAX_LAYOUT = 1_000_000  # parameters and buffers of a model
 
 
@@ -120,33 +118,15 @@ class SavedRank(Meta):
         return saved
 
 
-class WorkerState:
-    """The checkpoints of one rank. Its methods block: they are for the compute thread."""
+class WorkerState(JointCheckpoints):
+    """The checkpoints of one rank."""
 
     def __init__(self, config: DataParallelConfig, rank: int, world: int, *, label: AlgorithmLabel) -> None:
         """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
+        super().__init__(config, f"rank-{rank}")
         self._label = label
-        assert config.checkpoint.dir is not None
-        self._config = config
         self._rank = rank
         self._world = world
-        # One more than asked for until all ranks have saved: a crash in between must leave a step that all have.
-        self._store = CheckpointStore(config.checkpoint.dir / f"rank-{rank}", keep=config.checkpoint.keep + 1)
-        if self.steps() and not config.checkpoint.resume:
-            self._store.close()
-            raise CheckpointError(
-                f"{self._store.directory} holds a run (step {self.steps()[-1]}), resume is off. Choose another "
-                f"checkpoint.dir, or set checkpoint.resume=true"
-            )
-
-    def steps(self) -> list[int]:
-        """Steps that this rank has a checkpoint of, ascending."""
-        return self._store.rounds()
-
-    @property
-    def has_completed(self) -> bool:
-        """Whether all ranks once had a checkpoint, as far as this rank knows: only then does it make a second one."""
-        return (self._store.directory / _COMPLETED).exists() or len(self.steps()) > 1
 
     def save(
         self, run_id: int, position: Position, model: nn.Module, contents: RunTensors, *, num_batches: int,
@@ -172,20 +152,7 @@ class WorkerState:
             "settings": self._settings(), "num_batches": num_batches,
             "report": None if report is None else report.to_json(), **_without_step(position),
         }  # fmt: skip
-        return self._store.save(Checkpoint(position.step, _apart(tensors), meta))
-
-    def prune(self) -> None:
-        """All ranks have saved: the oldest beyond ``checkpoint.keep`` are needed no more."""
-        with contextlib.suppress(OSError):  # without the mark the second checkpoint says the same
-            (self._store.directory / _COMPLETED).touch()
-        for step in self.steps()[: -self._config.checkpoint.keep]:
-            self._store.remove(step)
-
-    def delete_later(self, step: int) -> None:
-        """Remove what only this rank, or not every rank, has: the run goes on from ``step`` and saves those anew."""
-        for later in self.steps():
-            if later > step:
-                self._store.remove(later)
+        return self._store.save(Checkpoint(position.step, separate(tensors), meta))
 
     def load(self, step: int) -> Checkpoint:
         """Read and check it. Raises CheckpointError: damaged, or of another run than the settings describe."""
@@ -215,10 +182,6 @@ class WorkerState:
         # Which of the two it is without a name the task decides: the state of the optimizer tells.
         name = self._config.optimizer.name
         return {**kept, **self._label.kept, "optimizer": "sgd, or the task's" if name in ("sgd", "task") else name}
-
-    def close(self) -> None:
-        """Let another process use the directory."""
-        self._store.close()
 
 
 class CheckpointMismatch(CheckpointError):
@@ -270,18 +233,6 @@ class RunTensors:
     own: Mapping[str, Tensor]
     shared: Mapping[str, Tensor]
     model: Mapping[str, Tensor]
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, no two in one storage: safetensors refuses those."""
-    apart: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        saved = tensor.cpu()
-        storage = saved.untyped_storage().data_ptr()
-        apart[name] = saved.clone() if storage in storages else saved
-        storages.add(storage)
-    return apart
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

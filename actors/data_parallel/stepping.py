@@ -103,7 +103,7 @@ class Stepper(ABC):
         return Step(step.number, step.epoch, step.active, self.mean_loss if with_loss else math.nan)
 
     def _program(self, step: TrainingStep, bucket: TensorBucket) -> Program[None]:
-        return self._algorithm.exchange(bucket, step.told or self._step_of(step))
+        return self._algorithm.exchange(bucket, step.as_begun or self._step_of(step))
 
     def _take_status(self, step: TrainingStep) -> Tensor:
         """This rank's, to be summed up."""

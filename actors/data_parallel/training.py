@@ -140,7 +140,7 @@ class TrainingStep:
             which.
         status: of all ranks, float64, shape (3,): how many were not finite, the sum of the mean losses of those whose
             loss is finite, and how many these are.
-        told: what the algorithm is told of it, where that must not change until its programs start.
+        as_begun: the step as the algorithm sees it, where that must not change until its programs start.
         metrics: of this rank's batches.
         weights: a copy of them, which is exchanged; before: as they were.
     """
@@ -161,7 +161,7 @@ class TrainingStep:
     metrics: MetricSums = field(default_factory=MetricSums)
     weights: TensorBucket | None = None
     before: Tensor | None = None
-    told: Step | None = None
+    as_begun: Step | None = None
 
 
 class ShardTraining:

@@ -48,7 +48,8 @@ class WeightStepper(Stepper):
         if is_due:
             self._opened(step.exchange)
         if is_early:
-            step.told = self._step_of(step)  # before this step's own loss, which may be there when its program starts
+            # Without this step's own loss, which may be there when its program starts.
+            step.as_begun = self._step_of(step)
             await run(self._copy_weights, step)
             self._launch(step)
         if self._delay or not is_due:

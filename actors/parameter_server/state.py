@@ -7,7 +7,6 @@ machine.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradbus.actors.data_parallel.joint_checkpoints import JointCheckpoints, separate
 from gradbus.actors.data_parallel.replicas import describe_layout
 from gradbus.actors.data_parallel.state import MAX_LAYOUT, CheckpointMismatch, newest_common, tensors_below
 from gradbus.actors.parameter_server.agreement import Roles
@@ -27,7 +27,6 @@ from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CheckpointError
 
 FROZEN = "frozen/"  # before the names of parameters that are not trained
-_COMPLETED = "saved-by-all"
 _KEPT = ("seed", "accumulation_steps")  # with others the place within an epoch would mean other batches
 _MAX_WORKERS = 1024
 
@@ -63,37 +62,19 @@ class SavedServer(Meta):
     own: Annotated[dict[str, dict[str, Any]], Field(max_length=_MAX_WORKERS)] = Field(default_factory=dict)
 
 
-class ServerState:
-    """The checkpoints of one server. Its methods block: they are for the compute thread."""
+class ServerState(JointCheckpoints):
+    """The checkpoints of one server."""
 
     def __init__(
         self, config: DataParallelConfig, settings: ParameterServerSettings, server: int, roles: Roles,
         layout: list[str],
     ) -> None:  # fmt: skip
         """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
-        assert config.checkpoint.dir is not None
-        self._config = config
+        super().__init__(config, f"server-{server}")
         self._cut_bytes = settings.cut_bytes
         self._server = server
         self._roles = roles
         self._layout = layout
-        # One more than asked for until all have saved: a crash in between must leave a version that all have.
-        self._store = CheckpointStore(config.checkpoint.dir / f"server-{server}", keep=config.checkpoint.keep + 1)
-        if self.steps() and not config.checkpoint.resume:
-            self._store.close()
-            raise CheckpointError(
-                f"{self._store.directory} holds a run (step {self.steps()[-1]}), resume is off. Choose another "
-                f"checkpoint.dir, or set checkpoint.resume=true"
-            )
-
-    def steps(self) -> list[int]:
-        """Versions that this server has a checkpoint of, ascending."""
-        return self._store.rounds()
-
-    @property
-    def has_completed(self) -> bool:
-        """Whether all servers once had a checkpoint, as far as this one knows."""
-        return (self._store.directory / _COMPLETED).exists() or len(self.steps()) > 1
 
     def save(
         self, step: int, shard: Shard, own: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]],
@@ -117,20 +98,7 @@ class ServerState:
             "layout": self._layout, "pieces": pieces, "settings": self._settings(),
             "own": {str(rank): dict(plain) for rank, (plain, _) in own.items()}, **counts,
         }  # fmt: skip
-        return self._store.save(Checkpoint(step, _apart(tensors), meta))
-
-    def prune(self) -> None:
-        """All servers have saved: those beyond ``checkpoint.keep`` are needed no more."""
-        with contextlib.suppress(OSError):  # without the mark the second checkpoint says the same
-            (self._store.directory / _COMPLETED).touch()
-        for step in self.steps()[: -self._config.checkpoint.keep]:
-            self._store.remove(step)
-
-    def delete_later(self, step: int) -> None:
-        """Remove what not every server has: the run goes on from ``step`` and saves those anew."""
-        for later in self.steps():
-            if later > step:
-                self._store.remove(later)
+        return self._store.save(Checkpoint(step, separate(tensors), meta))
 
     def load(self, step: int) -> tuple[Checkpoint, SavedServer]:
         """Read and check it. Raises CheckpointError: damaged, or of another run than the settings describe."""
@@ -156,10 +124,6 @@ class ServerState:
 
     def _settings(self) -> dict[str, Any]:
         return {"cut_bytes": self._cut_bytes, **{key: getattr(self._config, key) for key in _KEPT}}
-
-    def close(self) -> None:
-        """Let another process use the directory."""
-        self._store.close()
 
 
 def state_bytes_of(model: nn.Module) -> int:
@@ -226,8 +190,3 @@ def newest_version(directory: Path, number: int | None = None) -> list[Checkpoin
         except CheckpointError as error:
             faults.append(str(error))
     raise CheckpointError(f"no checkpoint in {directory}/server-*{': ' if faults else ''}{'; '.join(faults)}")
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, each in memory of its own: safetensors refuses shared memory."""
-    return {name: tensor.cpu().clone() for name, tensor in tensors.items()}
