@@ -86,4 +86,6 @@ def test_a_site_behind_a_cut_link_goes_on_alone_and_rejoins_when_it_is_mended(
         reports = centre.wait_for("done", timeout_s=60.0)["reports"]
         assert [node.wait(60.0) for node in (far, client)] == [0, 0]
     assert [report["weights_crc32"] for report in reports] == flat_weights(1, 3)
-    assert (tmp_path / "site-0" / "alone-after-000001" / "round-000002.json").exists()
+    kept = sorted(file.name for file in (tmp_path / "site-0" / "alone-after-000001").glob("round-*.json"))
+    assert kept, "no round alone is kept"
+    assert kept[-1] >= "round-000002.json"  # a fast machine does more of them, and keeps the newest
