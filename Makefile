@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-sealing bench-profile bench-pauses \
-	bench-aggregation bench-attacks bench-compression bench-ladder bench-local conformance figures faults soak lock clean distclean
+	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -159,7 +159,7 @@ typecheck: $(STAMP)  ## strict types
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
 		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* .
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m bad_link -m call_profile -m pauses
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m call_profile -m pauses
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/
@@ -236,6 +236,9 @@ bench-ladder: $(STAMP)  ## what star, ring, compression and overlap make of a sl
 bench-local: $(STAMP)  ## local steps: accuracy, loss and bytes beside synchronous training; utilisation of slow links
 	@$(PY) -m gradbus.experiments.bench local $(ARGS)
 
+bench-elastic: $(STAMP)  ## elastic runs under faults: deaths known, a storm, false deaths, what a commit costs
+	@$(PY) -m gradbus.experiments.bench elastic $(ARGS)
+
 bench-profile: $(STAMP)  ## where the time of a collective goes, thread by thread, beside gloo
 	@$(TOOL) call_profile $(ARGS)
 
@@ -254,7 +257,7 @@ setup-fuzz: $(STAMP)  ## what make fuzz needs besides
 # A .venv of its own: what they bring along would change what the tests of everything else see. DeepSpeed's build asks the torch that is
 # installed for its version, and needs setuptools and wheel beside it.
 INTEGRATIONS := .venv-integrations
-setup-integrations: $(INTEGRATIONS)/.set-up  ## Accelerate, Lightning and DeepSpeed, for their examples and tests
+setup-integrations: $(INTEGRATIONS)/.set-up  ## Accelerate, Lightning, DeepSpeed and torchft, for their examples and tests
 $(INTEGRATIONS)/.set-up: pyproject.toml constraints.txt | $(STAMP)
 	@if [ -n "$(UV_NOW)" ]; then \
 		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(INTEGRATIONS) && \

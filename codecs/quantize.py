@@ -6,6 +6,7 @@ for 8 bits, 7 for 4 bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -24,6 +25,7 @@ MIN_SCALE = torch.finfo(torch.float32).tiny
 _CPU_BLOCK_ELEMS = 1 << 18  # 1 MiB of float32: the temporaries of a block stay in the cache
 
 
+@functools.cache  # some microseconds, which short tensors notice
 def max_scale(q_max: int) -> float:
     """The largest scale: q_max * scale must not overflow. float32(FLT_MAX / 127) * 127 is infinite, its lower neighbour
     is not."""

@@ -80,6 +80,17 @@ class TaskSettings(Settings):
     machine (`LOCAL_RANK`), unless it is named: `cuda:1`."""
 
 
+class MetricsSettings(Settings):
+    """Metrics of this process for Prometheus; see docs/operations.md. They need the package prometheus-client."""
+
+    port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    """Port that serves them, at `/metrics`. A rank takes this one plus its rank, as all may read the same file. 0: any
+    free one, which the log names. null: none."""
+    host: str = "127.0.0.1"
+    """Address to listen on. The default is reached from this machine alone; what is served is not secret, and not
+    protected."""
+
+
 class UpstreamSettings(UpstreamConfig):
     """The level above, for the Controller of a site, and how it takes part there; see docs/trees.md."""
 
@@ -99,6 +110,7 @@ class ControllerFile(Settings):
     null: `runs/JOB-TIME`, a new one at each start."""
     tensorboard: Path | None = None
     """Directory of TensorBoard scalars of each round; it needs the package tensorboard. null: none."""
+    metrics: MetricsSettings = MetricsSettings()
 
     @model_validator(mode="after")
     def _two_jobs(self) -> ControllerFile:
@@ -119,6 +131,7 @@ class ClientFile(Settings):
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
     client: ClientConfig = ClientConfig()
+    metrics: MetricsSettings = MetricsSettings()
 
 
 CLIENT_ONLY_SETTINGS = {
@@ -144,6 +157,7 @@ class WorkerFile(Settings):
     tensorboard: Path | None = None
     """Directory of TensorBoard scalars of each epoch and window, for rank 0; it needs the package tensorboard. null:
     none."""
+    metrics: MetricsSettings = MetricsSettings()
     rank: Annotated[int, Field(ge=0, lt=MAX_WORLD)] | None = None
     """Number of this rank, from 0. Usually given on the command line or in the environment."""
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] | None = None
@@ -177,7 +191,9 @@ class AggregatorSettings(Settings):
     """How a group of blocks of route ra-ina finds slots: `scan` takes the first free ones in a row, `hash` looks at one
     place, as a switch does."""
     max_groups_per_job: Annotated[int, Field(ge=1)] = 1 << 20
-    """Number of groups of one job that may hold slots at once."""
+    """Number of groups of one job that may hold slots at once, by route ra-ina. Never more than two windows
+    (`parallel.algorithm.window_groups`), as many as its workers have under way; a worker gets slots for its
+    part of these, rounded up."""
     retransmit_s: Positive = 0.5
     """Seconds after which a worker that has not acknowledged a sum gets it again."""
     lease_s: Positive = 60.0
@@ -186,8 +202,8 @@ class AggregatorSettings(Settings):
     report_s: Positive = 60.0
     """Seconds between two lines of the log on a job that goes on. What was dropped is logged within 5 s."""
     join_s: Positive = 60.0
-    """Seconds that it waits for the workers of a job, and the other aggregators; with keep_serving it waits again after
-    that."""
+    """Seconds that it waits for the workers of a job, and the other aggregators. With keep_serving they begin when the
+    first worker comes, and it waits again after that."""
     keep_serving: bool = True
     """Whether a job is served again when its workers have left, so that it can be continued, until the aggregator is
     stopped. false: once."""

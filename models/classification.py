@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -186,10 +187,12 @@ class ClassificationTask(ShardedTraining):
         subset_size: int,
         should_stop: Callable[[], bool],
         make_optimizer: MakeOptimizer | None = None,
+        steps: int = 0,
     ) -> TrainResult:
         """Train in place, see :meth:`gradbus.models.Task.train`; ``subset_size`` is at most the size of the share.
 
         ``make_optimizer`` takes the parameters, in place of SGD; a ``train_fn`` must take it as a keyword then.
+        So must it take ``steps``: of the optimizer, in place of ``epochs``; 0: ``epochs`` holds.
 
         Raises:
             ValueError: an argument is out of range.
@@ -207,6 +210,8 @@ class ClassificationTask(ShardedTraining):
             own: Callable[..., TrainResult] = self._train_fn
             if make_optimizer is not None:
                 own = partial(own, make_optimizer=make_optimizer)
+            if steps:
+                own = partial(own, steps=steps)
             return own(model, samples, epochs=epochs, lr=lr, seed=own_seed, should_stop=should_stop)
         reseed_dropout(model, generator)
         if make_optimizer is None:
@@ -214,23 +219,24 @@ class ClassificationTask(ShardedTraining):
                 torch.optim.SGD, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay
             )  # fmt: skip
         optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-        return self._run_epochs(model, share, epochs, optimizer, generator, should_stop)
+        most = steps or epochs * math.ceil(len(share) / self.batch_size)
+        return self._run_steps(model, share, most, optimizer, generator, should_stop)
 
-    def _run_epochs(
+    def _run_steps(
         self,
         model: nn.Module,
         share: Tensor,
-        epochs: int,
+        most: int,
         optimizer: torch.optim.Optimizer,
         generator: torch.Generator,
         should_stop: Callable[[], bool],
     ) -> TrainResult:
         loss_sum = torch.zeros((), device=self.device)  # stays on the device: reading it would wait for every step
-        steps = 0
+        steps = seen = 0
         model.train()
-        for _ in range(epochs):
+        while steps < most:
             order = share[torch.randperm(len(share), generator=generator)]
-            for images, labels in batches(self.data.train, self.batch_size, order):
+            for images, labels in itertools.islice(batches(self.data.train, self.batch_size, order), most - steps):
                 if should_stop():
                     raise TrainingStopped(steps)
                 optimizer.zero_grad()
@@ -239,7 +245,14 @@ class ClassificationTask(ShardedTraining):
                 optimizer.step()
                 loss_sum += loss.detach() * len(labels)
                 steps += 1
-        return TrainResult(len(share), loss_sum.item() / (epochs * len(share)))
+                seen += len(labels)
+        return TrainResult(min(seen, len(share)), loss_sum.item() / seen)
+
+    def local_loss(self, model: nn.Module, *, client_id: int) -> float:
+        """Mean loss of the model on the share of this client, which is not trained on."""
+        share, train = self.share(client_id), self.data.train
+        _, loss_sum = count_correct(model, train.images[share], train.labels[share], self._loss)
+        return float(loss_sum / len(share))
 
     def evaluate(self, model: nn.Module) -> EvalResult | None:
         """Accuracy and loss on the whole test set; the model's training mode is put back. None without a test set."""

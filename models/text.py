@@ -123,11 +123,13 @@ class TextTask:
     """Prediction of the next character, for data-parallel training: ranks draw places of the text at random."""
 
     def __init__(
-        self, *, batch_size: int = 8, steps: int = 1000, seed: int = 0, context: int = 64, windows: int = 1024
-    ) -> None:
-        """``steps``: of an epoch. ``seed``: of the initial weights. ``windows``: that are evaluated."""
+        self, *, batch_size: int = 8, steps: int = 1000, seed: int = 0, context: int = 64, windows: int = 1024,
+        is_tuned: bool = False,
+    ) -> None:  # fmt: skip
+        """``steps``: of an epoch. ``seed``: of the initial weights. ``windows``: that are evaluated. ``is_tuned``:
+        options are chosen by this evaluation, so it is of other windows, between those of the others."""
         self.batch_size, self.steps, self.seed = batch_size, steps, seed
-        self.context, self.windows = context, windows
+        self.context, self.windows, self.is_tuned = context, windows, is_tuned
 
     def build_model(self) -> nn.Module:
         """A new model, with the same initial weights at every call."""
@@ -160,7 +162,8 @@ class TextTask:
         model.eval()
         windows = self.windows
         _, text = corpus()
-        starts = torch.linspace(0, text.numel() - self.context - 2, windows).long()[:, None]
+        places = torch.linspace(0, text.numel() - self.context - 2, 2 * windows).long()
+        starts = places[int(self.is_tuned) :: 2, None]
         rows = text[starts + torch.arange(self.context + 1)]
         losses = [float(self.loss(model, part)) * len(part) for part in torch.split(rows, 64)]
         model.train()

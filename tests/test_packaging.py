@@ -134,7 +134,7 @@ import gradbus
 for layer in ("codecs", "runtime", "models", "actors", "torch"):
     package = importlib.import_module("gradbus." + layer)
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if "._" not in found.name:
+        if "._" not in found.name and found.name != "gradbus.torch.torchft":  # for those who have torchft
             importlib.import_module(found.name)
 for name in getattr(gradbus, "__all__", ()):
     getattr(gradbus, name)

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.codecs import DenseBlock, Parsed, SparseBlock
 from gradbus.codecs.base import Block
 from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import ConfigError
 
 _BLOCK_ELEMS = 30 * 1024  # stays in the cache, and torch computes so few on the calling thread
 
@@ -107,7 +109,8 @@ class LimitedStrategy(Strategy):
             cap_samples: an update with more samples counts as one of so many.
         """
         self._inner = inner
-        self.weighs_samples, self.adds_sums = inner.weighs_samples, inner.adds_sums
+        self.weighs_samples, self.adds_sums, self.metrics = inner.weighs_samples, inner.adds_sums, inner.metrics
+        self.takes_repeats = inner.takes_repeats
         self._clip_norm = clip_norm
         self._cap_samples = cap_samples
         self._base: Tensor | None = None
@@ -117,7 +120,22 @@ class LimitedStrategy(Strategy):
     def name(self) -> str:
         return self._inner.name
 
+    @property
+    def sections(self) -> Mapping[str, int]:
+        return self._inner.sections
+
+    def broadcast(self) -> Tensor | None:
+        return self._inner.broadcast()
+
+    def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:
+        self._inner.lay_out(shapes)
+
     def check(self, config: FederatedConfig) -> None:
+        if self._clip_norm is not None and self.sections:
+            raise ConfigError(
+                f"limits.clip_norm limits the model's section alone, and strategy {self.name} takes "
+                f"{', '.join(self.sections)} as well: leave it out, or use another strategy"
+            )
         self._inner.check(config)
 
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -125,14 +143,16 @@ class LimitedStrategy(Strategy):
         self._marks = {}
         self._inner.begin(round_id, base)
 
-    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+    def add(self, update: Update, facts: Facts) -> None:
         assert self._base is not None, "begin() comes first"
-        short = update if self._clip_norm is None else clipped(update, self._base, self._clip_norm)
-        few = num_samples if self._cap_samples is None else min(num_samples, self._cap_samples)
-        self._inner.add(client_id, short, few)
-        for mark, applied in ((CLIPPED, short is not update), (CAPPED, few < num_samples)):
+        short, many = update.model, facts.num_samples
+        if self._clip_norm is not None:
+            short = clipped(short, self._base, self._clip_norm)
+        few = many if self._cap_samples is None else min(many, self._cap_samples)
+        self._inner.add(update.with_model(short), dataclasses.replace(facts, num_samples=few))
+        for mark, applied in ((CLIPPED, short is not update.model), (CAPPED, few < many)):
             if applied:
-                self._marks.setdefault(mark, set()).add(client_id)
+                self._marks.setdefault(mark, set()).add(facts.client_id)
 
     def finish(self, weights: Tensor) -> None:
         self._inner.finish(weights)
@@ -155,17 +175,26 @@ def clipped(update: Parsed, base: Tensor, limit: float) -> Parsed:
     """
     if update.is_sparse and not update.is_delta:
         raise ValueError(f"a sparse {update.codec} update holds weights: expected a difference")
-    # In float64: the largest float32 has a square, too.
-    norm = math.sqrt(sum(float(block.values.double().square_().sum()) for block in differences(update, base)))
+    norm = norm_of(update, base)
     if norm <= limit:
         return update
     if not math.isfinite(norm):
         raise ValueError(f"update of norm {norm}: expected finite values")
-    scale = limit / norm
+    return scaled(update, base, limit / norm)
+
+
+def norm_of(update: Parsed, base: Tensor) -> float:
+    """The L2 norm of an update, as a difference to the base."""
+    # In float64: the largest float32 has a square, too.
+    return math.sqrt(sum(float(block.values.double().square_().sum()) for block in differences(update, base)))
+
+
+def scaled(update: Parsed, base: Tensor, factor: float) -> Parsed:
+    """The update as a difference to the base, times the factor."""
 
     def shortened(block_elems: int) -> Iterator[Block]:
         for block in differences(update, base, block_elems):
-            yield dataclasses.replace(block, values=block.values * scale)
+            yield dataclasses.replace(block, values=block.values * factor)
 
     return dataclasses.replace(update, is_delta=True, make_blocks=shortened)
 

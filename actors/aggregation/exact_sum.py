@@ -12,6 +12,7 @@ soon as each client has a handful of samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -100,6 +101,7 @@ class ExactMean:
                 (part.add_ if self.count else part.copy_)(round_(scaled.mul_(scale)))
             else:
                 self._sum.index_add_(0, block.indices, round_(scaled.mul_(scale)))
+            del block  # before the next one is decoded
         self._bound += bound
         self.num_samples += num_samples
         self.count += 1
@@ -202,5 +204,8 @@ def _max_abs(update: Parsed, base: Tensor, scratch: Tensor) -> float:
             values = scratch[:size].copy_(values).sub_(base[block.start : block.start + size])
         if size:
             low, high = torch.aminmax(values)
+            if math.isnan(float(high)):  # made by a strategy that scales values: no maximum would show it
+                return math.inf
             largest = max(largest, -float(low), float(high))
+        del block, values  # as above
     return largest

@@ -27,7 +27,8 @@ from torch import Tensor
 from gradbus.actors.aggregation.clipping import differences
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
-from gradbus.codecs import DenseBlock, Parsed
+from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.codecs import DenseBlock
 from gradbus.runtime.choices import Options
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
@@ -98,6 +99,7 @@ class Robust(Strategy):
     """Keeps the updates of a round, as differences, and combines them at its end."""
 
     weighs_samples = False
+    takes_repeats = False
     Options: ClassVar[type[Options]] = RobustOptions
 
     def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:
@@ -150,16 +152,17 @@ class Robust(Strategy):
         self._rows = {}
         self._base = base
 
-    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+    def add(self, update: Update, facts: Facts) -> None:
         assert self._base is not None, "begin() comes first"
-        if update.is_sparse and not update.is_delta:
-            raise ValueError(f"a sparse {update.codec} update holds weights: expected a difference")
+        model, client_id = update.model, facts.client_id
+        if model.is_sparse and not model.is_delta:
+            raise ValueError(f"a sparse {model.codec} update holds weights: expected a difference")
         if client_id in self._rows:
             raise ValueError(f"client {client_id} has an update in this round already")
         row = self._new_row()
-        if update.is_sparse:
+        if model.is_sparse:
             row.fill(0.0)
-        for block in differences(update, self._base):
+        for block in differences(model, self._base):
             if isinstance(block, DenseBlock):
                 row[block.start : block.start + block.values.numel()] = block.values.numpy()
             else:
@@ -211,7 +214,7 @@ class _Sorting(Robust):
     def _combined(self, rows: list[Block]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
         kept = self._kept(len(rows))
         scratch = np.empty((len(rows) + 1, min(_BLOCK_ELEMS, self._dim)), np.float32)
-        for place in _places(self._dim):
+        for place in places(self._dim):
             block = scratch[:, : place.stop - place.start]
             for index, row in enumerate(rows):
                 block[index] = row[place]
@@ -287,7 +290,7 @@ class MultiKrum(Robust):
         best = sorted(np.argsort(scores, kind="stable")[: spare if self._keep is None else self._keep])
         ids = sorted(self._rows)
         self.chosen = tuple(ids[index] for index in best)
-        for place in _places(self._dim):
+        for place in places(self._dim):
             total = np.zeros(place.stop - place.start)
             for index in best:
                 total += rows[index][place]
@@ -309,27 +312,40 @@ class Krum(MultiKrum):
 
 
 def krum_scores(rows: list[Block], *, nearest: int) -> NDArray[np.float64]:
-    """Of each row the sum of the squared distances to the ``nearest`` others next to it. float64, shape (n,).
+    """Of each row the sum of the squared distances to the ``nearest`` others next to it. float64, shape (n,)."""
+    return nearest_sums(squared_distances(pair_products(rows)), nearest=nearest)
 
-    By way of the products of all pairs, ``|a - b|^2 = |a|^2 + |b|^2 - 2 a b``, in float64, where those of float32 are
-    exact: a matrix product per block, in place of n^2 / 2 passes over the model.
+
+def pair_products(rows: list[Block]) -> NDArray[np.float64]:
+    """The products of all pairs of rows, float64, shape (n, n), symmetric.
+
+    In float64 products of float32 are exact. A matrix product per block is in place of n^2 / 2 passes over the model.
     """
     count, dim = len(rows), len(rows[0])
     products = torch.zeros(count, count, dtype=torch.float64)
     scratch = torch.empty(count, min(_BLOCK_ELEMS, dim), dtype=torch.float64)
-    for place in _places(dim):
+    for place in places(dim):
         block = scratch[:, : place.stop - place.start]
         for index, row in enumerate(rows):
             block[index] = torch.from_numpy(row[place])
         products.addmm_(block, block.T)  # torch's, which keeps to the threads that the task was given
-    gram: NDArray[Any] = products.numpy()
-    squares = np.diag(gram)
-    distances = np.maximum(squares[:, None] + squares[None, :] - (gram + gram.T), 0.0)
+    gram: NDArray[np.float64] = products.numpy()
+    return (gram + gram.T) / 2
+
+
+def squared_distances(products: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``|a - b|^2 = |a|^2 + |b|^2 - 2 a b`` of all pairs; infinite on the diagonal."""
+    squares = np.diag(products)
+    distances: NDArray[np.float64] = np.maximum(squares[:, None] + squares[None, :] - 2 * products, 0.0)
     np.fill_diagonal(distances, np.inf)
-    distances.sort(axis=1)
-    scores: NDArray[np.float64] = distances[:, :nearest].sum(axis=1)
-    return scores
+    return distances
 
 
-def _places(dim: int) -> Iterator[slice]:
+def nearest_sums(distances: NDArray[np.float64], *, nearest: int) -> NDArray[np.float64]:
+    """Of each row the sum of its ``nearest`` smallest distances: the score of Krum."""
+    sums: NDArray[np.float64] = np.sort(distances, axis=1)[:, :nearest].sum(axis=1)
+    return sums
+
+
+def places(dim: int) -> Iterator[slice]:
     return (slice(start, min(start + _BLOCK_ELEMS, dim)) for start in range(0, dim, _BLOCK_ELEMS))

@@ -5,14 +5,19 @@ All strategies here see the exact weighted mean ``delta`` of the clients' differ
 
     FedAvg    w <- w + delta                                  McMahan et al., AISTATS 2017
     FedAvgM   v <- beta v + delta;  w <- w + eta v            Hsu et al., arXiv:1909.06335
+              w <- w + eta (delta + beta v) with nesterov     Douillard et al., DiLoCo, arXiv:2311.08105, Algorithm 1
     FedAdam   m <- beta1 m + (1 - beta1) delta
               v <- beta2 v + (1 - beta2) delta^2;  w <- w + eta m / (sqrt(v) + tau)
+    FedYogi   as FedAdam, but v <- v - (1 - beta2) delta^2 sign(v - delta^2)
+    FedAdagrad   as FedAdam, but v <- v + delta^2
+
+Differs from the paper: v begins at 0, not at tau^2.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -21,7 +26,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.aggregation.partial_sum import PartialSum
-from gradbus.codecs import Parsed
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.runtime.choices import Options
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.settings import Positive
@@ -38,12 +43,16 @@ class Strategy(ABC):
     Attributes:
         weighs_samples: an update of more samples weighs more. False: their number does not matter.
         adds_sums: it needs the sum of the updates alone, so that :meth:`add_sum` works.
+        metrics: names of metrics that the clients' training rule has to announce.
+        takes_repeats: several updates of one client may count in a round.
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
     Options: ClassVar[type[BaseModel]] = Options
     weighs_samples = True
     adds_sums = False
+    metrics: tuple[str, ...] = ()
+    takes_repeats = True
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -54,9 +63,23 @@ class Strategy(ABC):
             base: float32, shape (D,): the model that the clients hold. It stays as it is until the round is finished.
         """
 
+    @property
+    def sections(self) -> Mapping[str, int]:
+        """Sections that each update has to have beside the model's, in this order, and the number of values of each."""
+        return {}
+
+    def broadcast(self) -> Tensor | None:
+        """What the clients' training rule needs beside the model, float32, shape (E,), of a length that never changes:
+        it is sent behind the model, after each round. None: nothing."""
+        return None
+
     @abstractmethod
-    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+    def add(self, update: Update, facts: Facts) -> None:
         """Take in one update. It either counts in full or, with an exception, not at all.
+
+        Args:
+            update: its sections, those that :attr:`sections` names.
+            facts: what its client has announced of it.
 
         Raises:
             ValueError: the update cannot be used; the text says why.
@@ -78,6 +101,9 @@ class Strategy(ABC):
     def name(self) -> str:
         """For reports and checkpoints."""
         return type(self).__name__
+
+    def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:  # noqa: B027 - most strategies see a vector alone
+        """Learn the shapes of the model's tensors, in the order of the vector, once, before a run."""
 
     def check(self, config: FederatedConfig) -> None:  # noqa: B027 - most strategies work by any rules
         """Check the rules once, before a run. Raises ConfigError: the strategy cannot work by them."""
@@ -111,10 +137,10 @@ class FedAvg(Strategy):
         self._mean.reset()
         self._base = base
 
-    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+    def add(self, update: Update, facts: Facts) -> None:
         assert self._mean is not None, "begin() comes first"
         assert self._base is not None
-        self._mean.add(update, base=self._base, num_samples=num_samples)
+        self._mean.add(update.model, base=self._base, num_samples=facts.num_samples)
 
     def add_sum(self, partial: PartialSum) -> None:
         assert self._mean is not None, "begin() comes first"
@@ -130,7 +156,7 @@ class FedAvg(Strategy):
         weights.copy_(delta.add_(weights))
 
 
-class _WithBuffers(FedAvg):
+class WithBuffers(FedAvg):
     """A strategy with float32 buffers of the size of the model."""
 
     names: tuple[str, ...] = ()
@@ -164,9 +190,11 @@ class FedAvgMOptions(ServerOptions):
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of the server."""
+    nesterov: bool = False
+    """Whether the step looks ahead: `w <- w + lr (delta + momentum v)`, as DiLoCo's outer optimizer does."""
 
 
-class FedAvgM(_WithBuffers):
+class FedAvgM(WithBuffers):
     """FedAvg with momentum at the server."""
 
     choice = "fedavgm"
@@ -174,44 +202,106 @@ class FedAvgM(_WithBuffers):
 
     Options = FedAvgMOptions
 
-    def __init__(self, dim: int, *, lr: float = 1.0, momentum: float = 0.9) -> None:
+    def __init__(self, dim: int, *, lr: float = 1.0, momentum: float = 0.9, nesterov: bool = False) -> None:
         super().__init__(dim)
-        self._lr, self._momentum = lr, momentum
+        self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
 
     def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
         velocity = self._buffers["server_momentum"][place]
         velocity.mul_(self._momentum).add_(delta)
-        weights.add_(velocity, alpha=self._lr)
+        if self._nesterov:
+            weights.add_(delta.add_(velocity, alpha=self._momentum), alpha=self._lr)
+        else:
+            weights.add_(velocity, alpha=self._lr)
 
 
-class FedAdamOptions(ServerOptions):
-    """Options of FedAdam."""
+class AdaptiveOptions(ServerOptions):
+    """Options of FedAdagrad."""
 
+    lr: Positive = 0.01
+    """Learning rate of the server."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Decay of the second moment."""
     tau: Positive = 1e-3
     """Constant that is added to the denominator."""
 
 
-class FedAdam(_WithBuffers):
-    """Adam at the server, without bias correction, as in the paper."""
+class FedAdamOptions(AdaptiveOptions):
+    """Options of FedAdam and FedYogi."""
 
-    choice = "fedadam"
+    lr: Positive = 1.0
+    """Learning rate of the server."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of the second moment."""
+
+
+class _Adaptive(WithBuffers):
+    """A step that is divided by the root of a second moment."""
+
     names = ("server_m", "server_v")
 
-    Options = FedAdamOptions
-
-    def __init__(
-        self, dim: int, *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
-    ) -> None:
+    def __init__(self, dim: int, *, lr: float, beta1: float, tau: float, beta2: float = 0.0) -> None:
         super().__init__(dim)
         self._lr, self._beta1, self._beta2, self._tau = lr, beta1, beta2, tau
+
+    @abstractmethod
+    def _second_moment(self, v: Tensor, delta: Tensor) -> None:
+        """Change ``v`` in place."""
 
     def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
         m, v = self._buffers["server_m"][place], self._buffers["server_v"][place]
         delta32 = delta.to(torch.float32)
         m.mul_(self._beta1).add_(delta32, alpha=1 - self._beta1)
-        v.mul_(self._beta2).addcmul_(delta32, delta32, value=1 - self._beta2)
+        self._second_moment(v, delta32)
         weights.addcdiv_(m, v.sqrt().add_(self._tau), value=self._lr)
+
+
+class FedAdam(_Adaptive):
+    """Adam at the server, without bias correction, as in the paper."""
+
+    choice = "fedadam"
+    Options = FedAdamOptions
+
+    def __init__(
+        self, dim: int, *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
+    ) -> None:
+        super().__init__(dim, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
+
+    def _second_moment(self, v: Tensor, delta: Tensor) -> None:
+        v.mul_(self._beta2).addcmul_(delta, delta, value=1 - self._beta2)
+
+
+class FedYogiOptions(FedAdamOptions):
+    """Options of FedYogi."""
+
+    lr: Positive = 0.01
+    """Learning rate of the server."""
+
+
+class FedYogi(_Adaptive):
+    """Yogi at the server: the second moment grows and shrinks slowly."""
+
+    choice = "fedyogi"
+    Options = FedYogiOptions
+
+    def __init__(
+        self, dim: int, *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
+    ) -> None:
+        super().__init__(dim, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
+
+    def _second_moment(self, v: Tensor, delta: Tensor) -> None:
+        square = delta * delta
+        v.addcmul_(square, torch.sign(v - square), value=-(1 - self._beta2))
+
+
+class FedAdagrad(_Adaptive):
+    """Adagrad at the server: the second moment is the sum of all squares."""
+
+    choice = "fedadagrad"
+    Options = AdaptiveOptions
+
+    def __init__(self, dim: int, *, lr: float = 0.01, beta1: float = 0.9, tau: float = 1e-3) -> None:
+        super().__init__(dim, lr=lr, beta1=beta1, tau=tau)
+
+    def _second_moment(self, v: Tensor, delta: Tensor) -> None:
+        v.addcmul_(delta, delta)

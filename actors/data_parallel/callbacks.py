@@ -120,7 +120,7 @@ def _imported(spec: str) -> Any:
         ) from error
 
 
-_END, _REST = 1, 2  # bits of a vote
+_END, _REST, _READY = 1, 2, 4  # bits of a vote
 
 
 class StopVotes:
@@ -136,17 +136,25 @@ class StopVotes:
         self._handle: CollectiveHandle[list[bytes]] | None = None
         self._wanted_end = False  # this rank, in a vote that is not counted yet
         self.ranks: list[int] = []
+        self.ready: set[int] = set()
         self.rest = False
 
-    def cast(self, wants_end: bool, name: str, *, step: int, wants_rest: bool = False) -> None:
-        """Send this rank's vote. ``name``: of the occasion; with ``step`` it is unique."""
-        vote = bytes([_END * wants_end + _REST * wants_rest])
+    def cast(
+        self, wants_end: bool, name: str, *, step: int, wants_rest: bool = False, is_ready: bool = False
+    ) -> None:  # fmt: skip
+        """Send this rank's vote.
+
+        Args:
+            name: of the occasion; with ``step`` it is unique.
+            is_ready: this rank has the state of the run, and may get data.
+        """
+        vote = bytes([_END * wants_end + _REST * wants_rest + _READY * is_ready])
         self._wanted_end = wants_end
         self._handle = self._group.all_gather(f"worker/stop/{name}", vote, round_id=step, timeout_s=self._timeout_s)
 
     async def counted(self) -> bool:
         """Whether a rank has voted for the end, in the newest vote; False if there was none. ``rest``: whether one has
-        voted for a rest, in any."""
+        voted for a rest, in any; ``ready``: the ranks that have said so in any."""
         if self._handle is None:
             return False
         handle, self._handle = self._handle, None
@@ -154,6 +162,7 @@ class StopVotes:
         self._wanted_end = False
         self.ranks = [rank for rank, vote in enumerate(votes) if vote & _END]
         self.rest |= any(vote & _REST for vote in votes)
+        self.ready |= {rank for rank, vote in enumerate(votes) if vote & _READY}
         return bool(self.ranks)
 
     def cancel(self) -> bool:

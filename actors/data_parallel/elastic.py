@@ -10,17 +10,28 @@ agreement on where training stands: the newest step that any of its ranks has ap
 just joined or as a rank was lost in the midst of the step, gets the state of one that has it. So a step that one rank
 of the next generation has applied is applied by all, and one that none has is computed anew, from the same place in the
 data.
+
+The others do not wait for that. While its copy is on the way (:mod:`.joining`), a rank takes part in the exchanges with
+gradients of zero, which do not count, and keeps the results. When the copy is there, which is of the step at which the
+generation has begun, it applies to it what the others have applied since: so it has their bits. It votes that it is
+ready, and after the same step all divide the data anew, with it. No step is sent twice for that.
+
+Where weights are exchanged, ranks are on their own between two exchanges, and all this goes by exchanges: they come
+and go after one. A rank that joins begins its first step when its copy is there; the others meet it in the next one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
@@ -28,29 +39,37 @@ from torch import Tensor
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.elastic_plan import ElasticPlan
+from gradbus.actors.data_parallel.joining import BrokenCopy, StateTransfer, copied
+from gradbus.actors.data_parallel.joint_checkpoints import held_together
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
     check_equal,
     check_equal_layouts,
     describe_layout,
+    max_state_bytes,
     model_tensors,
 )
 from gradbus.actors.data_parallel.report import EpochReport
-from gradbus.actors.data_parallel.state import Position, RunTensors, SavedRank, WorkerState, position_of, tensors_below
+from gradbus.actors.data_parallel.state import Position, RunTensors, SavedRank, WorkerState, position_of, tensors_with
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan
-from gradbus.actors.data_parallel.worker import Worker
+from gradbus.actors.data_parallel.worker import EpochClock, Worker
+from gradbus.runtime.algorithms.base import Step
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group, GroupStats
 from gradbus.runtime.collectives.generations import LOST, ElasticLimits, Generations, NoGeneration, open_generations
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError
+from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError, ReplicasDiverged
 from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
 
 # What ranks of one generation that stand at the same step have in common of a position; the rest is each one's own.
 _COMMON = ("step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "mean_loss")
+
+MAX_RECORDED_BYTES = 1 << 30
+"""Of the steps that a rank keeps while its copy of the state is on the way; before there are more, all wait for it."""
+MAX_BROKEN_COPIES = 3  # of one process that joins, before it gives up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +133,20 @@ class ElasticWorker(Worker):
         self._synced = -1  # the generation whose state this rank has; -1: none but that of its own model
         self._schedule_steps = 0
         self._saved: Checkpoint | None = None
+        self._unsaved: CheckpointError | None = None  # why this rank could not write the newest one
         self._plan: ElasticPlan | None = None
+        self._held_directory = contextlib.ExitStack()
+        self._holds_directory = False
+        self._follows: frozenset[int] = frozenset()  # ranks whose copy of the state is on its way: they get no data
+        self._held: Position | None = None  # where the tensors of this rank are, while it is one of these
+        self._transfer: StateTransfer | None = None
+        self._arriving: asyncio.Task[dict[str, Tensor]] | None = None
+        self._generation = 0  # that this rank is in
+        self._numbers: list[int] = []  # of its members
+        self._source = 0  # the rank whose copy this rank has, where it began without a state
+        self._joined: frozenset[int] = frozenset()  # ranks that did, until all have compared their parameters
+        self._broken: list[int] = []  # numbers of the processes that have sent a broken copy
+        self._waits = 0  # how often ranks of this generation have told that they wait for copies
         self._generations: Generations | None = None
 
     @property
@@ -148,10 +180,14 @@ class ElasticWorker(Worker):
         """As those of a Worker. They end early where this rank leaves, or the others have come to the end.
 
         Raises:
+            CheckpointError: the run has come to its end, and this rank could not write the last checkpoint. A fault
+                before that is a warning, and training goes on.
             BarrierTimeout: there were too few ranks, or no majority, for ``elastic.wait_s``.
             And as those of a Worker.
         """
-        async with self._running():
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._held_directory)
+            await stack.enter_async_context(self._running())
             traits = await self._prepare()
             elastic, timeouts = self._config.elastic, self._config.timeouts
             limits = ElasticLimits(
@@ -170,29 +206,48 @@ class ElasticWorker(Worker):
                 except NoGeneration as error:
                     self._log.info("no more generations", reason=str(error), step=self.step)
                 await self._compute.run(self._callbacks.call, "on_end", self.summary)
+                if self._has_ended and self._unsaved is not None:
+                    raise self._unsaved
 
     async def _one_generation(self, generations: Generations) -> AsyncGenerator[EpochReport, None]:
         """Train as a rank of the next generation, until that is over."""
         try:
             async with generations.next_group() as group:
+                self._numbers = [member.number for member in generations.members]
                 await self._begin(group, generations.number)
-                if self._is_done:  # who was to write the last checkpoint may have been lost
+                if self._is_done:  # who was to write the last checkpoint may have been lost, or a rank in the last step
+                    await self._drain_all()
                     await self._save()
                 while not (self._is_done or self._is_resting):
                     report = await self._one_epoch()
                     if report is not None:
                         yield report
+                    await self._divide_anew()
                 await self._stand_still()
                 if self._is_done:
-                    self._params_hash = await self._compare()
+                    if self._are_equal:
+                        self._params_hash = await self._compare()
+                    else:
+                        await self._end_as_mean()
                     generations.end()
                     self._has_ended = True
                 else:
                     generations.rest()
         except LOST as error:
+            self._probe.note("lost", generation=self._synced, step=self.step, error=type(error).__name__)
             self._log.warning("generation lost", generation=generations.number, step=self.step, error=str(error))
             await self._give_up_step()
             generations.suspect(error)
+        except BrokenCopy as error:
+            number = self._numbers[error.source]
+            self._broken.append(number)
+            if len(self._broken) >= MAX_BROKEN_COPIES:
+                raise
+            self._log.warning("state taken again from another process", broken_copy_of=number, error=str(error))
+            await self._give_up_step()
+            generations.rest()
+        finally:
+            await self._end_transfers()
 
     # The start
 
@@ -202,7 +257,7 @@ class ElasticWorker(Worker):
         await self._compute.run(training.open)
         algorithm = training.algorithm
         for fault, what in (
-            (not algorithm.equal_replicas or algorithm.scope == "weights", "exchanges weights, or lets models differ"),
+            (not algorithm.is_elastic, "keeps what is of certain ranks, or of late exchanges"),
             (training.delay_steps > 0, "applies steps late (delay_steps)"),
             (algorithm.in_network is not None, "adds up in the network"),
         ):
@@ -211,6 +266,7 @@ class ElasticWorker(Worker):
                     f"{training.label}: it {what}, and ranks cannot come and go then. Set elastic.min_world=0"
                 )
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
+            await self._compute.run(self._hold_directory, True)
             self._saved = await self._compute.run(self._find_checkpoint)
         label = training.label
         settings = {
@@ -221,6 +277,13 @@ class ElasticWorker(Worker):
             "model": _hash(describe_layout(self.model)), "settings": _hash(settings),
             "data": _hash(await self._compute.run(training.num_batches, 0)), "version": _hash([PROTOCOL, VERSION]),
         }  # fmt: skip
+
+    def _hold_directory(self, begins: bool) -> None:
+        """So that no second run goes on from the checkpoints of this one. Raises CheckpointError: another one does."""
+        folder = self._config.checkpoint.dir
+        if folder is not None and not self._holds_directory:
+            self._held_directory.enter_context(held_together(Path(folder), begins=begins))
+            self._holds_directory = True
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """The newest one that is whole. Raises CheckpointError: there are some, but none is."""
@@ -243,15 +306,17 @@ class ElasticWorker(Worker):
     async def _begin(self, group: Group, generation: int) -> None:
         """Become a rank of this group, and have the newest state that one of its ranks has."""
         config, compute, training = self._config, self._compute, self._training
-        self._group = group
+        self._group, self._generation = group, generation
         self._is_resting = self._checked = False
+        self._waits = 0
         self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
         self._replicas = Replicas(group, compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe)
         await compute.run(training.regroup, group)
         stands = self._position if self._saved is None else position_of(self._saved)
         hello = {
             "settings": config.shared({"name": training.label.name, **training.label.options}),
-            "synced": self._synced, "step": stands.step, "epoch": stands.epoch, "is_stopped": self._is_stopped,
+            "synced": self._synced, "broken": self._broken, "is_stopped": self._is_stopped,
+            "step": stands.step, "epoch": stands.epoch,
             "schedule_steps": self._schedule_steps, "batches": await compute.run(training.num_batches, 0),
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
@@ -261,19 +326,30 @@ class ElasticWorker(Worker):
         check_equal_layouts([hello["layout"] for hello in hellos])
         # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs.
         places = [(hello["synced"], hello["step"], hello["epoch"]) for hello in hellos]
-        source = places.index(max(places))
+        newest = max(places)
+        source = places.index(newest)
         # A vote that some have counted counts for all; ranks of another past may know of others.
-        self._is_stopped = any(hello["is_stopped"] for hello in hellos if hello["synced"] == places[source][0])
-        if generation > 1 and places[source][0] < 0:
+        self._is_stopped = any(hello["is_stopped"] for hello in hellos if hello["synced"] == newest[0])
+        if generation > 1 and newest[0] < 0:
             raise CollectiveError(
                 f"no rank of generation {generation} has the state of the run: go on from a checkpoint, all ranks anew"
             )
         self._votes_after_steps = True
         self._votes_after_epochs = any(hello["callbacks"] for hello in hellos)
         await compute.run(self._start, hellos[source]["schedule_steps"], group.world)
-        if places[source][0] < 0 or any(place != places[source] for place in places):
-            await self._get_state(source, is_behind=places[group.rank][:2] != places[source][:2])
-        self._synced = generation
+        await compute.run(training.begin)
+        if newest[0] < 0:
+            await self._share_position(source)
+            await self._get_state(source)
+        else:
+            before = self._position
+            if any(place != newest for place in places):
+                await self._share_position(source)
+            behind = [rank for rank, place in enumerate(places) if place[:2] != newest[:2]]
+            await self._begin_transfers(behind, [hello["broken"] for hello in hellos], before)
+        if group.rank not in self._follows:
+            self._synced = generation
+            await compute.run(training.begin)  # what was loaded may lack it
         self._stepper = self._make_stepper()
         self._probe.note(
             "started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step,
@@ -281,8 +357,14 @@ class ElasticWorker(Worker):
         )  # fmt: skip
         self._log.info(
             "generation begins", generation=generation, rank=group.rank, world=group.world, step=self.step,
-            state_of=source,
+            state_of=source, without_state=sorted(self._follows),
         )  # fmt: skip
+        if not self._are_equal and group.rank in self._follows:
+            await self._catch_up()  # it trains by itself from there on; the others meet it in their next exchange
+        if not self._are_equal:
+            self._follows = frozenset()
+        with contextlib.suppress(CheckpointError):  # it is said when a checkpoint cannot be written
+            await self._compute.run(self._hold_directory, False)
         if not self._has_opened:
             self._has_opened = True
             self._on_open()
@@ -310,53 +392,220 @@ class ElasticWorker(Worker):
             self._report = saved.report
             self._saved = None
 
-    async def _get_state(self, source: int, *, is_behind: bool) -> None:
-        """All ranks get the state of rank ``source``: it takes effect when all of it is there.
-
-        Args:
-            is_behind: this rank lacks steps. What the algorithm keeps of this rank alone belongs to other steps then.
-        """
-        group, compute, position = self._group, self._compute, self._position
+    async def _share_position(self, source: int) -> None:
+        """All ranks stand where rank ``source`` does."""
+        group, position = self._group, self._position
         if not self._run_id:
             self._run_id = int.from_bytes(os.urandom(8), "little")
         common = {name: getattr(position, name) for name in _COMMON} | {"run_id": self._run_id}
         common = await group.broadcast_object("elastic/position", common, root=source)
-        tensors = model_tensors(self.model) | await compute.run(self._training.shared_state)
-        tensors = await self._replicas.broadcast_named("elastic/state", tensors, root=source)
         if group.rank == source:
             return
-        same_epoch = common["epoch"] == position.epoch
         self._run_id = common.pop("run_id")
-        kept = asdict(position) if same_epoch else {}
+        kept = asdict(position) if common["epoch"] == position.epoch else {}
         self._position = Position(**(kept | common))
-        await compute.run(self._take_state, tensors, is_behind)
 
-    def _take_state(self, tensors: Mapping[str, Tensor], is_behind: bool) -> None:
+    async def _get_state(self, source: int) -> None:
+        """All ranks get the state of rank ``source`` at once: nobody else has one to go on with."""
+        tensors = await self._compute.run(self._run_state)
+        tensors = await self._replicas.broadcast_named("elastic/state", tensors, root=source)
+        if self._group.rank != source:
+            await self._compute.run(self._take_state, tensors)
+
+    async def _begin_transfers(
+        self, behind: Sequence[int], broken: Sequence[Sequence[int]], before: Position
+    ) -> None:  # fmt: skip
+        """Ranks that lack the newest state get it while the others go on: each from another rank, as far as there are.
+
+        Args:
+            behind: these ranks.
+            broken: of each rank the numbers of processes whose copies were broken: others are asked first.
+            before: where this rank has stood.
+        """
+        group = self._group
+        self._follows = self._joined = frozenset(behind)
+        if not behind:
+            return
+        numbers = self._numbers
+        donors = [rank for rank in range(group.world) if rank not in self._follows]
+        sends_to: dict[int, list[int]] = {}
+        for index, rank in enumerate(behind):
+            order = donors[index % len(donors) :] + donors[: index % len(donors)]
+            sends_to.setdefault(min(order, key=lambda donor: broken[rank].count(numbers[donor])), []).append(rank)
+        limits: dict[str, Any] = {
+            "timeout_s": self._config.timeouts.collective_s, "max_bytes": max_state_bytes(self.model)
+        }  # fmt: skip
+        self._transfer = transfer = StateTransfer(group, **limits)
+        # Of gradients the exchanges need what the algorithm shares, from the first one on.
+        has_shared = self._are_equal and bool(self._training.algorithm.shared)
+        if group.rank in sends_to:
+            tensors = await self._compute.run(lambda: copied(self._run_state()))
+            if has_shared:
+                at_once = StateTransfer(group, name="elastic/shared", **limits)
+                at_once.send(tensors_with("algorithm/", tensors), sends_to[group.rank])
+                try:
+                    await at_once.ended()
+                finally:
+                    await at_once.close()
+            transfer.send(tensors, sends_to[group.rank])
+        elif group.rank in self._follows:
+            source = next(donor for donor, to in sends_to.items() if group.rank in to)
+            self._held, self._source = before, source
+            if self._training.algorithm.shared:
+                self._synced = -1  # what is left of its state is not of one step
+            shared: dict[str, Tensor] = {}
+            if has_shared:
+                at_once = StateTransfer(group, name="elastic/shared", **limits)
+                try:
+                    shared = await at_once.receive(source)
+                finally:
+                    await at_once.close()
+            if self._are_equal:
+                await self._compute.run(self._training.load_algorithm, shared)
+                await self._compute.run(self._training.follow)
+            self._arriving = transfer.receive(source)
+
+    async def _catch_up(self) -> None:
+        """Wait for the copy of the state, and apply to it what the others have applied since."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            return
+        started_s, step = time.perf_counter(), self.step
+        tensors = await arriving
+        await self._compute.run(self._take_state, tensors)
+        await self._compute.run(self._training.catch_up)
+        await self._compute.run(self._training.begin)
+        self._synced, self._held = self._generation, None
+        self._log.info("state is there", step=step, waited_s=round(time.perf_counter() - started_s, 3))
+
+    def _run_state(self) -> dict[str, Tensor]:
+        """What a rank that joins gets, by name, not copied."""
+        return model_tensors(self.model) | self._training.joiner_state()
+
+    def _take_state(self, tensors: Mapping[str, Tensor]) -> None:
         live = model_tensors(self.model)
-        if set(live) - set(tensors) or any(live[name].shape != tensors[name].shape for name in live):
+        if set(live) - set(tensors) or any(
+            (live[name].shape, live[name].dtype) != (tensors[name].shape, tensors[name].dtype) for name in live
+        ):
             raise CollectiveError("the state of the run is of another model")
         for name, tensor in live.items():
             tensor.copy_(tensors[name])
+        beside = {name: tensor for name, tensor in tensors.items() if name not in live}
         training = self._training
-        shared = {name: tensor for name, tensor in tensors.items() if name not in live}
-        training.load_shared_state(shared)
-        if is_behind:
-            training.algorithm.load_state({}, tensors_below("algorithm/", shared))
+        if self._held is not None and self._are_equal:
+            training.optimizer.load(beside)  # the algorithm has gone on with the others since the copy was made
+        else:
+            training.load_joiner_state(beside)
 
     # Steps
 
     @property
     def _wants_rest(self) -> bool:
-        return self._is_leaving or (self._generations is not None and self._generations.change_is_wanted)
+        if self._is_leaving or self._training.recorded_bytes > MAX_RECORDED_BYTES:
+            return True
+        return self._generations is not None and self._generations.change_is_wanted
 
     async def _make_plan(self) -> EpochPlan:
         position = self._position
         total = await self._compute.run(self._training.num_batches, position.epoch)
         self._plan = ElasticPlan.rest_of(
             total, self._group.world, self._config.accumulation_steps, done=position.epoch_batches,
-            first_step=position.epoch_step,
+            first_step=position.epoch_step, follows=self._follows,
         )  # fmt: skip
         return self._plan
+
+    async def _one_step(self, plan: EpochPlan, clock: EpochClock) -> None:
+        await super()._one_step(plan, clock)
+        if self._arriving is not None and self._arriving.done():
+            await self._catch_up()
+        elif not self._are_equal:
+            await self._count_votes()  # at once: so others come and go where the exchange has made weights equal
+
+    def _vote(self, name: str, step: int) -> None:
+        is_alone = not self._are_equal and self._group.world > 1
+        if name == "step" and is_alone and not self._training.algorithm.is_due(Step(step - 1, self._position.epoch)):
+            return  # ranks are on their own between two exchanges
+        self._votes.cast(
+            self._wants_end, name, step=step, wants_rest=self._wants_rest,
+            is_ready=self._group.rank in self._follows and self._held is None,
+        )  # fmt: skip
+        self._wants_end = False
+
+    async def _count_votes(self) -> None:
+        await super()._count_votes()
+        self._is_resting |= not self._follows.isdisjoint(self._votes.ready)
+
+    async def _divide_anew(self) -> None:
+        """Ranks that have got their copy have said so, after the same step on all ranks: from here on they get data."""
+        if self._follows.isdisjoint(self._votes.ready):
+            return
+        self._follows -= self._votes.ready
+        self._is_resting = self._votes.rest
+        await self._compute.run(self._note_place)
+        if self._config.hash_every:
+            await self._compare()
+
+    async def _compare(self) -> int:
+        """As a Worker does. A rank that has joined, and differs, takes the state again from another one. Those whose
+        copy is still on its way have other parameters, and are left out.
+
+        Raises:
+            BrokenCopy: on that rank alone: the others learn that it has left the generation.
+        """
+        rank = self._group.rank
+        try:
+            found = await super()._compare()
+        except ReplicasDiverged as error:
+            found = error.hashes[rank]
+            usual = {value for other, value in enumerate(error.hashes) if other not in self._joined}
+            if len(usual) > 1:
+                raise
+            broken = {other for other in self._joined - self._follows if error.hashes[other] not in usual}
+            if rank in broken:
+                self._synced = -1
+                raise BrokenCopy(str(error), source=self._source) from error
+            if broken:
+                return found
+        self._joined &= self._follows
+        if rank not in self._follows:
+            self._broken.clear()
+        return found
+
+    @property
+    def _hash_every(self) -> int:
+        return 0 if self._follows else super()._hash_every
+
+    async def _drain(self) -> None:
+        """As a Worker does. All get the state, too, but where the ranks only divide the data anew and go on."""
+        if self._is_resting:
+            await self._count_votes()  # the newest one may want more
+        is_done = self._plan is None or self._position.epoch_step >= self._plan.steps or self._ends_early
+        if self._is_resting and not (is_done or self._votes.rest):
+            await super()._drain()
+        else:
+            await self._drain_all()
+
+    async def _drain_all(self) -> None:
+        """What is to come is of ranks that all have the state."""
+        await super()._drain()
+        if self._follows:
+            await self._wait_for_copies()
+        await self._catch_up()
+        if self._transfer is not None:
+            await self._transfer.ended()
+
+    async def _wait_for_copies(self) -> None:
+        """All wait for all copies, which may take longer than a collective may: so ranks tell one another from time to
+        time that they do. Each piece has a deadline."""
+        timeout_s = self._config.timeouts.collective_s
+        are_there = False
+        while not are_there:
+            self._waits += 1
+            is_there = self._transfer is None or await self._transfer.is_over_within(timeout_s / 4)
+            of_ranks = await self._group.all_gather(
+                "elastic/copies", bytes([is_there]), round_id=self._waits, timeout_s=timeout_s
+            )
+            are_there = all(map(any, of_ranks))
 
     def _note_place(self) -> None:
         """Where the epoch stands, for ranks of another number. On the compute thread."""
@@ -370,15 +619,27 @@ class ElasticWorker(Worker):
         """Between two steps, with nothing on its way."""
         self._votes.cancel()
         await self._stepper.close()
+        await self._end_transfers()
         await self._compute.run(self._note_place)
+
+    async def _end_transfers(self) -> None:
+        transfer, self._transfer, self._arriving = self._transfer, None, None
+        if transfer is not None:
+            await transfer.close()
+        self._follows = frozenset()
 
     async def _give_up_step(self) -> None:
         """Somebody was lost: what is not applied yet leaves no trace, and is computed anew."""
         self._wants_end |= self._votes.cancel()  # said again in the next vote
         if hasattr(self, "_stepper"):
             await self._stepper.close()
+        await self._compute.run(self._show, None)
         await self._compute.run(self._training.give_up_step)
+        await self._end_transfers()
         await self._compute.run(self._note_place)
+        if self._held is not None:  # the copy has not come: what this rank has is of there
+            self._position, self._held = self._held, None
+            await self._compute.run(self._training.stop_following)
 
     # Checkpoints
 
@@ -387,20 +648,30 @@ class ElasticWorker(Worker):
         if self._config.checkpoint.dir is None:
             return
         position = self._position
-        await self._drain()
+        await self._drain_all()
         plan = self._plan
         await self._compute.run(self._note_place)
         self._plan = plan
-        await self._replicas.broadcast_buffers(position.step)
-        await self._check_model(model_tensors(self.model))
+        if self._are_equal:
+            await self._replicas.broadcast_buffers(position.step)
+            model: Mapping[str, Tensor] = model_tensors(self.model)
+        else:
+            model = (await self._replicas.mean(position.step)).tensors
+        await self._check_model(model)
         self._probe.reached("before_save", position.step)
         if self._group.rank == 0:
-            size = await self._compute.run(self._write)
-            self._log.info("checkpoint", step=position.step, bytes=size)
+            try:
+                size = await self._compute.run(self._write, model)
+            except CheckpointError as error:  # a full disk, for one: the run is in the memory of the ranks, and goes on
+                self._unsaved = error
+                self._log.warning("no checkpoint: training goes on without", step=position.step, error=str(error))
+            else:
+                self._unsaved = None
+                self._log.info("checkpoint", step=position.step, bytes=size)
         self._probe.reached("after_save", position.step)
         await self._barrier("worker/saved")
 
-    def _write(self) -> int:
+    def _write(self, model: Mapping[str, Tensor]) -> int:
         training, position = self._training, self._position
         # It is held for this checkpoint only: another process is rank 0 as soon as this one is stopped, cut off or
         # leaves. What is there is of this run.
@@ -408,7 +679,7 @@ class ElasticWorker(Worker):
         with contextlib.closing(WorkerState(config, 0, 1, label=training.label)) as state:
             size = state.save(
                 self._run_id, position, self.model,
-                RunTensors({}, training.shared_state(), model_tensors(self.model)),
+                RunTensors({} if self._are_equal else training.own_state(), training.shared_state(), model),
                 num_batches=training.num_batches(position.epoch), report=self._report,
             )  # fmt: skip
             state.prune()

@@ -9,8 +9,8 @@ again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradbus.actors.data_parallel.training import EpochPlan
@@ -22,22 +22,27 @@ class ElasticPlan(EpochPlan):
 
     Attributes:
         batches: of each rank, in the rest of the epoch. total: batches of the whole epoch, of all ranks.
-        done: those before this generation. first_step: steps of the epoch before this generation.
+        done: those before this plan. first_step: steps of the epoch before this plan.
+        follows: ranks that get no data yet, as they have not the state of the run.
     """
 
     total: int = 0
     done: int = 0
     first_step: int = 0
+    follows: frozenset[int] = frozenset()
 
     @classmethod
-    def rest_of(cls, total: int, world: int, accumulation_steps: int, *, done: int, first_step: int) -> ElasticPlan:
-        """Raises ValueError: there are no batches at all."""
-        if total < 1:
-            raise ValueError(f"an epoch needs at least one batch, got {total}")
-        blank = cls((0,) * world, accumulation_steps, total, done, first_step)
+    def rest_of(
+        cls, total: int, world: int, accumulation_steps: int, *, done: int, first_step: int,
+        follows: Collection[int] = (),
+    ) -> ElasticPlan:  # fmt: skip
+        """Raises ValueError: there are no batches at all, or nobody to take them."""
+        if total < 1 or len(follows) >= world:
+            raise ValueError(f"an epoch needs at least one batch and one rank, got {total} batches for {world} ranks")
+        blank = cls((0,) * world, accumulation_steps, total, done, first_step, frozenset(follows))
         steps = range(first_step, blank.steps)
         counts = (sum(blank.batches_in(rank, step) for step in steps) for rank in range(world))
-        return cls(tuple(counts), accumulation_steps, total, done, first_step)
+        return replace(blank, batches=tuple(counts))
 
     @property
     def steps(self) -> int:
@@ -73,7 +78,8 @@ class ElasticPlan(EpochPlan):
 
     @property
     def _world(self) -> int:
-        return len(self.batches)
+        """Of the ranks that get data."""
+        return len(self.batches) - len(self.follows)
 
     @property
     def _in_step(self) -> int:
@@ -81,6 +87,9 @@ class ElasticPlan(EpochPlan):
 
     def _bounds(self, rank: int, step: int) -> tuple[int, int]:
         start = self.batches_done(step)
+        if rank in self.follows:
+            return start, start
+        rank -= sum(other < rank for other in self.follows)  # its place among those that get data
         share, more = divmod(self.batches_done(step + 1) - start, self._world)
         first = start + rank * share + min(rank, more)
         return first, first + share + (rank < more)

@@ -6,7 +6,9 @@ A step counts when all processes have saved theirs, so that the run can go on fr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.private_folder import make_private
 
 _COMPLETED = "saved-by-all"
 
@@ -66,6 +69,39 @@ class JointCheckpoints:
     def close(self) -> None:
         """Let another process use the directory."""
         self._store.close()
+
+
+@contextlib.contextmanager
+def held_together(directory: Path, *, begins: bool) -> Iterator[None]:
+    """Hold a directory together with the other processes of one run, until the end of the block.
+
+    Args:
+        begins: this process begins a run, so no process of any may hold the directory yet.
+
+    Raises:
+        CheckpointError: one does; or the directory cannot be made or written.
+    """
+    try:
+        make_private(directory)
+        lock = os.open(directory / ".run", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.dir {directory} cannot be written: {error.strerror}. Choose another, or change its rights"
+        ) from None
+    try:
+        if begins:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CheckpointError(
+                    f"checkpoint.dir {directory} is of a run that goes on: processes of it use it. Start this one as "
+                    f"one that joins, stop them all, or choose another checkpoint.dir"
+                ) from None
+        with contextlib.suppress(OSError):  # another run is being refused at this moment
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,6 +19,8 @@ from gradbus.runtime.testing.instrumentation import Probe, no_probe
 
 K = TypeVar("K")
 
+_MAX_DIMENSIONS = 64  # as many as torch takes
+
 PIECE_BYTES = (
     64 << 20
 )  # tensors are sent in messages of about this size: few, and none needs a second copy of the model
@@ -118,12 +120,12 @@ class Replicas:
     async def broadcast_named(self, name: str, tensors: Mapping[str, Tensor], *, root: int = 0) -> dict[str, Tensor]:
         """The tensors of rank ``root``, whatever their names, shapes and dtypes are, in new memory elsewhere; what the
         others pass does not matter."""
-        described = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in tensors.items()]
         described = await self._group.broadcast_object(
-            f"{name}/names", described if self._group.rank == root else None, root=root, timeout_s=self._timeout_s
-        )
+            f"{name}/names", described_tensors(tensors) if self._group.rank == root else None, root=root,
+            timeout_s=self._timeout_s,
+        )  # fmt: skip
         if self._group.rank != root:
-            tensors = {key: _empty(dtype, shape) for key, dtype, shape in described}
+            tensors = empty_tensors(described, max_bytes=max_state_bytes(self._model))
         await self.broadcast(name, list(tensors.values()), root=root)
         return dict(tensors)
 
@@ -184,14 +186,48 @@ class Replicas:
         return own
 
 
-def _empty(dtype_name: str, shape: Sequence[int]) -> Tensor:
-    dtype = getattr(torch, dtype_name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CollectiveError(f"rank 0 announced a tensor of an unknown type {dtype_name[:40]!r}")
-    return torch.empty(shape, dtype=dtype)
+def max_state_bytes(model: nn.Module) -> int:
+    """The most that a run's state may take, of which another rank describes the tensors: far more than optimizers keep,
+    of which some have a matrix for each side of a small layer."""
+    return max(1 << 30, 64 * sum(tensor.numel() * tensor.element_size() for tensor in model_tensors(model).values()))
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def described_tensors(tensors: Mapping[str, Tensor]) -> list[Any]:
+    """Name, type and shape of each, as plain data."""
+    return [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+
+
+def empty_tensors(described: Any, *, max_bytes: int) -> dict[str, Tensor]:
+    """Memory for tensors that another rank has described, by name.
+
+    Args:
+        described: from that rank, as :func:`described_tensors`.
+        max_bytes: of all together.
+
+    Raises:
+        CollectiveError: it is no such description, or they take more. No memory is taken then.
+    """
+    found: dict[str, tuple[torch.dtype, list[int]]] = {}
+    size = 0
+    for one in described if isinstance(described, list) else [described]:
+        match one:
+            case [str(name), str(dtype_name), list(shape)] if all(type(n) is int and n >= 0 for n in shape):
+                dtype = getattr(torch, dtype_name, None)
+            case _:
+                raise CollectiveError(f"a rank described a tensor as {one!r:.100}, expected its name, type and shape")
+        if not isinstance(dtype, torch.dtype):
+            raise CollectiveError(f"a rank announced a tensor of an unknown type {dtype_name[:40]!r}")
+        size += math.prod(shape) * dtype.itemsize
+        if size > max_bytes or len(shape) > _MAX_DIMENSIONS or max(shape, default=0) > max_bytes:
+            raise CollectiveError(
+                f"a rank announced {size} bytes of tensors up to {name[:100]!r}, of shape {shape!r:.100}; at most "
+                f"{max_bytes} are accepted"
+            )
+        found[name] = dtype, shape
+    return {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in found.items()}
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor on the CPU: uint8, shape (bytes,); shared with it where that is possible."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
@@ -229,7 +265,7 @@ def _unflatten(flat: Tensor, like: Mapping[str, Tensor], into: dict[str, Tensor]
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
     """All of them, one after the other: uint8, shape (bytes,)."""
-    return torch.cat([_raw(tensor) for tensor in tensors])
+    return torch.cat([raw_bytes(tensor) for tensor in tensors])
 
 
 @torch.no_grad()

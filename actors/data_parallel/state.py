@@ -240,6 +240,11 @@ def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def tensors_with(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names start so."""
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 log = get_logger("worker")
 
 

@@ -24,7 +24,7 @@ from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of, views_of
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group
@@ -122,6 +122,15 @@ _NO_MORE: Any = object()  # batches() ended; None may be a batch
 OnBucket = Callable[[TensorBucket], object]
 
 
+@dataclass(frozen=True, slots=True)
+class _RecordedStep:
+    """A step of the other ranks. ``flats``: gradients that all have applied, of each bucket; None: it was skipped."""
+
+    number: int
+    epoch: int
+    flats: list[Tensor] | None
+
+
 class StepCancelled(Exception):
     """The worker was cancelled, so the step gives up."""
 
@@ -197,6 +206,7 @@ class ShardTraining:
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # stays on the device: reading it would wait for the step
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._unfinished: TrainingStep | None = None  # computed, but not applied yet
+        self._recorded: list[_RecordedStep] | None = None  # of a rank that has not the state of the run yet
         self._looks = False  # at the own gradients, before they are exchanged: from the first step on that was skipped
 
     def open(self) -> None:
@@ -214,7 +224,7 @@ class ShardTraining:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         self.algorithm, self.label = start_algorithm(config, self._group, self.trained, self._make_algorithm)
         self.optimizer = RunOptimizer(config, self._task, self.model, self.trained, self.algorithm)
-        self.delay_steps = self.algorithm.delay_steps if config.delay_steps is None else config.delay_steps
+        self.delay_steps = self.algorithm.check_delay(config.delay_steps)
         if config.predicts_weights:
             is_of_weights = self.algorithm.scope == "weights"
             check_prediction(self.optimizer.optimizer, self.delay_steps, exchanges_weights=is_of_weights)
@@ -360,16 +370,74 @@ class ShardTraining:
     def apply(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
         """Count a step, and change the model by its gradients, unless it is skipped."""
         self.count(step)
+        if self._recorded is not None:
+            flats = None if step.skipped_by is not None else [bucket.flat.clone() for bucket in step.gradients]
+            self._recorded.append(_RecordedStep(step.number, step.epoch, flats))
+            return
         if step.skipped_by is not None:
             self.optimizer.step_has_ended()
             return
         with profile.span("apply"):
             if len(self._buffers) > 1:
                 self._gradients.use(step.memory)
-            if self.optimizer.clip_norm is not None and not self.algorithm.clips:
-                _clip([bucket.flat for bucket in step.gradients], self.optimizer.clip_norm)
-            self.optimizer.step(step.number, step.epoch)
-            self.optimizer.step_has_ended()
+            self._change_model(step.number, step.epoch, step.gradients)
+
+    def _change_model(self, number: int, epoch: int, gradients: Sequence[TensorBucket]) -> None:
+        if self.optimizer.clip_norm is not None and not self.algorithm.clips:
+            _clip([bucket.flat for bucket in gradients], self.optimizer.clip_norm)
+        self.optimizer.step(number, epoch)
+        self.optimizer.step_has_ended()
+
+    # A rank that joins while the others go on
+
+    def follow(self) -> None:
+        """From now on record the steps that all ranks make, and change nothing: the state is still to come."""
+        self._recorded = []
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Of the gradients that are recorded, and those of two steps more: so many are made before all ranks rest
+        where this rank asks for it."""
+        sizes = [sum(flat.numel() * flat.element_size() for flat in step.flats or ()) for step in self._recorded or ()]
+        return sum(sizes) + 2 * max(sizes, default=0)
+
+    def catch_up(self) -> None:
+        """Apply the steps that were recorded to the state that is there now, as the other ranks have done."""
+        recorded, self._recorded = self._recorded or [], None
+        for step in recorded:
+            if step.flats is None:
+                self.optimizer.step_has_ended()
+                continue
+            gradients = self._gradients.begin()
+            for bucket, flat in zip(gradients, step.flats, strict=True):
+                bucket.flat.copy_(flat)
+            self._change_model(step.number, step.epoch, gradients)
+
+    def stop_following(self) -> None:
+        """What was recorded is of no use any more."""
+        self._recorded = None
+
+    def joiner_state(self) -> dict[str, Tensor]:
+        """What a rank that joins gets beside the model, by name, not copied: also where replicas differ."""
+        return _named("algorithm/", self.algorithm.shared_state()) | self.optimizer.tensors()
+
+    def load_joiner_state(self, tensors: Mapping[str, Tensor], *, keeps_own: bool = False) -> None:
+        """The inverse. ``keeps_own``: what the algorithm keeps of this rank alone is of the same step.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        self.optimizer.load(tensors)
+        self.load_algorithm(tensors, keeps_own=keeps_own)
+
+    @torch.no_grad()
+    def load_algorithm(self, tensors: Mapping[str, Tensor], *, keeps_own: bool = False) -> None:
+        """Of what a joiner gets the algorithm's part; where it says so other weights follow from that."""
+        self._load(self.algorithm.own_state() if keeps_own else {}, tensors_below("algorithm/", tensors))
+        if self.algorithm.scope == "weights":
+            made = self.algorithm.weights_of_joiner(bucket_of(self.trained).flat)
+            for name, tensor in views_of(made, self.trained).items():
+                self.trained[name].copy_(tensor)
 
     def own_is_finite(self, step: TrainingStep) -> bool:
         """Whether this rank's losses and gradients of the step were finite, as far as is known."""

@@ -55,7 +55,7 @@ from gradbus.runtime.testing.instrumentation import Probe
 
 
 @dataclass(slots=True)
-class _Clock:
+class EpochClock:
     """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``: of the epochs before."""
 
     bytes_before: int
@@ -313,6 +313,11 @@ class Worker:
         """Whether all ranks have one model."""
         return self._training.algorithm.equal_replicas
 
+    @property
+    def _hash_every(self) -> int:
+        """Steps after which parameters are compared; 0: they are not."""
+        return self._config.hash_every if self._are_equal else 0
+
     async def _restore(self, checkpoint: Checkpoint) -> None:
         """Go on from this rank's part. What does not fit on one rank, which alone may have it, is an error on all."""
         fault: CheckpointError | ConfigError | None = None
@@ -355,7 +360,7 @@ class Worker:
     async def _one_epoch(self) -> EpochReport | None:
         """The rest of an epoch. None: the ranks rest in the midst of it."""
         position, stepper = self._position, self._stepper
-        clock = _Clock(stepper.bytes_out, stepper.wait_s)
+        clock = EpochClock(stepper.bytes_out, stepper.wait_s)
         self._skipped_before = stepper.skipped_exchanges - position.skipped_exchanges
         plan = await self._make_plan()
         await self._compute.run(self._training.start_epoch, plan, position)
@@ -394,7 +399,7 @@ class Worker:
         )
         return EpochPlan.of(counts, self._config.accumulation_steps)
 
-    async def _one_step(self, plan: EpochPlan, clock: _Clock) -> None:
+    async def _one_step(self, plan: EpochPlan, clock: EpochClock) -> None:
         position, started_s = self._position, time.perf_counter()
         self._probe.reached("before_step", position.step + 1)
         self._group.at_step(position.step, position.epoch)
@@ -410,7 +415,7 @@ class Worker:
             self._vote("step", position.step)
         clock.steps += 1
         clock.step_s += time.perf_counter() - started_s
-        every = self._config.hash_every if self._are_equal else 0
+        every = self._hash_every
         if every and (not self._checked or position.step % every == 0):
             await self._compare()
         if self._config.report_every_steps and position.step % self._config.report_every_steps == 0:
@@ -537,7 +542,7 @@ class Worker:
         self._checked = True
         return await (self._replicas.check(self.step) if self._config.hash_every else self._replicas.hash())
 
-    async def _tell(self, clock: _Clock) -> None:
+    async def _tell(self, clock: EpochClock) -> None:
         position, loss_sum = self._position, await self._compute.run(self._training.loss_sum)
         self._log.info(
             "training", step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches),
@@ -545,7 +550,7 @@ class Worker:
             wait_s=round((self._stepper.wait_s - clock.wait_before_s) / clock.steps, 4),
         )  # fmt: skip
 
-    async def _report_epoch(self, clock: _Clock, finished: bool) -> EpochReport:
+    async def _report_epoch(self, clock: EpochClock, finished: bool) -> EpochReport:
         """What the ranks have learnt together."""
         config, position = self._config, self._position
         await self._compute.run(self._training.note_sums, position)

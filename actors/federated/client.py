@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader
-from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, NonFiniteResult, ResidualStore
+from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import ClientHeartbeat, ClientStatus, ControllerSession
@@ -42,6 +43,7 @@ from gradbus.runtime.wire.control import (
     ModelAvailable,
     ModelRequest,
     Refused,
+    RoundTerms,
     RunEnded,
     Status,
     TrainingFailure,
@@ -102,13 +104,19 @@ class Client:
         """The first round that it takes part in; None before it is welcomed."""
         return self._session.from_round
 
+    @property
+    def summary(self) -> ClientSummary:
+        """What it did so far."""
+        train_s = self._training.train_s if hasattr(self, "_training") else 0.0
+        return ClientSummary(self._rounds, self._refused, self._sender.bytes_up, train_s)
+
     def _open(self) -> None:
-        """Build the model and read the residuals, off the loop."""
+        """Build the model and open the directory of the state, off the loop."""
         self._bus.access_policy.check_client()
         self._model = FlatModel(self._task.build_model())
-        residuals = ResidualStore(self._config.state_dir, self.client_id)
+        kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
-            self._task, self._identity, self._model, residuals, self._bus.memory, self._probe, self._config.rule
+            self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
         )  # fmt: skip
         self._replica = ModelReplica(self._model.dim, probe=self._probe, access_policy=self._bus.access_policy)
         self._frozen = ModelReplica(self._model.frozen_dim, access_policy=self._bus.access_policy, frozen=True)
@@ -161,7 +169,7 @@ class Client:
             if hasattr(self, "_training"):
                 self._training.close()
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
-        return ClientSummary(self._rounds, self._refused, self._sender.bytes_up, self._training.train_s)
+        return self.summary
 
     # Messages
 
@@ -189,7 +197,7 @@ class Client:
     def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
         match message:
             case TrainCmd():
-                if self._session.take(message):
+                if self._session.take(message) and self._session.repeats is None:
                     self._compute.stop_current()  # what is being trained now is no longer wanted
                 self._sender.interrupt()
             case ModelBlob():
@@ -211,7 +219,7 @@ class Client:
         self._session.start_session(session, welcome)
         self._sender.interrupt()
         everything, trained = self._model.everything[0], self._model.trained[0]
-        self._replica.start(welcome.run_id, trained if welcome.frozen and trained else everything)
+        self._replica.start(welcome.run_id, trained if welcome.frozen and trained else everything, welcome.broadcast)
         self._frozen.start(0)  # followed only once it is needed
         self._memory.start()
         self._compute.stop_current()
@@ -233,6 +241,9 @@ class Client:
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
                 self._sender.on_answer(body, group)
+            case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
+                if current.terms is None or body.round_id >= current.terms.round_id:
+                    current.terms = body
             case ModelAvailable() if (
                 session == current.incarnation and (key := self._memory.expect(session, body)) is not None
             ):
@@ -275,7 +286,7 @@ class Client:
                 self._prepared = True
                 await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
                 continue
-            if welcome is None or command is None or not current.wanted(welcome, command):
+            if welcome is None or command is None or not current.wanted(welcome, command) or not current.has_terms:
                 await self._wait(self._config.controller_timeout_s)
             elif await self._lacks_frozen(welcome):
                 await self._fetch_frozen(welcome)
@@ -284,9 +295,7 @@ class Client:
             elif self._replica.round_id >= command.round_id:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
-                await self._fetch(
-                    welcome, self._replica, command.round_id - 1, partial(self._session.superseded, command)
-                )
+                await self._fetch(welcome, self._replica, command.round_id - 1, partial(current.is_older, command))
 
     async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
         """What has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
@@ -294,10 +303,11 @@ class Client:
 
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
         """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
-        return await self._compute.run(
-            self._training.train, welcome, command, base, self._transfers, self._compute.should_stop,
-            self._session.commanded_s,
+        inputs = RoundInputs(
+            welcome=welcome, command=command, base=base, broadcast=self._replica.broadcast, terms=self._session.terms,
+            commanded_s=self._session.commanded_s,
         )  # fmt: skip
+        return await self._compute.run(self._training.train, inputs, self._transfers, self._compute.should_stop)
 
     def _is_called_off(self) -> bool:
         """Whether the newest :meth:`_make_update` was asked to stop."""

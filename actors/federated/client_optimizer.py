@@ -17,6 +17,14 @@ from gradbus.runtime.optimization.optimizers import make_optimizer
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 _PREFIX = "optimizer."
+_TERMS = "training."
+
+
+def split_terms(sent: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the training rule and the optimizer, and those that say how a round is counted: see
+    :meth:`gradbus.runtime.config.federated.TrainingSettings.sent_terms`."""
+    terms = {key.removeprefix(_TERMS): value for key, value in sent.items() if key.startswith(_TERMS)}
+    return {key: value for key, value in sent.items() if not key.startswith(_TERMS)}, terms
 
 
 def split_options(sent: Mapping[str, Any]) -> tuple[dict[str, Any], Choice | None]:
@@ -57,6 +65,22 @@ def optimizer_argument(task: Any, choice: Choice | None, lr: float) -> dict[str,
             f"it take make_optimizer, a function from parameters to an optimizer, or set the optimizer to 'task'"
         )
     return {"make_optimizer": partial(_make, choice, lr)}
+
+
+def steps_argument(task: Any, steps: int) -> dict[str, int]:
+    """What ``task.train`` is called with beside the command: ``steps``, where rounds are counted in them, else 0.
+
+    Raises:
+        ConfigError: the task's ``train`` does not take it.
+    """
+    if not steps:
+        return {}
+    if not takes(task.train, "steps"):
+        raise ConfigError(
+            f"federated.training.steps is {steps}, but train of {type(task).__name__} counts epochs: let it take "
+            f"steps, the number of optimizer steps to make, or set federated.training.epochs"
+        )
+    return {"steps": steps}
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
+import statistics
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradbus.actors.aggregation import partial_sum
+from gradbus.actors.aggregation import partial_sum, updates
 from gradbus.actors.aggregation.clipping import CAPPED, sample_cap, within_limits
 from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.federated.asynchronous import Bases, BufferRound, check_asynchronous
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
+from gradbus.actors.federated.early_stop import EarlyStop
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.liveness import (
     MAX_NAMED,
@@ -53,16 +57,20 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, CODECS, STRATEGIES
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
 from gradbus.runtime.errors import ConfigError, GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.wire.control import TrainingFailure
+from gradbus.runtime.wire.control import RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
+
+# Steps that a client may announce for each sample and epoch: a batch has at least one sample, and a task of one's own
+# may have several optimizers, or several steps for a batch.
+STEPS_PER_SAMPLE = 16
 
 log = get_logger("controller")
 
@@ -110,7 +118,7 @@ class Controller:
 
     def __init__(
         self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, strategy: Strategy | None = None,
-        on_open: Callable[[], object] = lambda: None, fail_at: str | None = None,
+        on_open: Callable[[], object] = lambda: None, fail_at: str | None = None, callbacks: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         """A controller that has not started.
 
@@ -121,12 +129,14 @@ class Controller:
             strategy: in place of the one that ``config.strategy`` names.
             on_open: called once the job is this controller's and the state is restored: from then on it is this run.
             fail_at: a fail point for tests, ``name:round``; by default from the environment.
+            callbacks: objects as :mod:`.early_stop` describes them, which may end the run.
         """
         check_choices(config)
         self._bus = bus
         self._on_open = on_open
         self._task = task
         self._config = config
+        self._callbacks = callbacks
         self._given_strategy = strategy
         self._identity = Identity(CONTROLLER, new_incarnation())
         self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
@@ -135,6 +145,7 @@ class Controller:
         self._wakeup = asyncio.Event()
         self._failures = TrainingFailureLog()
         self._has_commanded = False
+        self._bases: Bases | None = None  # of asynchronous rounds
         self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
         self.progress = Progress(rounds=config.rounds, minimum=config.clients.min)
         # Made by _open; the other parts by _wire.
@@ -151,7 +162,12 @@ class Controller:
         )  # fmt: skip
         self._model = FlatModel(self._task.build_model(), config.exchange)
         self._strategy = within_limits(self._make_strategy(), config)
+        self._strategy.lay_out([shape for _, _, shape in self._model.table])
         self._strategy.check(config)
+        self._check_rule()
+        check_asynchronous(config, self._strategy)
+        if config.mode == "asynchronous":
+            self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
         if config.clients.kind == "sites" and not self._strategy.adds_sums:
             raise ConfigError(
                 f"federated.strategy: {config.strategy.name} needs the updates of single clients, and sites send their "
@@ -163,6 +179,29 @@ class Controller:
         self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
         self._state.incarnation = self._identity.incarnation
 
+    def _check_rule(self) -> None:
+        """Raises ConfigError: the training rule does not make what the strategy takes, or that cannot be sent."""
+        config, strategy = self._config, self._strategy
+        chosen, takes = config.training.rule.name, tuple(strategy.sections)
+
+        def fits(rule: Any) -> bool:
+            return rule.sections == takes and set(strategy.metrics) <= set(rule.metrics)
+
+        if not fits(CLIENT_RULES.find(chosen)):
+            fitting = ", ".join(name for name, rule in CLIENT_RULES.table.items() if fits(rule))
+            needs = ", ".join([*takes, *strategy.metrics]) or "updates of the model alone"
+            raise ConfigError(
+                f"federated.training.rule is {chosen!r}, and federated.strategy {strategy.name} needs {needs}: set the "
+                f"rule to {fitting or 'one of your own that makes these'}, or use another strategy"
+            )
+        if strategy.broadcast() is not None and config.downlink_codec.name != "fp32":
+            raise ConfigError(
+                f"federated.downlink_codec is {config.downlink_codec.name}, and strategy {strategy.name} sends more "
+                f"than the model, which may not be rounded: set it to fp32"
+            )
+        if config.clients.kind == "sites" and config.training.has_terms:
+            raise ConfigError("federated.training.from_round: sites pass on epochs, subset_size, lr and seed alone")
+
     def _make_strategy(self) -> Strategy:
         """The strategy, without the limits on updates. Called off the loop, when there is a model."""
         return self._given_strategy or STRATEGIES.make(self._config.strategy, self._model.dim)
@@ -171,7 +210,8 @@ class Controller:
         """Length of the longest update that a participant can send."""
         if self._config.clients.kind == "sites":
             return partial_sum.max_bytes(self._model.dim)
-        return int(CODECS.make(self._config.codec).max_bytes(self._model.dim))
+        longest = int(CODECS.make(self._config.codec).max_bytes(self._model.dim))
+        return longest + updates.overhead_bytes(self._strategy.sections)
 
     def _wire(self) -> None:
         """Make all parts. Called on the loop, once the job is this controller's."""
@@ -195,9 +235,12 @@ class Controller:
             max_bytes=self._max_update_bytes(),
             max_samples=config.limits.max_samples,
         )  # fmt: skip
+        self._admission = admission
         self._receiver = UpdateReceiver(
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed
         )
+        if self._bases is not None:
+            self._receiver.bases, admission.max_staleness = self._bases, config.asynchronous.max_staleness
         self._monitor = LivenessMonitor(
             context, self._registry, self._receiver, self.progress, changed=self.membership_changed,
             open_round=lambda: self._round,
@@ -304,7 +347,8 @@ class Controller:
         stack.callback(self._publisher.close)
         self._on_open()
         await self._compute.run(state.note_start, self._probe.history)
-        resumed_at_end = state.round_id >= config.rounds
+        self._stop = EarlyStop(config.early_stop, self._callbacks, state.history)
+        began_after = state.round_id
         inbox = stack.enter_context(self._bus.subscribe(ClientUpdate, Control))
         async with asyncio.TaskGroup() as group:
             helpers = [
@@ -314,8 +358,8 @@ class Controller:
             ]
             try:
                 await self._all_rounds(on_report)
-                finished, reason[0] = True, "all rounds are done"
-                await self._monitor.announce_end(ok=True, reason=reason[0], linger=resumed_at_end)
+                finished, reason[0] = True, self._stop.reason or "all rounds are done"
+                await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
             except Exception as error:
                 reason[0], final = str(error), isinstance(error, TrainingFailed)
                 raise
@@ -328,14 +372,19 @@ class Controller:
     async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
         """The rounds that are left, when all parts run."""
         state, rounds = self._state, self._config.rounds
-        if state.round_id < rounds:
+        await self._evaluate_resumed()  # it may show that the run had ended: then no clients are waited for
+        if state.round_id < rounds and not self._stop.reason:
             await self._wait_for_clients()
             await self._compute.run(state.save_initial)
             with tolerate_write_timeout("model", state.round_id):
                 await self._publisher.publish_full(state.round_id)
-        await self._evaluate_resumed()
-        while state.round_id < rounds:
-            on_report(await self._one_round(state.round_id + 1))
+        while state.round_id < rounds and await self._compute.run(self._stop.may_begin, state.round_id + 1):
+            report = await self._one_round(state.round_id + 1)
+            on_report(report)
+            await self._compute.run(self._stop.round_done, report)
+        if self._stop.reason:
+            log.info("stopped early", round=state.round_id, reason=self._stop.reason, best=self._stop.best_round)
+        await self._compute.run(self._stop.run_ended, list(self.progress.reports))
 
     async def _wait_for_clients(self) -> None:
         """Wait until the first round can start. From then on the clients follow this controller."""
@@ -348,7 +397,8 @@ class Controller:
 
     def next_round(self) -> int:
         """The first round that a client which comes now takes part in."""
-        return self._round.round_id + 1 if self._round is not None else self._state.round_id + 1
+        is_late = self._round is not None and self._bases is None
+        return self._state.round_id + 1 + is_late
 
     def membership_changed(self) -> None:
         if self._round is not None:
@@ -372,7 +422,7 @@ class Controller:
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         round_id = report.round_id
-        if self._round is None or self._round.round_id != round_id or client_id not in self._round.open:
+        if self._round is None or self._round.staleness(round_id) < 0 or client_id not in self._round.open:
             return  # known already: it is repeated until the next command
         reason = report.reason if report.reason in FAILURES else TRAINING_FAILED
         self._failures.note(client_id, round_id, report.text, reason)
@@ -384,7 +434,7 @@ class Controller:
         """Wake the waits of the controller."""
         round_ = self._round
         if round_ is not None:
-            ready, expected = len(round_.accepted), round_.needed
+            ready, expected = round_.ready, round_.needed
             if (ready, expected) != (self.progress.ready, self.progress.expected):
                 self.progress.ready, self.progress.expected = ready, expected
                 log.info("final-ready=%d/%d (min=%d)", ready, expected, round_.minimum, round=round_.round_id)
@@ -449,10 +499,7 @@ class Controller:
             deadline_s=self._time_left()[1],
             grace_s=config.round.grace_s,
         )
-        round_ = Round(
-            round_id, self._selection.ready(round_id), rules, now_s=time.monotonic(), accepted=accepted,
-            silent=self._registry.silent_ids(round_id),
-        )  # fmt: skip
+        round_ = self._new_round(round_id, rules, accepted)
         self._probe.reached("before_command", round_id)
         self._round, self._has_commanded = round_, True
         self._receiver.open(round_, self._publisher.held)
@@ -461,18 +508,25 @@ class Controller:
         self._changed()
         if self._probe.history.on:
             await self._compute.run(self._note_command, round_)
-        command = await self._command(round_id)
+        command, terms = await self._command(round_id), self._round_terms(round_id)
+        self._admission.steps_per_sample = config.training.steps or STEPS_PER_SAMPLE * command.epochs
         self._receiver.timing.commanded()
         with tolerate_write_timeout("command", round_id):
+            await self._publish_terms(terms)
             await self._bus.publish(self._identity, command)
         self._probe.reached("after_command", round_id)
         try:
-            reached = len(accepted)
+            reached, repeat_s = round_.ready, config.clients.heartbeat_s
             while (outcome := round_.verdict(time.monotonic())) is None:
-                if len(round_.accepted) > reached:
-                    reached = len(round_.accepted)
+                if round_.ready > reached:
+                    reached = round_.ready
                     self._probe.reached("mid_collect", round_id)
-                await self._sleep_until(round_.next_check_s())
+                if terms is None:
+                    await self._sleep_until(round_.next_check_s())
+                else:
+                    await self._sleep_until(min(round_.next_check_s(), time.monotonic() + repeat_s))
+                    with tolerate_write_timeout("terms", round_id):
+                        await self._publish_terms(terms)
         finally:
             await self._receiver.close()
             accepted.update(round_.accepted)
@@ -480,10 +534,41 @@ class Controller:
         # An update that was being added when the round ended counts, too.
         return round_, round_.verdict(time.monotonic()) or outcome
 
+    def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
+        """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
+        ready, silent = self._selection.ready(round_id), self._registry.silent_ids(round_id)
+        if self._bases is None:
+            return Round(round_id, ready, rules, now_s=time.monotonic(), accepted=accepted, silent=silent)
+        last = self.progress.reports[-1] if self.progress.reports else None
+        buffer = BufferRound(
+            round_id, ready, rules, self._config.asynchronous, now_s=time.monotonic(), accepted=accepted, silent=silent
+        )  # fmt: skip
+        if last is not None or accepted:
+            trained_s = [0.0] if last is None else [one.train_s for one in last.timeline] or [0.0]
+            buffer.go_on(
+                updates=len(self._receiver.totals.staleness) if accepted else 0, local_s=statistics.median(trained_s),
+                sync_s=0.0 if last is None else last.step_s + last.checkpoint_s + last.publish_s,
+            )  # fmt: skip
+        return buffer
+
     async def _command(self, round_id: int) -> TrainCmd:
         """The command of a round."""
         training, lr = self._config.training, await self._compute.run(self._rates.at, round_id)
-        return TrainCmd(round_id, training.subset_size, training.epochs, lr, self._config.seed)
+        command = TrainCmd(round_id, training.subset_size, training.epochs, lr, self._config.seed)
+        changed = training.changes(round_id)
+        return dataclasses.replace(command, **{key: changed[key] for key in IN_COMMAND if key in changed})
+
+    def _round_terms(self, round_id: int) -> RoundTerms | None:
+        """What belongs to the command of a round, and has no field in it; None: there is no such setting."""
+        training = self._config.training
+        if not training.has_terms:
+            return None
+        changed = training.changes(round_id)
+        return RoundTerms(self.run_id, round_id, {k: value for k, value in changed.items() if k not in IN_COMMAND})
+
+    async def _publish_terms(self, terms: RoundTerms | None) -> None:
+        if terms is not None:
+            await self._bus.publish(self._identity, terms)
 
     async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
         """From the sum of the updates to the published, durable model."""
@@ -510,6 +595,8 @@ class Controller:
             await self._publisher.publish()
         published_s = time.perf_counter()
         self._probe.reached("after_publish", round_id)
+        if self._config.asynchronous.proportional_steps:
+            await self._dispatcher.note_speeds(self._receiver.totals.speeds)
         evaluation = await self._evaluate_after(round_id)
         report = state.amend(
             report, bytes_down=size * max(1, len(self._registry)),
@@ -541,7 +628,9 @@ class Controller:
             wire_s=max(0.0, collected_s - started_s - totals.train_s - totals.encode_s - totals.aggregate_s),
             aggregate_s=totals.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
             command_s=timing.first_command_s - started_s, timeline=timing.timelines(), weights_crc32=crc32,
-            strikes=self._state.quarantine.take_new(), marks=self._marks(),
+            strikes=self._state.quarantine.take_new(), marks=self._marks(), updates=len(totals.staleness),
+            staleness=sum(totals.staleness) / max(1, len(totals.staleness)),
+            max_staleness=max(totals.staleness, default=0),
         )  # fmt: skip
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
@@ -558,12 +647,16 @@ class Controller:
             missed[client_id] = f"{reason}: {self._failures.newest(client_id)}" if is_own else reason
         return {client_id: why for client_id, why in missed.items() if client_id not in round_.accepted}
 
+    def _ids_known_before(self) -> range:
+        """Ids of participants that are known before any has come."""
+        return range(self._config.clients.num or 0)
+
     def _name_clients_that_never_counted(self) -> None:
         """Log the clients whose updates never counted, at any end of the run."""
         participation = self._state.participation
         if self._missed:  # in a round that was not committed
             participation.commit(self._state.round_id + 1, self._receiver.totals.samples, self._missed)
-        never = participation.never_counted(range(self._config.clients.num or 0))
+        never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
             log.warning("client never counted", client=client_id, reason=why)
@@ -601,4 +694,6 @@ class Controller:
         """The round before a crash was committed, but may not have been evaluated."""
         last = self.progress.reports[-1] if self.progress.reports else None
         if last and last.eval_loss is None and (found := await self._evaluate_after(last.round_id)):
-            self.progress.amend(self._state.amend(last, **found))
+            report = self._state.amend(last, **found)
+            self.progress.amend(report)
+            await self._compute.run(self._stop.evaluated, report)

@@ -7,9 +7,11 @@ import contextlib
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from gradbus.actors.federated.asynchronous import proportional_steps
 from gradbus.actors.federated.clients import ClientRecord, ClientRegistry, HelloAnswer
 from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMonitor
 from gradbus.actors.federated.participation import FOR_GOOD
@@ -19,7 +21,7 @@ from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
 from gradbus.runtime.choices import CODECS
-from gradbus.runtime.errors import BusClosed, GradbusError, JobInUse
+from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
 from gradbus.runtime.wire.control import (
@@ -43,6 +45,7 @@ _OTHER_KIND = {
     "clients": "it is the Controller of a site, and this one takes clients: set its clients.kind to sites",
     "sites": "it is a client, and this Controller takes sites (clients.kind): let it join the Controller of its site",
 }
+_SAME_SPEED = 0.2  # a change of the steps by less than this share is none
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 log = get_logger("controller")
@@ -110,6 +113,8 @@ class Dispatcher:
         self._monitor = monitor
         self._events = events
         self._duplicates = DuplicateControllers(context.bus.job, context.identity)
+        self._speeds: dict[int, float] = {}
+        self._steps: dict[int, int] = {}
         self.has_begun = False
         self.terms: Welcome | None = None
 
@@ -226,7 +231,8 @@ class Dispatcher:
             chunk_elems=codec.get("chunk_elems", 1), codec_version=codec["version"],
             num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
-            rule=training.rule.name, options=training.sent_options(), round_s=config.round.timeout_s,
+            rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
+            broadcast=self._publisher.num_broadcast, has_terms=training.has_terms,
         )  # fmt: skip
         if (terms := self.terms) is not None:
             welcome = replace(
@@ -235,6 +241,28 @@ class Dispatcher:
             )  # fmt: skip
         await self._context.publish(welcome)
         await self._publisher.announce_to(client.client_id)
+
+    def _options(self, client_id: int) -> dict[str, Any]:
+        config = self._context.config
+        terms = config.training.sent_terms(config.mode, config.asynchronous.repeats)
+        if client_id in self._steps:
+            terms["training.steps"] = self._steps[client_id]
+        return {**config.training.sent_options(), **terms}
+
+    async def note_speeds(self, speeds: Mapping[int, float]) -> None:
+        """Give clients steps in proportion to these, in steps a second: one whose number changes is welcomed anew."""
+        here = {client.client_id for client in self._registry}  # one that has left sets no pace
+        self._speeds = {one: speed for one, speed in {**self._speeds, **speeds}.items() if one in here}
+        for client_id, steps in proportional_steps(self._context.config.training.steps, self._speeds).items():
+            before = self._steps.get(client_id, self._context.config.training.steps)
+            if abs(steps - before) <= before * _SAME_SPEED:
+                continue
+            self._steps[client_id] = steps
+            incarnation = self._registry.incarnation_of(client_id)
+            client = None if incarnation is None else self._registry.get(client_id, incarnation)
+            if client is not None:
+                with contextlib.suppress(BusError):  # its next Welcome has it
+                    await self.welcome(client)
 
     def _gone(self, client_id: int, incarnation: int) -> None:
         self._receiver.forget(client_id, incarnation)

@@ -87,6 +87,11 @@ class FlatModel:
             if part is None or part.start <= place.start < part.stop or place.start == place.stop
         ]
 
+    def parameters(self) -> list[tuple[nn.Parameter, slice]]:
+        """Exchanged parameters that are trained, each with its place in the vector."""
+        state = self._tensors(self._exchanged)
+        return [(one, place) for one, place in state if isinstance(one, nn.Parameter) and one.requires_grad]
+
     @property
     def _in_place(self) -> bool:
         """Whether the tensors are still views of the vector: a training function may have moved them."""

@@ -23,6 +23,7 @@ from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
 
 log = get_logger("client")
+MAX_BROADCAST = 2  # times the model: what a controller may send behind it
 WARN_EVERY_S = 10.0  # about models that the controller has not published
 
 
@@ -32,6 +33,7 @@ class ModelReplica:
     Attributes:
         round_id: the round after which this was the model; -1: there is none yet.
         vector: float32, shape (D,). A new object for each model, as training may still use the old one.
+        broadcast: float32, shape (E,): what came behind it, for the training rule.
         progress_s: when the last new frame came.
     """
 
@@ -54,16 +56,20 @@ class ModelReplica:
         self._run_id = 0
         self.round_id = -1
         self.vector: Tensor | None = None
+        self._num_broadcast = 0
+        self.broadcast = torch.empty(0)
         self.progress_s = time.monotonic()
         self.dropped = 0
         self._warned_s = float("-inf")
 
-    def start(self, run_id: int, dim: int | None = None) -> None:
-        """Follow this run from now on, with models of ``dim`` values, by default as before. Drops the model so far."""
-        self._run_id = run_id
+    def start(self, run_id: int, dim: int | None = None, broadcast: int = 0) -> None:
+        """Follow this run from now on, with models of ``dim`` values, by default as before, and ``broadcast`` behind
+        them. Drops the model so far."""
+        self._run_id, self._num_broadcast = run_id, min(broadcast, MAX_BROADCAST * (dim or self._dim))
+        self.broadcast = torch.empty(0)
         if dim is not None:
             self._dim = dim
-            self._max_bytes = 8 * dim + 4096 if self._limit is None else self._limit
+            self._max_bytes = 8 * (dim + self._num_broadcast) + 4096 if self._limit is None else self._limit
         self.round_id, self.vector = -1, None
         self._forget(lambda key: True)
 
@@ -148,7 +154,7 @@ class ModelReplica:
         if vector is not None and self._probe.history.on:
             self._probe.note(
                 "decoded", run=f"{key.job:016x}", session=key.incarnation, round=key.round_id, transfer=key.transfer,
-                crc32=self._probe.history.checksum(vector.numpy().data),
+                crc32=self._probe.history.checksum(vector[: self._dim].numpy().data),
             )  # fmt: skip
         return vector
 
@@ -160,8 +166,8 @@ class ModelReplica:
 
                 check_payload(key, payload)
             if flags is None or not flags & Flags.DELTA:
-                return None if flags is None else _dense(payload, self._dim)
-            if base is None:
+                return None if flags is None else _dense(payload, self._dim + self._num_broadcast)
+            if base is None or self._num_broadcast:
                 return None
             vector = base.clone()
             add_into(vector, payload)
@@ -176,7 +182,7 @@ class ModelReplica:
         self._in_memory.discard(key)
         if flags is None or vector is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
             return False
-        self.vector, self.round_id = vector, key.round_id
+        self.vector, self.broadcast, self.round_id = vector[: self._dim], vector[self._dim :], key.round_id
         self._forget(lambda known: known.round_id <= self.round_id)
         return True
 

@@ -4,94 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
-from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options
+from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
+from gradbus.actors.federated.client_state import RESIDUAL, ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
-from gradbus.actors.federated.rules.base import make_rule
+from gradbus.actors.federated.rules.base import RoundStart, make_rule
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.codecs import Codec, NonFiniteError
-from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Hex64, Meta, tensor_of
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.compute_limiter import TRAINING
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
-from gradbus.runtime.wire.control import Receipt, UploadRequest, Welcome
+from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
-_KEPT = 3
-
-
-class SavedResidual(Meta):
-    """The run of a saved residual."""
-
-    run_id: Hex64
-
-
-class ResidualStore:
-    """The residuals of one client in one run. Methods may block: for the compute thread."""
-
-    def __init__(self, directory: Path | None, client_id: int) -> None:
-        """``directory``: where they are saved; None: in memory only. Raises CheckpointError: it cannot be used."""
-        self._shape: tuple[int] | None = None
-        self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT) if directory is not None else None
-        self._run_id = 0
-        self._by_round: dict[int, Tensor] = {}
-
-    def start_run(self, run_id: int, dim: int | None = None) -> None:
-        """Start with this run, and drop residuals of others. ``dim``: length of a residual; None: any."""
-        if run_id == self._run_id:
-            return
-        self._run_id, self._shape = run_id, None if dim is None else (dim,)
-        self._by_round.clear()
-        if self._store is None:
-            return
-        for round_id in self._store.rounds():
-            try:
-                checkpoint = self._store.load(round_id, self._check)
-            except CheckpointError:
-                continue  # damaged, and logged by load: an older one counts
-            if SavedResidual.of(checkpoint).run_id == f"{run_id:016x}":
-                self._by_round[round_id] = checkpoint.tensors["residual"]
-            else:
-                self._store.remove(round_id)
-
-    def _check(self, checkpoint: Checkpoint) -> None:
-        SavedResidual.of(checkpoint)
-        tensor_of(checkpoint, "residual", self._shape)
-
-    def before(self, round_id: int) -> Tensor | None:
-        """The residual to start this round with."""
-        earlier = [known for known in self._by_round if known < round_id]
-        return self._by_round[max(earlier)] if earlier else None
-
-    def accepted(self, round_id: int, residual: Tensor) -> None:
-        """The update of this round counts: save its residual."""
-        for stale in [known for known in self._by_round if known >= round_id]:
-            del self._by_round[stale]
-        self._by_round[round_id] = residual
-        for old in sorted(self._by_round)[:-_KEPT]:
-            del self._by_round[old]
-        if self._store is not None:
-            for stale in [known for known in self._store.rounds() if known >= round_id]:
-                self._store.remove(stale)  # undone, and newer than this one
-            self._store.save(Checkpoint(round_id, {"residual": residual}, {"run_id": f"{self._run_id:016x}"}))
-
-    def close(self) -> None:
-        """Let another process use the directory."""
-        if self._store is not None:
-            self._store.close()
+_OF_RULE, _OF_OPTIMIZER = "rule.", "optimizer."  # in the names of kept tensors
 
 
 def codec_of(welcome: Welcome) -> Codec:
@@ -114,22 +54,49 @@ class EncodedUpdate:
 
     Attributes:
         key: of its frames. request: to upload it. payload: its bytes.
-        residual: float32, shape (D,): after it, if it is accepted; None with a lossless codec.
+        state: tensors that the client keeps if it is accepted, the codec's residual among them.
         sealed: the shared memory with the payload, for a controller of this machine; None: it is in this process alone.
     """
 
     key: FrameKey
     request: UploadRequest
     payload: bytes | memoryview
-    residual: Tensor | None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
     sealed: SharedPayload | None = None
+
+    @property
+    def residual(self) -> Tensor | None:
+        """Float32, shape (D,): of the codec after it; None with a lossless one."""
+        return self.state.get(RESIDUAL)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoundInputs:
+    """What the update of a round is made from.
+
+    Attributes:
+        welcome: how to train. command: what the controller asks for; terms: what that has no field for.
+        base: float32, shape (D,): the global model. broadcast: float32, what came behind it.
+        commanded_s: when the command came, by ``time.perf_counter``.
+    """
+
+    welcome: Welcome
+    command: TrainCmd
+    base: Tensor
+    broadcast: Tensor = field(default_factory=lambda: torch.empty(0))
+    terms: RoundTerms | None = None
+    commanded_s: float = 0.0
+
+    def options(self) -> dict[str, object]:
+        """Options of the rule and of the optimizer in this round."""
+        return {**self.welcome.options, **({} if self.terms is None else self.terms.options)}
 
 
 class LocalTraining:
     """One client's model, task and residuals. All methods are for the compute thread."""
 
     def __init__(
-        self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: ResidualStore,
+        self, task: FederatedTask, identity: Identity, model: FlatModel, kept: ClientStateStore,
         memory: PayloadMemory, probe: Probe | None = None, allowed_rule: str = "",
     ) -> None:  # fmt: skip
         self._probe = probe or no_probe()
@@ -138,8 +105,10 @@ class LocalTraining:
         self._allowed_rule = allowed_rule
         self._identity = identity
         self._model = model
-        self._residuals = residuals
+        self._kept = kept
         self._memory = memory
+        self._number = 0  # of the newest training: that of its round, or, where many are of one round, counted on
+        self._counted = 0  # the newest one that counts
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -160,12 +129,9 @@ class LocalTraining:
         self.arrange(welcome)
         return self._model.frozen != welcome.frozen
 
-    def train(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
-        commanded_s: float,
-    ) -> EncodedUpdate:  # fmt: skip
-        """Train from ``base``, float32, shape (D,), and encode the result. ``commanded_s``: when the command came, by
-        ``time.perf_counter``. Clients that share a process take turns (runtime/compute_limiter.py).
+    def train(self, inputs: RoundInputs, transfer: int, should_stop: Callable[[], bool]) -> EncodedUpdate:
+        """Train from the global model, and encode the result as this transfer. Clients that share a process take turns
+        (runtime/compute_limiter.py).
 
         Raises:
             NonFiniteResult: its loss, or the model, is not finite.
@@ -173,34 +139,50 @@ class LocalTraining:
                 And whatever the task raises.
         """
         with TRAINING.take(should_stop):
-            return self._train(welcome, command, base, transfer, should_stop, commanded_s)
+            return self._train(inputs, transfer, should_stop)
 
-    def _train(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
-        commanded_s: float,
-    ) -> EncodedUpdate:  # fmt: skip
-        identity = self._identity
+    def _train(self, inputs: RoundInputs, transfer: int, should_stop: Callable[[], bool]) -> EncodedUpdate:
+        identity, welcome, command, base = self._identity, inputs.welcome, inputs.command, inputs.base
         self._probe.reached("before_training", command.round_id)
         self.arrange(welcome)
-        self._residuals.start_run(welcome.run_id, self._model.dim)
+        self._kept.start_run(welcome.run_id, self._model.dim)
+        sent, terms = split_terms(inputs.options())
+        self._number = command.round_id
+        if "repeats" in terms:
+            self._number = max(self._number, self._counted + 1, self._kept.newest + 1)
+        kept = self._kept.before(self._number)
         started_s = time.perf_counter()
         self._model.write(base)
-        options, chosen = split_options(welcome.options)
+        options, chosen = split_options(sent)
         rule = make_rule(welcome.rule, options, allowed=self._allowed_rule)
-        own = optimizer_argument(self._task, chosen, command.lr)
-        with rule.attached(self._model.module):
+        steps = int(terms.get("steps", 0))
+        made, optimizer = optimizer_argument(self._task, chosen, command.lr), None
+        if terms.get("keep_optimizer") and made:
+            optimizer = made["make_optimizer"] = KeptOptimizer(made["make_optimizer"], _part(kept, _OF_OPTIMIZER))
+        own = {**made, **steps_argument(self._task, steps)}
+        begin = RoundStart(
+            round_id=command.round_id, lr=command.lr, model=self._model.module, base=base,
+            parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
+            state=_part(kept, _OF_RULE),
+        )  # fmt: skip
+        with rule.attached(begin):
             outcome = self._task.train(
-                self._model.module, client_id=identity.sender, round_id=command.round_id, epochs=command.epochs,
+                self._model.module, client_id=identity.sender, round_id=self._number, epochs=command.epochs,
                 lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=should_stop, **own,
             )  # fmt: skip
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
         self._check_loss(outcome.loss)
+        if steps and rule.steps != steps:
+            raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {steps}")
         self._model.check_frozen()
+        end = rule.finish(self._model.read())
         codec = codec_of(welcome)
-        payload, residual = self._encode(codec, base, command.round_id)
+        residual_before = kept.get(RESIDUAL)
+        encoded, residual = self._encode(codec, base, residual_before)
         update_norm = l2_distance(self._model.read(), base)
-        self._check(payload, base, int(outcome.num_samples), update_norm, command.round_id)
+        self._check(encoded, base, int(outcome.num_samples), update_norm, residual_before)
+        payload = updates.join([(updates.MODEL, encoded), *self._encode_sections(end.sections)])
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
@@ -212,8 +194,9 @@ class LocalTraining:
             num_samples=int(outcome.num_samples), train_s=trained_s - started_s,
             loss=math.nan if outcome.loss is None else float(outcome.loss),
             encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
-            wait_s=max(0.0, started_s - commanded_s), update_norm=update_norm,
-            residual_norm=0.0 if residual is None else l2_norm(residual),
+            wait_s=max(0.0, started_s - inputs.commanded_s), update_norm=update_norm,
+            residual_norm=0.0 if residual is None else l2_norm(residual), steps=rule.steps,
+            metrics={**_finite(getattr(outcome, "metrics", {})), **_finite(end.metrics)},
         )  # fmt: skip
         self._probe.note(
             "offered", run=f"{welcome.run_id:016x}", round=request.round_id, transfer=transfer,
@@ -221,10 +204,35 @@ class LocalTraining:
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", command.round_id)
         # From now on it is in one place only, also for frames.
-        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, residual, sealed)
+        state = {_OF_RULE + name: tensor for name, tensor in end.state.items()}
+        if residual is not None:
+            state[RESIDUAL] = residual
+        if optimizer is not None:
+            state |= {_OF_OPTIMIZER + name: tensor for name, tensor in optimizer.state().items()}
+        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, state, sealed)
+
+    def _local_loss(self) -> float:
+        """The loss of the module on this client's data. Raises ConfigError: the task has no such method."""
+        found: Callable[..., float] | None = getattr(self._task, "local_loss", None)
+        if found is None:
+            raise ConfigError(
+                f"the training rule needs the loss before training: give {type(self._task).__name__} a method "
+                f"local_loss(model, client_id=...) that returns the mean loss on the data of that client"
+            )
+        with torch.no_grad():
+            return float(found(self._model.module, client_id=self._identity.sender))
+
+    @staticmethod
+    def _encode_sections(sections: Mapping[str, Tensor]) -> list[tuple[str, bytes]]:
+        try:
+            return [(name, codecs.get("fp32").encode(vector)) for name, vector in sections.items()]
+        except NonFiniteError as error:
+            raise NonFiniteResult(
+                NON_FINITE_MODEL, f"training made {', '.join(sections)} non-finite: {error}"
+            ) from None
 
     @torch.no_grad()
-    def _encode(self, codec: Codec, base: Tensor, round_id: int) -> tuple[bytes, Tensor | None]:
+    def _encode(self, codec: Codec, base: Tensor, residual: Tensor | None) -> tuple[bytes, Tensor | None]:
         """The update's bytes, and with a lossy codec the residual."""
         local = self._model.read()
         # Version 1 of fp32 and q8 means weights; all else is the difference to the model of the round before.
@@ -232,7 +240,7 @@ class LocalTraining:
         try:
             if codec.lossless:
                 return codec.encode(vector), None
-            return codecs.residual_step(vector, self._residuals.before(round_id), codec)
+            return codecs.residual_step(vector, residual, codec)
         except NonFiniteError as error:
             raise NonFiniteResult(
                 NON_FINITE_MODEL, f"training made the model non-finite: {error}. Lower the learning rate"
@@ -250,11 +258,12 @@ class LocalTraining:
             f"the learning rate; a task without a loss returns None",
         )
 
-    def _check(self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, round_id: int) -> None:
+    def _check(
+        self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, residual: Tensor | None
+    ) -> None:  # fmt: skip
         """Raises ValueError: the update would be refused."""
         if num_samples < 1:
             raise ValueError(f"training used {num_samples} samples: expected at least one")
-        residual = self._residuals.before(round_id)
         norm = update_norm + (0.0 if residual is None else l2_norm(residual))
         # No value is larger than the norm, which is known; half, as a lossy codec may round up.
         if num_samples * norm < LARGEST / 2 or fits(
@@ -267,18 +276,29 @@ class LocalTraining:
         )
 
     def on_receipt(self, update: EncodedUpdate, receipt: Receipt) -> None:
-        """Keep the residual of an update that counts."""
+        """Keep the state after an update that counts."""
         self._probe.note(
             "receipt", run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,
             accepted=receipt.accepted, reason=receipt.reason,
         )  # fmt: skip
         if not receipt.accepted:
             return
+        self._counted = self._number
         self._probe.reached("after_receipt_before_residual", update.key.round_id)
-        if update.residual is not None:
-            self._residuals.accepted(update.key.round_id, update.residual)
+        if update.state:
+            self._kept.accepted(self._number, update.state)
         self._probe.reached("after_residual", update.key.round_id)
 
     def close(self) -> None:
-        """Let another process use the directory of the residuals."""
-        self._residuals.close()
+        """Let another process use the directory of the state."""
+        self._kept.close()
+
+
+def _part(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The kept tensors of a part, by their own names."""
+    return {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics as they are announced: numbers that are finite."""
+    return {str(name): float(value) for name, value in metrics.items() if math.isfinite(value)}

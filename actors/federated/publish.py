@@ -147,13 +147,20 @@ class ModelPublisher:
         self.queue = ResendQueue()
         self._wanted_in_memory = False
         self._resending: asyncio.Task[None] | None = None
-        frames = chunk_count(self._weights.numel() * 4)
-        bus.open_writer(ModelBlob, retained_samples=frames if self._weights.numel() * 4 <= RETAIN_BYTES else 1)
+        broadcast = state.broadcast()
+        self._message_bytes = 4 * (self._weights.numel() + (0 if broadcast is None else broadcast.numel()))
+        frames = chunk_count(self._message_bytes)
+        bus.open_writer(ModelBlob, retained_samples=frames if self._message_bytes <= RETAIN_BYTES else 1)
 
     @property
     def frozen_hash(self) -> int:
         """Hash of the values that are not sent; 0: there are none."""
         return self._context.state.model.frozen
+
+    @property
+    def num_broadcast(self) -> int:
+        """Number of values behind the model."""
+        return self._message_bytes // 4 - self._weights.numel()
 
     @property
     def held_apart(self) -> Tensor | None:
@@ -237,7 +244,10 @@ class ModelPublisher:
 
     def _full_message(self, key: FrameKey) -> _OutgoingModel:
         # Headerless float32, as the original format has it: a view on the weights, without a copy.
-        return _OutgoingModel(key, np.asarray(self.held.numpy(), dtype="<f4"))
+        values = np.asarray(self.held.numpy(), dtype="<f4")
+        if (broadcast := self._context.state.broadcast()) is not None:
+            values = np.concatenate([values, np.asarray(broadcast.numpy(), dtype="<f4")])
+        return _OutgoingModel(key, values)
 
     def _next_key(self) -> FrameKey:
         self._transfer += 1
@@ -300,7 +310,7 @@ class ModelPublisher:
 
     def _enqueue(self, client_id: int, message: _OutgoingModel, seqs: Sequence[int]) -> None:
         """Queue these frames of a message, or all where none are named, within the client's quota."""
-        frames = chunk_count(self.held.numel() * 4) + (0 if self._frozen is None else self._frozen.frames)
+        frames = chunk_count(self._message_bytes) + (0 if self._frozen is None else self._frozen.frames)
         quota = max(RESEND_TIMES * frames, RESEND_FRAMES)
         wanted = [seq for seq in seqs if 0 <= seq < message.frames] if seqs else range(message.frames)
         if self.queue.request(client_id, message.key.transfer, wanted, quota):

@@ -200,6 +200,8 @@ class RoundReport:
         dropped: updates and frames that were not counted, by reason, in this round; with the clients that were lost.
         downlink_residual_norm: L2 norm of the residual of the model's message; 0 with a lossless codec.
         strikes: bad updates in this round; the first, if there are many.
+        staleness: models by which the bases of the updates were behind, their mean; max_staleness: the largest. 0 where
+            rounds are synchronous.
         marks: clients whose updates the strategy changed, by what it did: ``clipped`` and so on.
         timeline: where the time went, by client; of the last ones, where there are very many. Empty for rounds before a
             resume, and in :attr:`Progress.reports` for all but the newest rounds.
@@ -238,6 +240,8 @@ class RoundReport:
     timeline: tuple[ClientTimeline, ...] = ()
     updates: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    staleness: float = 0.0
+    max_staleness: int = 0
 
     def __post_init__(self) -> None:
         if not self.updates:  # else it is known, also where the ids are not

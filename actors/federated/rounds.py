@@ -12,6 +12,8 @@ from gradbus.runtime.wire.control import UploadRequest
 
 CLIENT_LOST = "client lost"
 CLIENT_SILENT = "client silent"
+REPEATED = "repeated"  # why an update of a client that counts already does not
+STALE = "stale"  # its model is too old, or the round is not open
 TRAINING_FAILED = "training failed"
 NON_FINITE_LOSS = "non-finite loss"
 NON_FINITE_MODEL = "non-finite model"
@@ -23,6 +25,7 @@ class Outcome(Enum):
 
     ALL = "all live clients answered"
     QUORUM = "quorum and grace"
+    FULL = "buffer full"
     DEADLINE = "deadline"
     TOO_FEW = "too few updates"
 
@@ -81,6 +84,20 @@ class Round:
         return self.expected - self.accepted - self.failed.keys()
 
     @property
+    def ready(self) -> int:
+        """Updates that count so far."""
+        return len(self.accepted)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further update is taken, though more may come."""
+        return False
+
+    def staleness(self, round_id: int) -> int:
+        """How many models the base of an update for ``round_id`` is behind that of this round; negative: ahead."""
+        return 0 if round_id == self.round_id else -1
+
+    @property
     def needed(self) -> int:
         """Number of expected clients that can still count: the X of "ready=n/X"."""
         return len(self.expected - self.failed.keys())
@@ -88,7 +105,7 @@ class Round:
     def may_send(self, client_id: int) -> str | None:
         """None if an update of this client would count, else the reason why not."""
         if client_id in self.accepted:
-            return "repeated"
+            return REPEATED
         if client_id not in self.expected:
             return "not expected"
         # A reported failure may be of the attempt before: an update outweighs it.
@@ -162,6 +179,8 @@ class RoundTotals:
     bytes_up: int = 0
     bytes_up_shared: int = 0
     num_samples: int = 0
+    speeds: dict[int, float] = field(default_factory=dict)  # steps a second, of each client
+    staleness: list[int] = field(default_factory=list)  # of each update
     samples: dict[int, int] = field(default_factory=dict)  # of each client, as it announced them
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
     sums: dict[int, SumSummary] = field(default_factory=dict)  # of each site: what it has reported of its clients
@@ -177,8 +196,12 @@ class RoundTotals:
         *,
         from_memory: bool,
         partial: SumSummary | None = None,
+        staleness: int = 0,
     ) -> None:
         """Add an update that counts with this weight. ``partial``: it is the sum of a site."""
+        self.staleness.append(staleness)
+        if request.train_s > 0:  # the quotient may be infinite
+            self.speeds[client_id] = request.steps / request.train_s
         self.bytes_up += request.total_bytes
         self.bytes_up_shared += request.total_bytes * from_memory
         self.num_samples += request.num_samples

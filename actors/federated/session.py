@@ -9,7 +9,7 @@ from collections.abc import Callable
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, BusError
-from gradbus.runtime.wire.control import Hello, Leave, RunEnded, TrainingFailure, Welcome
+from gradbus.runtime.wire.control import Hello, Leave, RoundTerms, RunEnded, TrainingFailure, Welcome
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is accepted when the known one is silent for so long
@@ -26,6 +26,7 @@ class ControllerSession:
         failure: of the command; sent with each heartbeat, until the next command.
         ended: the controller's last message, when all rounds are done.
         incarnation: of the controller that has welcomed this client last. run_id: of its run.
+        terms: the newest RoundTerms of this session.
         counted_round: the last round in which an update of this client counted, in this session.
         controller_timeout_s: without a message of a controller for so long, this client gives up.
     """
@@ -38,12 +39,20 @@ class ControllerSession:
         self._seen_s = self._listened_s = time.monotonic()
         self.welcome: Welcome | None = None
         self.command: TrainCmd | None = None
+        self.terms: RoundTerms | None = None
         self.commanded_s = 0.0
         self.failure: TrainingFailure | None = None
         self.ended: RunEnded | None = None
         self.incarnation = 0
         self.run_id = 0
         self.counted_round = 0
+
+    @property
+    def repeats(self) -> bool | None:
+        """Of asynchronous rounds, where a newer command does not end training: whether to train again from the same
+        model; None: rounds are synchronous."""
+        repeats = None if self.welcome is None else self.welcome.options.get("training.repeats")
+        return None if repeats is None else bool(repeats)
 
     @property
     def from_round(self) -> int | None:
@@ -78,7 +87,7 @@ class ControllerSession:
         """Follow another controller, or another start of it. It may repeat a round that the one before has not
         committed."""
         if session != self.incarnation:  # else its command still holds: it is not repeated
-            self.command, self.counted_round, self.failure = None, 0, None
+            self.command, self.counted_round, self.failure, self.terms = None, 0, None, None
         self.incarnation, self._session_seen_s, self.run_id = session, time.monotonic(), welcome.run_id
 
     def take(self, command: TrainCmd) -> bool:
@@ -97,11 +106,24 @@ class ControllerSession:
 
     def wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
         """Whether to train: DDS may repeat a command, and the controller may give one again."""
-        return not self._handled and command.round_id > self.counted_round and command.round_id >= welcome.next_round
+        is_next = command.round_id > self.counted_round or self.repeats is True
+        return not self._handled and is_next and command.round_id >= welcome.next_round
+
+    def is_older(self, command: TrainCmd) -> bool:
+        """Whether there is a newer command, or none is followed any more."""
+        return self.command != command or self.superseded(command)
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether all is known of the newest command."""
+        if self.welcome is None or self.command is None or not self.welcome.has_terms:
+            return True
+        return self.terms is not None and self.terms.round_id == self.command.round_id
 
     def superseded(self, command: TrainCmd) -> bool:
         """Whether the result of this command is no longer wanted."""
-        return self.command != command or self.ended is not None or self.welcome is None
+        is_newer = self.command != command and self.repeats is None
+        return is_newer or self.ended is not None or self.welcome is None
 
     def counted(self, round_id: int, session: int) -> None:
         """An update of this client counts with this start of the controller. Another one may repeat that round."""

@@ -26,7 +26,13 @@ from gradbus.actors.federated.local_training import EncodedUpdate
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.actors.federated.session import ControllerSession
-from gradbus.actors.federated.site_controller import RelayingController, SiteController, UpstreamChanged
+from gradbus.actors.federated.site_controller import (
+    CONTRIBUTED_FILE,
+    RelayingController,
+    RoundsAlone,
+    SiteController,
+    UpstreamChanged,
+)
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.bus.bus import Bus
@@ -222,7 +228,7 @@ class SiteMember(Client):
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, self.client_id, self._identity.incarnation, self._transfers
         )  # fmt: skip
-        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, None, sealed)
+        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, sealed=sealed)
 
 
 class Site:
@@ -248,14 +254,14 @@ class Site:
             ConfigError: the rules do not fit a site.
         """
         check_choices(config)
-        _check(config, upstream)
+        check_site(config, upstream)
         self._above = above
         self._bus = bus
         self._task = task
         self._config = config
         self._upstream = upstream
         self._on_open = on_open
-        self._contribution: tuple[Tensor, int] | None = None
+        self._contribution: RoundsAlone | None = None
         self._followed: Followed | None = None
         self.progress = Progress(minimum=config.clients.min)
 
@@ -287,12 +293,19 @@ class Site:
                 return
             except UpstreamChanged as change:
                 log.warning("site begins anew", reason=str(change))
+                self._take_back(member.controller)
             except BarrierTimeout as error:
                 self._followed = member.followed
                 if not member.is_cut_off or not self._upstream.alone or self._followed is None:
                     raise
                 log.error("cut off", site=self._upstream.site, after=self._followed.round_id, reason=str(error))
+                self._take_back(member.controller)
                 await self._go_on_alone(self._followed)
+
+    def _take_back(self, controller: SiteController | None) -> None:
+        """Keep what a Controller has not contributed for the next one."""
+        if controller is not None:
+            self._contribution = controller.contribution
 
     async def _make_controller(self, welcome: Welcome, frozen: Tensor | None) -> SiteController:
         config = self._config_for(welcome)
@@ -304,7 +317,11 @@ class Site:
         controller = SiteController(
             self._bus, self._task, config, terms=welcome, frozen=frozen, progress=self.progress, on_open=self._on_open
         )
-        controller.contribution, self._contribution = self._contribution, None
+        contribution, self._contribution = self._contribution, None
+        if contribution is not None and contribution.run_id != welcome.run_id:
+            _give_up(contribution, "the level above has begun another run")
+        else:
+            controller.contribution = contribution
         return controller
 
     def _config_for(self, welcome: Welcome) -> FederatedConfig:
@@ -333,7 +350,7 @@ class Site:
         round_id, base, command, terms, frozen = followed
         assert self._config.checkpoint.dir is not None, "checked at the start"
         directory = await asyncio.to_thread(_directory_of, self._config.checkpoint.dir, terms.run_id)
-        kept = directory / f"alone-after-{round_id:06d}"
+        kept = await asyncio.to_thread(_directory_alone, directory, round_id)
         config = self._config_for(terms).replaced("history.dir", None).replaced("checkpoint.dir", kept)
         config = config.replaced("checkpoint.init_path", directory / f"round-{round_id:06d}.safetensors")
         controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)
@@ -350,7 +367,9 @@ class Site:
             kept=str(kept), rejoin=self._upstream.rejoin,
         )  # fmt: skip
         if newest is not None and samples and self._upstream.rejoin == "contribute":
-            self._contribution = newest.tensors["weights"] - base, samples
+            if self._contribution is not None and self._contribution.kept != kept:
+                _give_up(self._contribution, f"the site was cut off again, after round {round_id}")
+            self._contribution = RoundsAlone(terms.run_id, kept, newest.tensors["weights"] - base, samples)
 
     async def _alone(self, controller: Controller) -> None:
         self.progress.phase = "alone"
@@ -363,6 +382,10 @@ class Site:
             log.error("rounds alone end", reason=str(reason), effect="the site waits for the level above")
 
 
+def _give_up(contribution: RoundsAlone, reason: str) -> None:
+    log.warning("rounds alone not contributed", kept=str(contribution.kept), reason=reason)
+
+
 async def _until_heard(bus: Bus) -> None:
     """Wait for a Controller on this bus."""
     with bus.subscribe(Control) as inbox:
@@ -372,14 +395,19 @@ async def _until_heard(bus: Bus) -> None:
                 return
 
 
-def _check(config: FederatedConfig, upstream: UpstreamConfig) -> None:
+def check_site(config: FederatedConfig, upstream: UpstreamConfig) -> None:
     """Raises ConfigError: these rules are not for a site."""
     if upstream.site is None:
         raise ConfigError("upstream.site is missing: each site of a level has a number of its own")
-    if given := sorted(config.model_fields_set & {"rounds", "seed", "training", "codec", "exchange"}):
+    if given := sorted(config.model_fields_set & {"rounds", "seed", "training", "codec", "exchange", "early_stop"}):
         raise ConfigError(
             f"federated.{', federated.'.join(given)}: at a site, the level above decides this. Set it at the top "
             f"level, and leave it out here"
+        )
+    if config.mode != "synchronous":
+        raise ConfigError(
+            f"federated.mode is {config.mode}: the sum of a site is of one round of the level above, and updates from "
+            f"older models cannot be in it. Leave it out here"
         )
     if config.strategy.name != "fedavg" or config.strategy.options:
         raise ConfigError(
@@ -395,6 +423,15 @@ def _check(config: FederatedConfig, upstream: UpstreamConfig) -> None:
         raise ConfigError("federated.history.payloads: the rounds of a site cannot be computed again from its updates")
     if upstream.alone and config.checkpoint.dir is None:
         raise ConfigError("upstream.alone needs federated.checkpoint.dir, where the rounds alone are kept")
+
+
+def _directory_alone(directory: Path, round_id: int) -> Path:
+    """Where rounds alone after this one are kept: with those before, unless these have been contributed."""
+    kept, number = directory / f"alone-after-{round_id:06d}", 1
+    while (kept / CONTRIBUTED_FILE).exists():
+        number += 1
+        kept = directory / f"alone-after-{round_id:06d}-{number}"
+    return kept
 
 
 def _directory_of(directory: Path, run_id: int) -> Path:

@@ -11,11 +11,14 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.liveness import tolerate_write_timeout
 from gradbus.actors.federated.local_training import codec_of
@@ -29,12 +32,27 @@ from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
 CONTRIBUTED = "contributed rounds alone"  # in the marks of a round's report
+CONTRIBUTED_FILE = "contributed"  # in the directory of rounds alone: they have gone into a sum
 
 log = get_logger("site")
 
 
 class UpstreamChanged(Exception):
     """The level above has gone back to an earlier model, or to another run: the site's clients have to begin anew."""
+
+
+class RoundsAlone(NamedTuple):
+    """What a site has learnt in rounds of its own.
+
+    Attributes:
+        run_id: of the level above. kept: the directory of those rounds.
+        difference: to the model that they began with, float32, shape (D,). num_samples: its weight.
+    """
+
+    run_id: int
+    kept: Path
+    difference: Tensor
+    num_samples: int
 
 
 class SiteSum(FedAvg):
@@ -52,7 +70,7 @@ class SiteSum(FedAvg):
     def contribute(self, difference: Tensor, num_samples: int) -> None:
         """Add one more vector to the sum of the round, with this weight. Raises ValueError: it does not fit."""
         update = codecs.parse(codecs.get("fp32").encode(difference), expected_dim=difference.numel())
-        self.add(-1, update, num_samples)
+        self.add(Update(update), Facts(client_id=-1, num_samples=num_samples))
 
     def encode(self, totals: RoundTotals) -> tuple[bytes, int]:
         """The message for the level above, and the number of samples in it."""
@@ -91,6 +109,10 @@ class RelayingController(Controller):
         super()._wire()
         self._dispatcher.terms = self._terms
 
+    def _ids_known_before(self) -> range:
+        """Ids of clients are those of the whole tree: which of them are here is not known."""
+        return super()._ids_known_before() if self._config.clients.kind == "sites" else range(0)
+
     def _max_update_bytes(self) -> int:
         if self._config.clients.kind == "sites":
             return super()._max_update_bytes()
@@ -107,7 +129,7 @@ class SiteController(RelayingController):
     Attributes:
         started: set when enough clients are there.
         counted_round: the newest round in which the sum of this site counts.
-        contribution: a difference of models and its weight, which are added to the next sum.
+        contribution: is added to the next sum.
     """
 
     def __init__(
@@ -119,8 +141,8 @@ class SiteController(RelayingController):
         self.progress = progress
         self.started = asyncio.Event()
         self.counted_round = 0
-        self.contribution: tuple[Tensor, int] | None = None
-        self._has_contributed = False
+        self.contribution: RoundsAlone | None = None
+        self._contributed: RoundsAlone | None = None  # it is in the present sum
         self._due_s = 0.0
         self._accepted: set[int] = set()
         self._gathered: tuple[Round, Outcome, int, float] | None = None
@@ -183,12 +205,21 @@ class SiteController(RelayingController):
             if self.contribution is not None:
                 contribution, self.contribution = self.contribution, None
                 try:
-                    await self._compute.run(self._sum.contribute, *contribution)
-                    self._has_contributed = True
-                except ValueError as error:  # it is kept on the disk all the same
-                    log.warning("rounds alone not contributed", round=command.round_id, reason=str(error))
+                    await self._compute.run(self._contribute, contribution)
+                    self._contributed = contribution
+                except (ValueError, OSError) as error:  # it is kept on the disk all the same
+                    log.warning(
+                        "rounds alone not contributed", round=command.round_id, kept=str(contribution.kept),
+                        reason=str(error),
+                    )  # fmt: skip
         self.progress.phase = "delivering"
         return (*await self._compute.run(self._sum.encode, self._receiver.totals), self._receiver.totals)
+
+    def _contribute(self, contribution: RoundsAlone) -> None:
+        # First the file: whether the sum counts, a site that is killed or cut off meanwhile never learns, and rounds
+        # that go on in this directory would bring these along a second time.
+        (contribution.kept / CONTRIBUTED_FILE).touch()
+        self._sum.contribute(contribution.difference, contribution.num_samples)
 
     async def adopt(self, round_id: int, vector: Tensor) -> None:
         """Take the model after this round, which the level above has committed: as the state of this site, and for its
@@ -210,6 +241,12 @@ class SiteController(RelayingController):
         else:
             if self._published >= 0:
                 log.warning("round without this site", round=round_id, held=self._published)
+            if (lost := self._contributed) is not None:
+                log.warning(
+                    "rounds alone not contributed", round=round_id, kept=str(lost.kept),
+                    reason="the round with them was committed without this site, as far as it knows",
+                )  # fmt: skip
+                self._contributed = None
             await self._take_over(round_id)
         self._published = self.progress.round_id = round_id
         self.progress.phase = "waiting"
@@ -229,6 +266,6 @@ class SiteController(RelayingController):
             history.note("adopted", round=round_id, crc32=crc32, held_crc32=crc32)
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
-        alone: dict[str, tuple[int, ...]] = {CONTRIBUTED: ()} if self._has_contributed else {}
-        self._has_contributed = False
+        alone: dict[str, tuple[int, ...]] = {} if self._contributed is None else {CONTRIBUTED: ()}
+        self._contributed = None
         return {**super()._marks(), **alone}

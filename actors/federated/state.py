@@ -275,6 +275,10 @@ class RunState:
             federated=self._config.model_dump(mode="json"),
         )  # fmt: skip
 
+    def broadcast(self) -> Tensor | None:
+        """What the strategy sends behind the model, as of :meth:`.Strategy.broadcast`."""
+        return self._strategy.broadcast()
+
     def _kind(self) -> str:
         return "full" if self._downlink_codec == "fp32" else "lossy"
 

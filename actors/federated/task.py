@@ -54,7 +54,8 @@ class FederatedTask(Protocol):
         """Train in place. ``should_stop()`` says that the result is no longer wanted: return or raise soon.
 
         One more keyword comes where ``federated.training.optimizer`` names an optimizer: ``make_optimizer``, a function
-        from parameters to an optimizer with the learning rate of this round.
+        from parameters to an optimizer with the learning rate of this round. And with ``federated.training.steps``:
+        ``steps``, the number of optimizer steps to make, in place of ``epochs``.
         """
 
     def evaluate(self, model: nn.Module) -> EvalOutcome | None:

@@ -10,6 +10,8 @@ budget: it is added from there. Where it cannot be read, it is granted and sent 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -19,14 +21,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradbus import codecs
 from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
 from gradbus.actors.aggregation.partial_sum import CountedTwice, SumSummary
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
+from gradbus.actors.aggregation.updates import Facts
+from gradbus.actors.aggregation.updates import parse as parse_update
+from gradbus.actors.federated.asynchronous import BaseGone, Bases
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.report import RoundTiming
-from gradbus.actors.federated.rounds import Round, RoundTotals
+from gradbus.actors.federated.rounds import REPEATED, STALE, Round, RoundTotals
 from gradbus.actors.federated.state import RunContext
 from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.dds.topics import TOPICS
@@ -43,6 +47,8 @@ from gradbus.runtime.wire.messages import ClientUpdate
 REPAIR_AFTER_S = 0.3  # without a new frame, request those that are missing
 STALL_AFTER_S = 10.0  # without a new frame, give the place to another client
 ALONE = "no second update"  # why the only update of an attempt does not count
+MAX_STEPS = 0xFFFF_FFFF
+_NO_STRIKE = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
 _NOTED = 100  # refusals of one kind in a round that a journal lists
 
 log = get_logger("controller")
@@ -69,6 +75,14 @@ class UpdateFromClient(NamedTuple):
         return self.key == other.key and all(getattr(self.request, n) == getattr(other.request, n) for n in names)
 
 
+def facts_of(client_id: int, request: UploadRequest, weight: int) -> Facts:
+    """What a client has announced, where its update counts with this weight."""
+    return Facts(
+        client_id=client_id, num_samples=weight, round_id=request.round_id, steps=request.steps,
+        loss=request.loss if math.isfinite(request.loss) else None, metrics=request.metrics,
+    )  # fmt: skip
+
+
 class UpdateRefusal(NamedTuple):
     """The reason why an update does not count. ``is_strike``: no honest client sends such an update."""
 
@@ -86,7 +100,12 @@ class Settling(Enum):
 
 
 class UpdateAdmission:
-    """Decides which uploads are admitted. Pure: no bus, no clock, no tensors."""
+    """Decides which uploads are admitted. Pure: no bus, no clock, no tensors.
+
+    Attributes:
+        steps_per_sample: most optimizer steps that the open round allows for each announced sample: one for each epoch.
+        max_staleness: rounds by which the base of an update may be behind that of the open round.
+    """
 
     def __init__(
         self, quarantine: Quarantine, cap: SampleCap, *, run_id: int, max_bytes: int, budget_bytes: int,
@@ -100,18 +119,25 @@ class UpdateAdmission:
         self._max_bytes = max_bytes
         self.budget_bytes = budget_bytes
         self._max_samples = max_samples
+        self.steps_per_sample = MAX_STEPS
+        self.max_staleness = 0
 
     def refusal(self, update: UpdateFromClient, round_: Round | None) -> UpdateRefusal | None:
         """The reason to refuse this update while this round is open; None: it is admitted."""
         client_id, request = update.client_id, update.request
-        if round_ is None or request.run_id != self.run_id or request.round_id != round_.round_id:
-            return UpdateRefusal("stale", f"round {request.round_id} is not open")
+        if round_ is None or request.run_id != self.run_id or round_.staleness(request.round_id) < 0:
+            return UpdateRefusal(STALE, f"round {request.round_id} is not open")
+        if (staleness := round_.staleness(request.round_id)) > self.max_staleness:
+            return UpdateRefusal(STALE, f"its model is {staleness} rounds old, at most {self.max_staleness} are taken")
         if (why := self.quarantine.exclusion_reason(client_id, request.round_id)) is not None:
             return UpdateRefusal("quarantine", why)
         if (why := round_.may_send(client_id)) is not None:
             return UpdateRefusal("unexpected", f"client {client_id} is {why} in this round")
         if not 1 <= request.num_samples <= self._max_samples:
             return UpdateRefusal("samples", f"{request.num_samples} samples are out of range", True)
+        if request.steps > self.steps_per_sample * request.num_samples:
+            text = f"{request.steps} steps on {request.num_samples} samples: at most {self.steps_per_sample} for each"
+            return UpdateRefusal("steps", text, True)
         if not 0 < request.total_bytes <= self._max_bytes:
             text = f"{request.total_bytes} bytes, at most {self._max_bytes} with this codec and model"
             return UpdateRefusal("oversized", text, True)
@@ -161,6 +187,7 @@ class UpdateReceiver:
     Attributes:
         totals: sums over the updates that count. timing: moments of the round. dropped: what did not count, by reason.
         capped: samples announced by the clients that weigh less in this round.
+        bases: of asynchronous rounds, in which what comes between two of them waits for the next; None: of others.
     """
 
     def __init__(
@@ -190,6 +217,8 @@ class UpdateReceiver:
         self.dropped: Counter[str] = Counter()
         self.capped: dict[int, int] = {}
         self._rejected_before: Counter[str] = Counter()
+        self.bases: Bases | None = None
+        self._waiting: dict[int, UpdateFromClient] = {}  # with bases: requests that came while no round was open
 
     def open(self, round_: Round, base: Tensor) -> None:
         """Take updates for this round. Another attempt at it goes on with the updates that count.
@@ -202,9 +231,10 @@ class UpdateReceiver:
             self.capped = {}
             self.timing.begin()
             self._to_begin = round_.round_id, base
-            self._work.set()
+        self._work.set()
         self._round = round_
-        self._requests.clear()
+        if self.bases is None:
+            self._requests.clear()
 
     def take_dropped(self) -> dict[str, int]:
         """Updates, frames and invalid samples that did not count since the last call, by reason."""
@@ -217,9 +247,10 @@ class UpdateReceiver:
     async def close(self) -> None:
         """Take no more updates. Returns when none is being added any more."""
         self._round = None
-        self._requests.clear()
-        for key in list(self._transfers):
-            self._drop(key)
+        if self.bases is None:
+            self._requests.clear()
+            for key in list(self._transfers):
+                self._drop(key)
         async with self._folding:
             pass
 
@@ -228,6 +259,9 @@ class UpdateReceiver:
         update = UpdateFromClient(client_id, incarnation, request)
         if self._counted.get(client_id) == update.key:  # the receipt was lost
             await self._send_receipt(update, accepted=True)
+            return
+        if self._round is None and self.bases is not None:
+            self._waiting[client_id] = update
             return
         if (refusal := self._admission.refusal(update, self._round)) is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
@@ -252,9 +286,10 @@ class UpdateReceiver:
     async def _settle(self) -> None:
         """Take in the updates of a first round, once their weights can be fixed."""
         round_ = self._round
-        if self._admission.cap.is_settled or round_ is None or not self._requests:
+        here = (transfer.update for transfer in self._transfers.values())  # of asynchronous rounds, from the one before
+        announced = {update.client_id: update.request.num_samples for update in (*here, *self._requests.values())}
+        if self._admission.cap.is_settled or round_ is None or not announced:
             return
-        announced = {client_id: update.request.num_samples for client_id, update in self._requests.items()}
         match self._admission.settle(round_, announced, time.monotonic()):
             case Settling.ALONE:
                 for client_id in announced:
@@ -263,6 +298,7 @@ class UpdateReceiver:
             case Settling.SETTLED:
                 for update in list(self._requests.values()):
                     self._take_in(update)
+                self._work.set()
                 await self._grant_more()
 
     def _take_in(self, update: UpdateFromClient) -> None:
@@ -307,6 +343,8 @@ class UpdateReceiver:
 
     def forget(self, client_id: int, incarnation: int) -> None:
         """Drop the incomplete update of a client that is gone."""
+        if client_id in self._waiting and self._waiting[client_id].incarnation == incarnation:
+            del self._waiting[client_id]
         offered = self._requests.get(client_id)
         if offered is not None and offered.incarnation == incarnation:
             del self._requests[client_id]
@@ -329,13 +367,31 @@ class UpdateReceiver:
                 self._work.clear()
                 if self._to_begin is not None:  # beside the command, and before any update is added
                     beginning, self._to_begin = self._to_begin, None
-                    await self._context.compute.run(self._strategy.begin, *beginning)
-                while self._complete:
+                    await self._context.compute.run(self._begin_round, *beginning)
+                while self._waiting and self._round is not None:
+                    await self.on_request(*self._waiting.pop(next(iter(self._waiting))))
+                while self._complete and self._takes_more:
                     async with self._folding:
                         await self._fold(self._complete.popleft(), receipts)
                     await self._grant_more()
                     if self._complete and time.monotonic() - self._repaired_s > REPAIR_AFTER_S:
                         await self._repair()  # updates in memory may keep this busy for long
+
+    def _begin_round(self, round_id: int, base: Tensor) -> None:
+        """Make the strategy ready, on the compute thread."""
+        self._strategy.begin(round_id, base)
+        if self.bases is not None:
+            self.bases.keep(round_id, base)
+
+    @property
+    def _takes_more(self) -> bool:
+        """Whether complete updates are to be added now; those of asynchronous rounds may wait for the next one."""
+        if self._to_begin is not None:  # the next round was opened while a grant was sent: its sum comes first
+            return False
+        if self.bases is None:
+            return True
+        # What came before may wait for a cap that is not known yet: without it, it would count as it was announced.
+        return self._round is not None and not self._round.is_full and self._admission.cap.is_settled
 
     def _unreadable_from_here(self, transfer: _IncomingUpdate, error: SharedMemoryFault) -> None:
         """The update is not in its client's memory: have it sent."""
@@ -350,15 +406,16 @@ class UpdateReceiver:
         update, round_ = transfer.update, self._round
         if round_ is None or self._transfers.get(transfer.key) is not transfer:
             return  # the round ended meanwhile
-        if update.client_id in round_.accepted:
+        if round_.may_send(update.client_id) == REPEATED:
             self._drop(transfer.key)  # no client counts twice
             return
+        staleness = round_.staleness(update.request.round_id)
         started_s = time.perf_counter()
         weight = self._admission.cap.weight(update.request.num_samples)
         self.timing.note(update.client_id, "adding")
         transfer.adding = True
         try:
-            partial = await self._context.compute.run(self._add, transfer, weight)
+            partial = await self._context.compute.run(self._add, transfer, weight, staleness)
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
                 self._unreadable_from_here(transfer, error)
@@ -366,10 +423,8 @@ class UpdateReceiver:
             await self._reject(update, UpdateRefusal("non-finite", str(error), True))
         except CodecError as error:
             await self._reject(update, UpdateRefusal("malformed", str(error), True))
-        except CountedTwice as error:
-            await self._reject(update, UpdateRefusal("counted twice", str(error)))
-        except NoRoom as error:
-            await self._reject(update, UpdateRefusal("no room", str(error)))
+        except (CountedTwice, BaseGone, NoRoom) as error:
+            await self._reject(update, UpdateRefusal(_NO_STRIKE[type(error)], str(error)))
         except ValueError as error:
             await self._reject(update, UpdateRefusal("refused", str(error), True))
         else:
@@ -386,7 +441,10 @@ class UpdateReceiver:
         self, round_: Round, update: UpdateFromClient, weight: int, *, from_memory: bool, partial: SumSummary | None
     ) -> None:
         client_id, request = update.client_id, update.request
-        self.totals.count(client_id, request, weight, from_memory=from_memory, partial=partial)
+        self.totals.count(
+            client_id, request, weight, from_memory=from_memory, partial=partial,
+            staleness=round_.staleness(request.round_id),
+        )  # fmt: skip
         if weight < request.num_samples:
             log.warning(
                 "samples capped", client=client_id, round=request.round_id, announced=request.num_samples, weight=weight
@@ -397,9 +455,9 @@ class UpdateReceiver:
         round_.accept(client_id, time.monotonic())
         self._on_change()
 
-    def _add(self, transfer: _IncomingUpdate, weight: int) -> SumSummary | None:
-        """Read, decode and add, off the loop. The journal notes it before the receipt goes out. Returns what a site has
-        reported of its clients; None: it is the update of a client."""
+    def _add(self, transfer: _IncomingUpdate, weight: int, staleness: int) -> SumSummary | None:
+        """Read, decode and add, off the loop. The journal notes it before the receipt goes out. ``staleness``: of its
+        base. Returns what a site has reported of its clients; None: it is the update of a client."""
         key, request, history = transfer.key, transfer.update.request, self._context.history
         payload = transfer.payload
         if payload is None:
@@ -408,11 +466,17 @@ class UpdateReceiver:
         if self._context.config.clients.kind == "sites":
             summary = self._add_sum(key.sender, payload, weight)
         else:
-            self._strategy.add(key.sender, codecs.parse(payload, expected_dim=self._dim), weight)
+            update = parse_update(payload, expected_dim=self._dim, others=self._strategy.sections)
+            if self.bases is not None:
+                update = update.with_model(self.bases.brought(update.model, key.round_id, staleness))
+            facts = facts_of(key.sender, request, weight)
+            self._strategy.add(update, dataclasses.replace(facts, staleness=staleness))
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         history.note(
             "counted", round=key.round_id, client=key.sender, incarnation=key.incarnation, transfer=key.transfer,
             num_samples=request.num_samples, bytes=request.total_bytes, crc32=history.checksum(payload), weight=weight,
+            steps=request.steps,
+            loss=request.loss if math.isfinite(request.loss) else None, metrics=request.metrics,
         )  # fmt: skip
         return summary
 

@@ -31,6 +31,8 @@ from gradbus.runtime.in_network.slots import Allocation, Slots
 from gradbus.runtime.in_network.topology import neighbours
 from gradbus.runtime.in_network.tree import NodeConfig, TreeNode
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.wire.control import GroupHello
+from gradbus.runtime.wire.messages import Control
 
 CHECK_S = 5.0  # how often leases and dropped packets are looked at, at least
 
@@ -44,7 +46,9 @@ class AggregatorConfig:
     Attributes:
         slots: how many blocks it holds, of all jobs together. block_elems: int32 entries of a block.
         allocation: ``scan`` takes the first free slots in a row, ``hash`` one place or none, as a switch does.
-        max_jobs: that are served at once. max_groups_per_job: groups of one job that hold slots.
+        max_jobs: that are served at once.
+        max_groups_per_job: groups of one job that hold slots by route ra-ina, at most; never more than the two windows
+            that its workers have under way. Of these a worker may ask for its part, rounded up.
         retransmit_s: after which workers are reminded.
         lease_s: a job is given up when a slot of it got nothing new for so long. Its workers go on without aggregators.
         report_s: how often the log has a line on each job.
@@ -68,10 +72,17 @@ class AggregatorActor:
     """
 
     def __init__(self, config: AggregatorConfig | None = None) -> None:
-        """An aggregator that serves no job yet."""
+        """An aggregator that serves no job yet. Raises ConfigError: there is no memory for its slots."""
         self._config = config = config or AggregatorConfig()
         self._times = RetransmissionTimes(config.retransmit_s, max(1.0, config.retransmit_s))
-        self._slots = Slots(config.slots, config.block_elems, config.allocation)
+        try:
+            self._slots = Slots(config.slots, config.block_elems, config.allocation)
+        except (MemoryError, ValueError):  # the latter of what no address reaches
+            size = config.slots * config.block_elems * 4 / (1 << 30)
+            raise ConfigError(
+                f"aggregator.slots is {config.slots}, of aggregator.block_elems {config.block_elems} each: {size:,.1f} "
+                f"GiB, for which this machine has no memory. Take fewer slots, or smaller blocks, also at the workers"
+            ) from None
         self._numbers = itertools.count(1)
         self._jobs = 0
         self.expired = 0
@@ -81,18 +92,23 @@ class AggregatorActor:
         """Slots that hold nothing."""
         return self._slots.free
 
-    async def serve(self, bus: Bus, world: int, *, node: int = 0, nodes: int = 1, timeout_s: float = 60.0) -> None:
+    async def serve(
+        self, bus: Bus, world: int, *, node: int = 0, nodes: int = 1, timeout_s: float = 60.0, is_idle: bool = False
+    ) -> None:
         """Serve the job of this bus until all of its workers have left.
 
         Args:
             world: its workers, which are ranks 0 to ``world`` - 1 of the group that they and the aggregators form.
             node: number of this aggregator. nodes: how many the job has.
             timeout_s: how long to wait for all of them.
+            is_idle: there may be no worker for long: ``timeout_s`` begins when the first one comes.
 
         Raises:
             BarrierTimeout: a worker or another aggregator has not come. BusError: as of the bus.
             ConfigError: another member has another number of workers or aggregators.
         """
+        if is_idle:
+            await _until_a_worker_comes(bus, world)
         try:
             joining = join_group(
                 bus, rank=world + node, world=world + nodes, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0,
@@ -125,7 +141,7 @@ class AggregatorActor:
                 return
             number = offers[world]["job"]  # the first aggregator's: packets have it on all of them
             config = replace(config, job=number)
-            protocol = self._protocol(config, plan.route, base, reserved)
+            protocol = self._protocol(config, plan, base, reserved)
             server = _JobServer(network, config, protocol, self._config, loss=plan.loss)
             log.info("job", job=job, world=world, node=node, neighbours=neighbours(config), plan=plans[0])
             try:
@@ -175,17 +191,29 @@ class AggregatorActor:
     def _job_has_ended(self) -> None:
         self._jobs -= 1
 
-    def _protocol(self, node: NodeConfig, route: str, base: int, reserved: ExitStack) -> Aggregator | TreeNode:
-        if route == "ina":
+    def _protocol(self, node: NodeConfig, plan: InNetworkPlan, base: int, reserved: ExitStack) -> Aggregator | TreeNode:
+        if plan.route == "ina":
             lanes = self._slots.memory[base : base + node.lanes * node.world].reshape(node.lanes, node.world, -1)
             return TreeNode(node, lanes)
         config = self._config
         protocol = Aggregator(
-            self._slots, block_elems=config.block_elems, max_groups_per_job=config.max_groups_per_job, times=self._times
-        )
+            self._slots, block_elems=config.block_elems, times=self._times,
+            max_groups_per_job=min(config.max_groups_per_job, 2 * plan.window_groups),
+        )  # fmt: skip
         protocol.open_job(node.job, node.world)
         reserved.callback(protocol.close_job, node.job)
         return protocol
+
+
+async def _until_a_worker_comes(bus: Bus, world: int) -> None:
+    with bus.subscribe(Control) as inbox:
+        bus.open_writer(Control)  # so that workers find this process, and name what it has configured otherwise
+        while True:
+            message = await inbox.get()
+            if isinstance(message, Control) and message.sender < world:
+                body = message.body
+                if isinstance(body, GroupHello) and body.group == GROUP:  # repeated, until its group is complete
+                    return
 
 
 class _JobServer:

@@ -43,6 +43,7 @@ class Flag(IntFlag):
     REFUSED = 2  # it is left out, for it is not finite
     MEETS = 4
     WANTS_END = 8
+    DROPPED = 16  # the server goes on without this worker, and ``why`` of the reply says the reason
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ decides; the tensor work of :mod:`.shard` is done on a thread of its own, in the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from gradbus.actors.parameter_server.messages import Flag, Message, decode, enco
 from gradbus.actors.parameter_server.shard import Shard, check_config
 from gradbus.actors.parameter_server.state import FROZEN, SavedServer, ServerState, own_tensors, state_bytes_of
 from gradbus.runtime.checkpoint import Checkpoint
-from gradbus.runtime.collectives import Group
+from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
@@ -37,6 +38,8 @@ from gradbus.runtime.logs import get_logger
 
 REQUEST, REPLY = "parameter_server/request", "parameter_server/reply"
 MAX_NAME_CHARS = 64  # of a meeting
+_WHOLE_RUN_S = 1e9  # a deadline that never comes: the group tells of a worker that dies
+_LAST_WORD_S = 5.0  # at the end of the run, for workers that were dropped and are alive
 
 log = get_logger("parameter-server")
 
@@ -97,6 +100,7 @@ class ParameterServer:
         self._own: dict[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]] = {}  # what workers keep, of a resume
         self._frozen: dict[str, Tensor] = {}  # parameters that are not trained, at server 0
         self._lost: list[int] = []
+        self._told: dict[int, CollectiveHandle[None]] = {}  # by worker, that it is dropped
         self._is_new = True
         self._epoch = self._step_number = 0
         self._stepped_to = 0  # schedules of a task are stepped once a clock
@@ -137,10 +141,13 @@ class ParameterServer:
                         tasks.create_task(self._serve(rank), name=f"worker {rank}")
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
+            await self._end_telling()
             return self.summary
         except PeerLost as error:
             raise self._roles.named(self._network.name, error) from None
         finally:
+            for handle in self._told.values():
+                handle.cancel()
             self._compute.close()
             if self._state is not None:
                 self._state.close()
@@ -226,6 +233,17 @@ class ParameterServer:
             if isinstance(error, PeerLost) and rank not in error.ranks and rank not in self._network.lost:
                 raise
             await self._drop(rank, error)
+            if isinstance(error, CollectiveTimeout):  # it may be alive, and come later with what nobody waits for then
+                reply = encode(Message("push", self._clocks.slowest, Flag.DROPPED, meta={"why": str(error)[:400]}))
+                self._told[rank] = self._network.send(REPLY, reply, to=rank, timeout_s=_WHOLE_RUN_S)
+
+    async def _end_telling(self) -> None:
+        """Give workers that were dropped a moment more to come and learn it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                for handle in self._told.values():
+                    with contextlib.suppress(CollectiveError):  # it has died meanwhile
+                        await handle
 
     async def _drop(self, rank: int, error: PeerLost | CollectiveTimeout) -> None:
         """Go on without a worker, or raise the error."""

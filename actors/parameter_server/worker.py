@@ -260,18 +260,31 @@ class ParameterServerWorker:
                 rank = roles.workers + server
                 handles.append(network.send(REQUEST, request, to=rank, timeout_s=timeouts.collective_s))
                 handles.append(network.recv(REPLY, source=rank, timeout_s=limit_s, max_bytes=self._max_bytes))
-            replies = [await handle for handle in handles][1::2]
+            # A server that has dropped this worker takes no request any more, but has answered.
+            found = [await self._reply(server, handle) for server, handle in zip(servers, handles[1::2], strict=True)]
+            for handle in handles[::2]:
+                await handle
         finally:
             for handle in handles:
                 if not handle.done():
                     handle.cancel()
         self._wait_s += time.perf_counter() - started_s
         self.profile.add_span("wait", started_s, time.perf_counter())
-        found = [await self._compute.run(decode, reply) for reply in replies]
         for server, reply in zip(servers, found, strict=True):
             if reply.kind != kind:
                 raise CollectiveError(f"server {server} answered {kind} with {reply.kind}")
         return found
+
+    async def _reply(self, server: int, handle: CollectiveHandle[Any]) -> Message:
+        """The reply of a server. Raises CollectiveError: it goes on without this worker."""
+        reply = await self._compute.run(decode, await handle)
+        if Flag.DROPPED in reply.flags:
+            raise CollectiveError(
+                f"server {server} has dropped this worker: {meta_of(reply, 'why', str)}. What it has learnt since is "
+                f"lost, and the others go on without it. Is it too slow for parallel.timeouts.collective_s "
+                f"({self._config.timeouts.collective_s:g}), or was it stopped? It can take part in the next start"
+            )
+        return reply
 
     async def _meet(
         self, name: str, value: Any, state: Mapping[str, Tensor] | None = None

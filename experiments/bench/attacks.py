@@ -32,6 +32,7 @@ from gradbus import codecs
 from gradbus.actors.aggregation.clipping import LimitedStrategy, l2_norm
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
@@ -109,7 +110,8 @@ def run(scene: AttackScene, strategy: Strategy, attack: str, rounds: int) -> flo
         for client_id in range(CLIENTS):
             payload = encode(scene.update(client_id, round_id, base, attack))
             with contextlib.suppress(ValueError):  # it has grown out of all bounds, and is refused as in a run
-                strategy.add(client_id, codecs.parse(payload, expected_dim=scene.dim), SAMPLES)
+                update = Update(codecs.parse(payload, expected_dim=scene.dim))
+                strategy.add(update, Facts(client_id=client_id, num_samples=SAMPLES))
         strategy.finish(weights)
     return scene.accuracy(weights)
 
@@ -152,7 +154,7 @@ def measure_time() -> Iterator[Measurement]:
             strategy.begin(1, weights.clone())
             started_s = time.perf_counter()
             for client_id, update in enumerate(updates):
-                strategy.add(client_id, update, 1)
+                strategy.add(Update(update), Facts(client_id=client_id, num_samples=1))
             add_ms.append(1e3 * (time.perf_counter() - started_s) / CLIENTS)
             finish_ms += [1e3 * one for one in block(partial(strategy.finish, weights), 1)]
         note = f"and {statistics.median(add_ms[1:]):.1f} ms to add one update"

@@ -18,7 +18,7 @@ from gradbus.experiments.bench.timing import block, timed
 from gradbus.runtime.bus import background
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.torch.groups import acquire_bus
+from gradbus.torch.groups import acquire_bus, job_number
 
 _MULTICAST_LEASE_S = 20.0  # eight processes on a busy machine
 
@@ -89,7 +89,8 @@ def time_cells(place: BenchRank) -> list[CellTimes]:
         for cell in cells
     ]
     # A Group on the bus that the process group has already. Not before: it could cost the others something.
-    bus, stack = acquire_bus(dist.distributed_c10d._get_default_store(), dist.get_rank()), AsyncExitStack()
+    number = job_number(dist.distributed_c10d._get_default_store())
+    bus, stack = acquire_bus(number, dist.get_rank()), AsyncExitStack()
     joining = join_group(bus.bus, rank=place.rank, world=place.world, name="bench")
     group = bus.start(stack.enter_async_context(joining)).result()
 

@@ -29,6 +29,7 @@ from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rungs import RUNGS, TARGET, LadderPlan, climb
 from gradbus.experiments.bench.timing import by_turns, in_turns
 from gradbus.experiments.bench.training import Training
+from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import hosts_on_a_switch, sent_bytes
 from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.requests import AllReduce, Program
@@ -94,8 +95,10 @@ def measure_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
     repeats = {"tiny": 1, "quick": 5, "full": 15}[chosen.effort]
     numel = TINY_NUMEL if chosen.effort == "tiny" else HOSTS_NUMEL
     plan = RoutesPlan(ways=tuple(WAYS), repeats=repeats, numel=numel)
-    with hosts_on_a_switch(2, HOSTS_RATE_MBIT_S) as hosts:
-        ranks: list[list[tuple[str, float, int]]] = run_ranks(time_routes, 4, plan, hosts=hosts, timeout_s=300.0)
+    with hosts_on_a_switch(2, LinkConditions(rate_bit_s=1e6 * HOSTS_RATE_MBIT_S)) as network:
+        ranks: list[list[tuple[str, float, int]]] = run_ranks(
+            time_routes, 4, plan, hosts=network.hosts, timeout_s=300.0
+        )
     ms: dict[str, list[float]] = {way: [] for way in WAYS}
     sent: dict[str, list[float]] = {way: [] for way in WAYS}
     for turns in zip(*ranks, strict=True):
@@ -116,7 +119,7 @@ def measure_pipeline(chosen: argparse.Namespace) -> Iterator[Measurement]:
     launches, steps = {"tiny": (1, 3), "quick": (1, 16), "full": (3, 24)}[chosen.effort]
     batch_size = 4 if chosen.effort == "tiny" else 64
     ways: Mapping[str, Mapping[str, Any]] = {"pipeline": {"delay_steps": 1}, "apart": {"overlap": False}}
-    with hosts_on_a_switch(2, PIPELINE_RATE_MBIT_S) as hosts:
+    with hosts_on_a_switch(2, LinkConditions(rate_bit_s=1e6 * PIPELINE_RATE_MBIT_S)) as network:
 
         def times(way: str) -> dict[str, list[list[float]]]:
             config = {**EVERY_STEP, **ways[way], "max_steps": _PIPELINE_WARM_UP + steps}
@@ -124,7 +127,7 @@ def measure_pipeline(chosen: argparse.Namespace) -> Iterator[Measurement]:
                 model=models.mnist_cnn, batch_size=batch_size, config=config, data="glyphs",
                 samples=2 * batch_size * (_PIPELINE_WARM_UP + steps),  # one epoch: what is late is awaited at its end
             )  # fmt: skip
-            return steps_of(run, _PIPELINE_WARM_UP, hosts)
+            return steps_of(run, _PIPELINE_WARM_UP, network.hosts)
 
         taken = by_turns({way: partial(times, way) for way in ways}, launches)
     step_ms = [1e3 * typical(max, run["step_s"]) for run in taken["pipeline"]]

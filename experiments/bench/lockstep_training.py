@@ -90,7 +90,7 @@ class LockstepTraining:
             make_algorithm(recipe.algorithm, Place(rank, world), recipe.options) for rank in range(world)
         ]
         first = self.algorithms[0]
-        self._delay = first.delay_steps if recipe.delay_steps is None else recipe.delay_steps
+        self._delay = first.check_delay(recipe.delay_steps)
         self._late: deque[_Late] = deque()  # oldest first
         self._predicts = recipe.predicts_weights
         self.models: list[nn.Module] = [task.build_model() for _ in range(1 if first.equal_replicas else world)]

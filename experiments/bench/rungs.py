@@ -17,6 +17,7 @@ import gradbus
 from gradbus import models
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.training import Data, Training
+from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import hosts_on_a_switch
 from gradbus.experiments.simulate.network import NetworkModel
 from gradbus.experiments.simulate.steps import SimulatedSteps, simulate_steps
@@ -102,8 +103,8 @@ def climb(rung: Rung, plan: LadderPlan, *, timeout_s: float = 900.0) -> RungTime
             "timeouts": {"join_s": 600, "collective_s": 300},
         },
     )  # fmt: skip
-    with hosts_on_a_switch(plan.world, plan.rate_mbit_s) as hosts:
-        ranks: list[list[dict[str, Any]]] = run_ranks(_train, plan.world, run, hosts=hosts, timeout_s=timeout_s)
+    with hosts_on_a_switch(plan.world, LinkConditions(rate_bit_s=1e6 * plan.rate_mbit_s)) as network:
+        ranks: list[list[dict[str, Any]]] = run_ranks(_train, plan.world, run, hosts=network.hosts, timeout_s=timeout_s)
     timed = [epoch for epochs in ranks for epoch in epochs[1:] or epochs]
     step_s = statistics.mean(epoch["step_s_mean"] for epoch in timed)
     compute_s = step_s - statistics.mean(epoch["wait_s_mean"] for epoch in timed)

@@ -23,6 +23,7 @@ from gradbus.experiments.cli.options import (
     Level,
     Live,
     Loop,
+    MetricsPort,
     Overrides,
     Resume,
     RunDir,
@@ -101,6 +102,7 @@ def controller(
     config: Config,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
+    metrics_port: MetricsPort = None,
     resume: Resume = None,
     live: Live = True,
     insecure: Insecure = False,
@@ -121,6 +123,7 @@ def controller(
         resume=("federated.checkpoint.resume", resume),
         run_dir=run_dir,
         tensorboard=tensorboard,
+        metrics_port=metrics_port,
         insecure=insecure,
     )
     controller_run(config, own, data_root, Screen(live=live, level=log_level, style=log_style), loop)
@@ -136,6 +139,7 @@ def client(
             "--id", min=0, help="Id of this client, another one for each client of the job.", show_default=False
         ),
     ],
+    metrics_port: MetricsPort = None,
     insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,
@@ -151,7 +155,8 @@ def client(
 
     logs.configure(level=log_level, style=log_style)
     add_current_directory_to_path()
-    own = settings_of(overrides, insecure=insecure) + (["client.full_traceback=true"] if full_traceback else [])
+    own = settings_of(overrides, metrics_port=metrics_port, insecure=insecure)
+    own += ["client.full_traceback=true"] if full_traceback else []
     file = load(ClientFile, config, overrides=own, data_root=data_root)
     check(file.bus)
     from gradbus.experiments.run.federated import run_client
@@ -204,6 +209,7 @@ def worker(
     ] = False,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
+    metrics_port: MetricsPort = None,
     resume: Resume = None,
     live: Live = True,
     insecure: Insecure = False,
@@ -233,6 +239,7 @@ def worker(
         resume=("parallel.checkpoint.resume", resume),
         run_dir=run_dir,
         tensorboard=tensorboard,
+        metrics_port=metrics_port,
         insecure=insecure,
     )
     screen = Screen(live=live, level=log_level, style=log_style)
@@ -321,6 +328,48 @@ def run(
         return launch_run(arguments, parsed.params, ranks=ranks, grace_s=grace_s, elastic=bounds)
 
     raise typer.Exit(guard("run", launch))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+@command("lab")
+def lab(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="For every host; or one for each, with + between.", show_default=False),
+    ],
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, metavar="N", help="Hosts. [default: 2, or one for each command]", show_default=False
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Of each host's link, each way: 10mbit, 1gbit. [default: any]")
+    ] = None,
+    delay: Annotated[str, typer.Option(help="From one host to another, one way: 50ms.")] = "0",
+    jitter: Annotated[str, typer.Option(help="By so much the delay varies: 5ms.")] = "0",
+    loss: Annotated[str, typer.Option(help="Share of packets that are lost on the way: 1%.")] = "0",
+    queue: Annotated[str, typer.Option(help="What waits in front of a link; more is lost: 64kb.")] = "64mb",
+    mtu: Annotated[int, typer.Option(help="Bytes of the largest packet.")] = 1500,
+    seed: Annotated[int, typer.Option(help="Of what is lost.")] = 1,
+) -> int:
+    """Run commands on hosts of a network with this rate, delay and loss, all of them on this machine.
+
+    For example: gradbus lab --rate 50mbit --delay 50ms --loss 1% -- make run-ddp
+
+    The command is started once on each host, as on as many machines: with RANK and WORLD_SIZE, with MASTER_ADDR, and
+    with the settings of the bus for this network. At the end come time, bytes and the use of the links, host by host.
+    Linux alone can do it, with the right to make network namespaces.
+    """
+    from gradbus.experiments.lab import conditions
+    from gradbus.experiments.lab.command import run_lab
+
+    link = conditions.LinkConditions(
+        rate_bit_s=None if rate is None else conditions.bits_per_second(rate), delay_s=conditions.seconds(delay),
+        jitter_s=conditions.seconds(jitter), loss=conditions.share(loss), queue_bytes=conditions.num_bytes(queue),
+        mtu=mtu, seed=seed,
+    )  # fmt: skip
+    return run_lab(arguments, hosts, link)
 
 
 @app.command()

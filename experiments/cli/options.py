@@ -42,6 +42,10 @@ TensorBoard = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Write scalars for TensorBoard there. Needs the package tensorboard"),
 ]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(metavar="PORT", help="Serve metrics for Prometheus there. Needs the package prometheus-client"),
+]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue the run in the state directory.")]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Let data leave this machine without protection: with no key.")
@@ -85,6 +89,7 @@ def settings_of(
     resume: tuple[str, bool | None] = ("", None),
     run_dir: Path | None = None,
     tensorboard: Path | None = None,
+    metrics_port: int | None = None,
 ) -> list[str]:
     """Options as overrides of settings, behind those of ``--set``: the last one is the strongest.
 
@@ -96,6 +101,7 @@ def settings_of(
         *(overrides or ()),
         *([] if wanted is None else [f"{key}={json.dumps(wanted)}"]),
         *(f"{name}={json.dumps(os.fspath(folder))}" for name, folder in folders.items() if folder is not None),
+        *([] if metrics_port is None else [f"metrics.port={metrics_port}"]),
         *(["bus.insecure=true"] if insecure else []),
     ]
 

@@ -23,7 +23,8 @@ import gradbus
 from gradbus.actors import FederatedTask, Progress
 from gradbus.experiments.buses import check, open_bus
 from gradbus.experiments.files import ControllerFile, load
-from gradbus.experiments.report.metrics import JobCollector, Totals
+from gradbus.experiments.report.followed import Totals
+from gradbus.experiments.report.metrics import JobCollector
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import guard, say
 from gradbus.experiments.rundir.directory import json_text

@@ -55,7 +55,7 @@ def read_history(path: Path) -> RunHistory:
     """Read the journals in this directory, or in its folder ``history``.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or they are of asynchronous rounds.
     """
     directory = path / "history" if (path / "history").is_dir() else path
     run = RunHistory(directory)
@@ -76,7 +76,17 @@ def read_history(path: Path) -> RunHistory:
             f"{path} holds no history. Runs of `gradbus controller`, `worker` and `demo` keep one in RUN_DIR/history; "
             f"clients in client.history.dir"
         )
+    if any(_is_asynchronous(start.opening) for start in run.controller):
+        raise ConfigError(
+            f"{path} is of a run with federated.mode = asynchronous: what is checked are rounds in which each client "
+            f"counts once. Its journals can be read as they are: one JSON object a line"
+        )
     return run
+
+
+def _is_asynchronous(opening: Event) -> bool:
+    rules = opening.get("federated")
+    return isinstance(rules, dict) and rules.get("mode") == "asynchronous"
 
 
 def _events(run: RunHistory, file: Path) -> Iterator[Event]:

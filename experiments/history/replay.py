@@ -106,6 +106,8 @@ class _Replay:
         import torch
 
         from gradbus import codecs
+        from gradbus.actors.aggregation import updates as updates_format
+        from gradbus.actors.aggregation.updates import Facts
 
         base = self._weights if self._held is None else self._held
         if self._strategy is not None:
@@ -113,8 +115,12 @@ class _Replay:
             self._strategy.begin(round_id, torch.from_numpy(base))
             for update in updates:
                 payload = bytearray(self._payload(round_id, update))
-                parsed = codecs.parse(payload, expected_dim=base.size)
-                self._strategy.add(update["client"], parsed, _weight(update))
+                parsed = updates_format.parse(payload, expected_dim=base.size, others=self._strategy.sections)
+                facts = Facts(
+                    client_id=update["client"], num_samples=_weight(update), round_id=round_id,
+                    steps=update.get("steps", 0), loss=update.get("loss"), metrics=update.get("metrics", {}),
+                )  # fmt: skip
+                self._strategy.add(parsed, facts)
             self._strategy.finish(weights)
             return
         # In two parts, low < 2^32: a sum of what is only just allowed does not fit 64 bits.

@@ -16,6 +16,7 @@ import ctypes
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +46,7 @@ class Launch:
     ``command`` gets the rank, and whether it is started again. A variable that is None is removed. ``grace_s``: between
     the request to end and the kill. ``name``: of a rank, for people. ``goes_on_without``: whether the others go on when
     these ranks have failed. ``restarts``: how often ranks that something has killed are started again in all.
+    ``program``: the command of ``gradbus`` that says so.
     """
 
     world: int
@@ -54,6 +56,7 @@ class Launch:
     name: Callable[[int], str] = lambda rank: f"rank {rank}"
     goes_on_without: Callable[[Collection[int]], bool] = lambda ranks: False
     restarts: int = 0
+    program: str = "run"
 
 
 class LaunchedRank:
@@ -159,12 +162,17 @@ class _LineProtocol(asyncio.Protocol):
 
 
 class Launcher:
-    """Runs one :class:`Launch`, once."""
+    """Runs one :class:`Launch`, once.
+
+    Attributes:
+        ended_s: when each rank exited for the last time, as of ``time.monotonic``.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._changed = asyncio.Event()
         self._ranks = [LaunchedRank(number, self._changed.set) for number in range(launch.world)]
+        self.ended_s: dict[int, float] = {}
         self._exits: list[RankExit] = []
         self._signals: list[signal.Signals] = []
         self._stopped_by: signal.Signals | None = None
@@ -180,7 +188,7 @@ class Launcher:
         _fill_standard_files()
         _allow_files(5 * self._launch.world + 64)
         out, err = _outputs(partial(loop.call_soon_threadsafe, self._on_signal, signal.SIGPIPE))
-        say = partial(_say, err)
+        say = partial(_say, err, self._launch.program)
         with self._signals_caught(loop), self._all_killed_at_end():
             for rank in self._ranks:
                 if not self._signals:
@@ -202,10 +210,12 @@ class Launcher:
         end = await rank.wait()
         while self._comes_again(end):
             self._restarts -= 1
-            _say(err, f"{self._launch.name(end.rank)} {end}; starting it again, {self._restarts} restarts are left")
+            left = f"{self._restarts} restarts are left"
+            _say(err, self._launch.program, f"{self._launch.name(end.rank)} {end}; starting it again, {left}")
             rank = self._ranks[end.rank] = LaunchedRank(end.rank, self._changed.set)
             await rank.start(self._launch, out, err, again=True)
             end = await rank.wait()
+        self.ended_s[end.rank] = time.monotonic()
         self._exits.append(end)
         self._changed.set()
 
@@ -321,8 +331,8 @@ def _outputs(on_broken: Callable[[], object]) -> tuple[OutputWriter, OutputWrite
     return out, out if os.path.sameopenfile(1, 2) else OutputWriter(2)
 
 
-def _say(writer: OutputWriter, text: str | bytes) -> None:
-    writer.put(b"gradbus run: " + text.encode() if isinstance(text, str) else b"  " + text)
+def _say(writer: OutputWriter, program: str, text: str | bytes) -> None:
+    writer.put(f"gradbus {program}: {text}".encode() if isinstance(text, str) else b"  " + text)
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -2,74 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gradbus.actors import Progress, RoundReport
+from gradbus.experiments.report.followed import Measured
 from gradbus.experiments.report.scalars import PHASES
 
-_SUMMED = (
-    "bytes_up", "bytes_down", "bytes_up_shared", "bytes_down_shared", "seconds", *(f"{phase}_s" for phase in PHASES)
-)  # fmt: skip
-
 Family = CounterMetricFamily | GaugeMetricFamily
-
-
-class Totals:
-    """Sums over the reports of one run. Each report is looked at once, however many there are.
-
-    Attributes:
-        rounds: reports so far. sums: of their bytes and seconds, by the names of the fields. dropped: by reason.
-        loss: of the newest report. accuracy, eval_loss: of the newest one that was evaluated.
-    """
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        self.sums: dict[str, float] = dict.fromkeys(_SUMMED, 0)
-        self.dropped: Counter[str] = Counter()
-        self.loss: float | None = None
-        self.accuracy: float | None = None
-        self.eval_loss: float | None = None
-
-    def follow(self, reports: Sequence[RoundReport]) -> Totals:
-        """Add those of the run's reports that are new."""
-        for report in reports[self.rounds :]:
-            self.rounds += 1
-            for name in _SUMMED:
-                self.sums[name] += getattr(report, name)
-            self.dropped.update(report.dropped)
-            self.loss = report.loss
-            if report.accuracy is not None:
-                self.accuracy, self.eval_loss = report.accuracy, report.eval_loss
-        return self
-
-
-class Measured(Protocol):
-    """A job, as far as metrics need it."""
-
-    @property
-    def progress(self) -> Progress:
-        """Where its controller stands, or stood."""
-
-    @property
-    def totals(self) -> Totals:
-        """Sums over its reports."""
-
-    @property
-    def running(self) -> bool:
-        """Whether its controller runs."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether its controller ended with an error."""
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        """Samples that its bus dropped before they became a message, by reason."""
 
 
 class JobCollector(Collector):
@@ -79,16 +21,18 @@ class JobCollector(Collector):
     """
 
     def __init__(self, jobs: Mapping[str, Measured]) -> None:
-        """``jobs`` by name; it may grow later. Collect on the event loop that the jobs run on."""
+        """``jobs`` by name; it may grow later. Any thread may collect: it reads what the event loop changes."""
         self._jobs = jobs
+        self._collecting = threading.Lock()  # two at once would count a new report twice
 
     def describe(self) -> Iterable[Metric]:
         return self._families().values()
 
     def collect(self) -> Iterator[Metric]:
         families = self._families()
-        for name, job in self._jobs.items():
-            _measure(families, name, job)
+        with self._collecting:
+            for name, job in list(self._jobs.items()):
+                _measure(families, name, job)
         yield from families.values()
 
     @staticmethod
@@ -96,8 +40,8 @@ class JobCollector(Collector):
         def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
             return CounterMetricFamily(f"gradbus_{name}", text, labels=["job", *labels])
 
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"gradbus_{name}", text, labels=["job"])
+        def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"gradbus_{name}", text, labels=["job", *labels])
 
         return {
             "up": gauge("controller_up", "1 while the controller runs, waiting for clients included"),
@@ -107,6 +51,7 @@ class JobCollector(Collector):
             "expected": gauge("updates_expected", "Updates of the open round that are expected"),
             "accuracy": gauge("accuracy", "Accuracy of the newest evaluated model, 0 to 1"),
             "eval_loss": gauge("eval_loss", "Loss of the newest evaluated model on the test set"),
+            "metric": gauge("metric", "Metrics of the newest evaluated model, by name", "name"),
             "loss": gauge("train_loss", "Mean training loss of the newest round, weighted by samples"),
             "rounds": counter("rounds", "Committed rounds"),
             "seconds": counter("round_seconds", "Seconds from the command of a round to its published model"),
@@ -133,6 +78,8 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     for key, value in ("accuracy", totals.accuracy), ("eval_loss", totals.eval_loss), ("loss", totals.loss):
         if value is not None:  # no sample is better than an invented one
             put(key, value)
+    for metric, value in totals.metrics.items():
+        put("metric", value, metric)
     put("rounds", totals.rounds)
     put("seconds", totals.sums["seconds"])
     for direction in ("up", "down"):

@@ -37,7 +37,10 @@ async def run_aggregator(file: AggregatorFile) -> None:
                 async with open_bus(
                     own, rank=world + settings.node
                 ) as bus:  # aggregators are the ranks after the workers
-                    await actor.serve(bus, world, node=settings.node, nodes=settings.nodes, timeout_s=settings.join_s)
+                    await actor.serve(
+                        bus, world, node=settings.node, nodes=settings.nodes, timeout_s=settings.join_s,
+                        is_idle=settings.keep_serving,
+                    )  # fmt: skip
             except (BarrierTimeout, CollectiveError) as error:
                 if not settings.keep_serving:
                     raise

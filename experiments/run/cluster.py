@@ -23,7 +23,7 @@ _EXPECTED = "worker, chief or ps"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a process is. ``workers``, ``servers``: of the job, where they are known."""
+    """What a process is. ``workers``, ``servers``: of the job, where they are known; 0 servers: a cluster without."""
 
     kind: Literal["worker", "server"]
     index: int
@@ -67,6 +67,11 @@ def find_role(
         raise ConfigError(f"{where}: there is no evaluator, each worker evaluates its part of the test set")
     else:
         raise ConfigError(f"{where}: expected {_EXPECTED}, got {kind!r:.100}")
+    if count == 0:
+        raise ConfigError(
+            f"{where}: it is a process of type {task['type']}, and the cluster has none. List the addresses of all of "
+            f"them in cluster.{task['type']}"
+        )
     if not isinstance(index, int) or isinstance(index, bool) or index < 0 or (count is not None and index >= count):
         of = "0 or more" if count is None else f"0 to {count - 1}, for the cluster has {count} of type {task['type']}"
         raise ConfigError(f"{where}: expected an index of {of}, got {index!r:.100}")

@@ -19,6 +19,7 @@ from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import BindMode, LoopName
 from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
 from gradbus.experiments.files import AggregatorFile, ControllerFile, WorkerFile, load
+from gradbus.experiments.report.metrics_server import controller_metrics, rank_metrics
 from gradbus.experiments.report.scalars import open_scalars
 from gradbus.experiments.run.cluster import Role, find_role
 from gradbus.experiments.run.console import Screen
@@ -85,15 +86,21 @@ def controller_run(
             f"To begin anew: another --run-dir"
         )
         return run_loop(lambda: end_again(file, done.run_id), loop)
-    with open_scalars(file.tensorboard) as scalars, ControllerDirectory(path) as run:
+    with (
+        open_scalars(file.tensorboard) as scalars,
+        controller_metrics(file.metrics, file.bus.job) as followed,
+        ControllerDirectory(path) as run,
+    ):
         if_stopped.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
         if screen.table:
             log_file = screen.log_file(run.log)
             display = round_display(screen, log_file, f"job {file.bus.job}", federated.clients.num or 0)
             with screen.logging_to(log_file):
-                reports = run_loop(lambda: run_controller(file, run, display, say=screen.say, scalars=scalars), loop)
+                reports = run_loop(
+                    lambda: run_controller(file, run, display, say=screen.say, scalars=scalars, followed=followed), loop
+                )
         else:  # each round is a line of the log
-            reports = run_loop(lambda: run_controller(file, run, scalars=scalars), loop)
+            reports = run_loop(lambda: run_controller(file, run, scalars=scalars, followed=followed), loop)
         _conclude_rounds(screen, run, reports, title=file.bus.job)
 
 
@@ -159,6 +166,7 @@ def worker_run(
         rank, world = role.index, world if world is not None else role.workers
         overrides = _with_servers(role, overrides)
     file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
+    _check_servers(role, file, overrides)
     if role is not None and role.kind == "server":
         return _serve(file, role.index, find_world(world=world, file_world=file.world), screen, loop)
     found = _rank_place(file, rank, world, joins=place.joins)
@@ -182,7 +190,8 @@ def worker_run(
 
     def run(output: Output) -> WorkerOutcome | None:
         try:
-            return run_loop(lambda: run_rank(file, found, output), loop)
+            with rank_metrics(file.metrics, file.bus.job, found.rank) as followed:
+                return run_loop(lambda: run_rank(file, found, replace(output, followed=followed)), loop)
         except ExceptionGroup as group:
             raise single_error(group) from None
 
@@ -240,15 +249,26 @@ def server_run(
 
 def _with_servers(role: Role, overrides: Sequence[str]) -> Sequence[str]:
     """The number of servers in TF_CONFIG is stronger than the file, and weaker than an option."""
-    return overrides if role.servers is None else [f"parameter_server.servers={role.servers}", *overrides]
+    return [f"parameter_server.servers={role.servers}", *overrides] if role.servers else overrides
+
+
+def _check_servers(role: Role | None, file: WorkerFile, overrides: Sequence[str]) -> None:
+    """Raises ConfigError: the file has servers, a cluster has none, and no option says which is meant."""
+    servers, key = file.parameter_server.servers, "parameter_server.servers"
+    if role is not None and role.servers == 0 and servers and not any(one.startswith(f"{key}=") for one in overrides):
+        raise ConfigError(
+            f"$TF_CONFIG: the cluster has no ps, but {key} is {servers}. List the addresses of the parameter servers "
+            f"in cluster.ps, or say how many there are: --set {key}={servers}, or --set {key}=0 for none"
+        )
 
 
 def _serve(file: WorkerFile, index: int, workers: int, screen: Screen, loop: LoopName) -> None:
     servers = file.parameter_server.servers
+    if not servers:
+        raise ConfigError("parameter_server.servers is 0, so there is no server to start: set it to their number")
     if not 0 <= index < servers:
-        hint = " Set parameter_server.servers" if not servers else ""
         raise ConfigError(f"the index of a parameter server must be 0 to {servers - 1}, for there are {servers}; got "
-                          f"{index}.{hint}")  # fmt: skip
+                          f"{index}")  # fmt: skip
     check(file.bus, rank=workers + index)
     screen.configure_logs()
     from gradbus.experiments.run.parameter_server import run_server

@@ -7,7 +7,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from gradbus.actors import EpochReport, Worker, WorkerSummary
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
 from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
 from gradbus.experiments.files import WorkerFile
+from gradbus.experiments.report.followed import FollowedRank
 from gradbus.experiments.report.scalars import Scalars
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.lifecycle import off_the_loop
@@ -40,11 +41,12 @@ log = get_logger("cli")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output for the user: lines, a display for a worker that has not started, and on rank 0 scalars."""
+    """The output for the user: lines, a display for a worker that has not started, scalars on rank 0; who follows."""
 
     say: Callable[[str], None] = lambda text: None
     display: Callable[[AnyWorker], Display[EpochReport]] = lambda worker: Display()
     scalars: Scalars | None = None
+    followed: FollowedRank = field(default_factory=FollowedRank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class _Run:
         self._scalars = output.scalars
         if self._scalars is not None:
             self._worker.profile.on_window = self._scalars.window
+        output.followed.worker = self._worker
         self._has_opened = False
         self._is_first = group.rank == 0
         self._started_s = time.perf_counter()
@@ -159,6 +162,7 @@ class _Run:
                             self._directory.add(report)
                         if self._scalars is not None:
                             self._scalars.epoch(report)
+                        self._output.followed.epoch(report)
                         shown.done(report)
             await off_the_loop(self._write_trace, "trace")
             if isinstance(self._worker, ParameterServerWorker):

@@ -105,6 +105,7 @@ class _ElasticRun:
 
     async def train(self, worker: ElasticWorker) -> None:
         """All epochs, shown and written down."""
+        self._output.followed.worker = worker
         with self._output.display(worker) as shown:
             async with contextlib.aclosing(worker.epochs()) as epochs:
                 async for report in epochs:
@@ -113,6 +114,7 @@ class _ElasticRun:
                         self._directory.add(report)
                     if self._output.scalars is not None:
                         self._output.scalars.epoch(report)
+                    self._output.followed.epoch(report)
                     shown.done(report)
         if worker.summary.rank == 0 and self._reports:
             self._finish(worker)

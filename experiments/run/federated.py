@@ -11,14 +11,18 @@ from typing import Any
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
 from gradbus.actors.federated.controller import check_choices
 from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
+from gradbus.actors.federated.site import check_site
 from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
 from gradbus.experiments.files import ClientFile, ControllerFile
+from gradbus.experiments.report.followed import FollowedJob
+from gradbus.experiments.report.metrics_server import client_metrics
 from gradbus.experiments.report.scalars import Scalars
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
 from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.models import load_optimizers
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts
 from gradbus.runtime.logs import get_logger
 
@@ -30,24 +34,20 @@ MakeDisplay = Callable[[Controller | Site], Display[RoundReport]]
 async def run_controller(
     file: ControllerFile, run: ControllerDirectory, display: MakeDisplay = lambda controller: Display(), *,
     say: Callable[[str], None] = lambda text: None, scalars: Scalars | None = None,
+    followed: FollowedJob | None = None,
 ) -> list[RoundReport]:  # fmt: skip
     """All rounds that are left, also at a site. Once the run has begun its directory is complete whatever the end; a
     start that fails before leaves the files of an earlier one as they were.
 
     Args:
-        display: of a controller that has not started. say: prints lines for the user.
+        display: of a controller that has not started. say: prints lines for the user. scalars, followed: take reports.
 
     Raises:
         As :meth:`gradbus.Controller.run`, or of :class:`gradbus.actors.Site`; NoData, ConfigError.
     """
     started_s = time.perf_counter()
-    config = file.federated
-    check_choices(config)
-    warn_of_timeouts(federated_timeouts(config, lease_s=lease_of(file.bus)))
-    if config.checkpoint.dir is None:
-        config = config.replaced("checkpoint.dir", run.state)
-    if config.history.dir is None:
-        config = config.replaced("history.dir", run.history)
+    config = _checked(file, run)
+    followed = followed or FollowedJob()
     outcome, progress, task = "failed", Progress(), ConfiguredTask(file.task)
     is_ours = not (run.path / "config.json").exists()  # else it may be a run that this one is not allowed to go on with
 
@@ -72,6 +72,7 @@ async def run_controller(
                 above = await buses.enter_async_context(open_bus(file.upstream.bus))
                 controller = Site(above, bus, task, config, file.upstream, on_open=opened)
             progress = controller.progress
+            followed.follow(progress, bus)
             with display(controller) as shown:
                 async with contextlib.aclosing(controller.rounds()) as rounds:
                     async for report in rounds:
@@ -84,6 +85,7 @@ async def run_controller(
         outcome = "stopped"
         raise
     finally:
+        followed.end(failed=outcome == "failed")
         if progress.reports:  # else nothing is known, and what an earlier start wrote stays
             run.add(progress.reports)
         if is_ours:
@@ -92,6 +94,20 @@ async def run_controller(
                 data=task.note, never_counted=_named(progress.never_counted),
             )  # fmt: skip
     return progress.reports
+
+
+def _checked(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
+    """The rules, with the directories of this run. Raises ConfigError: they cannot be, of whatever data."""
+    config = file.federated
+    check_choices(config)
+    if config.checkpoint.dir is None:
+        config = config.replaced("checkpoint.dir", run.state)
+    if config.history.dir is None:
+        config = config.replaced("history.dir", run.history)
+    if file.upstream.site is not None:
+        check_site(config, file.upstream)
+    warn_of_timeouts(federated_timeouts(config, lease_s=lease_of(file.bus)))
+    return config
 
 
 def _named(never: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -118,8 +134,11 @@ async def run_client(file: ClientFile, client_id: int) -> ClientSummary:
     await off_the_loop(task.load, "load")
     await off_the_loop(load_optimizers, "load")
     log.info("client starts", client=client_id, job=file.bus.job, data=task.note or None)
-    async with open_bus(file.bus) as bus:
-        summary = await Client(bus, task, client_id=client_id, config=file.client).run()
+    with client_metrics(file.metrics, file.bus.job, client_id) as followed:
+        async with open_bus(file.bus) as bus:
+            client = Client(bus, task, client_id=client_id, config=file.client)
+            followed.client = client
+            summary = await client.run()
     log.info(
         "client done", client=client_id, rounds=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
         train_s=round(summary.train_s, 3),

@@ -92,8 +92,9 @@ class LiveTable(Display[R]):
 def round_line(report: RoundReport, rounds: int) -> str:
     """A round as one line. ``rounds``: of the whole run."""
     shared = f" ({size(report.bytes_shared)} of it in memory)" if report.bytes_shared else ""
+    stale = f"stale {report.staleness:.1f} (at most {report.max_staleness}), " if report.max_staleness else ""
     return (
-        f"round {report.round_id}/{rounds}: clients {report.updates}/{report.expected}, "
+        f"round {report.round_id}/{rounds}: clients {report.updates}/{report.expected}, {stale}"
         f"loss {number(report.loss, 4)}, {quality(report)}, "
         f"up {size(report.bytes_up)}, down {size(report.bytes_down)}{shared}, train {report.train_s:.2f} s, "
         f"wire {report.wire_s:.2f} s, aggregate {report.aggregate_s:.3f} s, total {report.seconds:.2f} s"
@@ -135,6 +136,7 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
     columns: dict[str, Callable[[RoundReport], str]] = {
         "round": lambda report: str(report.round_id),
         "clients": lambda report: f"{report.updates}/{report.expected}",
+        "stale": lambda report: f"{report.staleness:.1f}",
         "loss": lambda report: number(report.loss, 4),
         **quality_columns(reports),
         "up": lambda report: size(report.bytes_up),
@@ -154,6 +156,8 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
         *reversed(list(quality_columns(reports))[1:]),
         "loss",
     ]
+    if not any(report.max_staleness for report in reports):
+        del columns["stale"]
     if not any(report.bytes_shared for report in reports):
         del columns["in memory"], spare[0]
     return _fitted_table(columns, reports, width, spare=spare)

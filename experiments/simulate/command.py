@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from gradbus.experiments.simulate.comparison import ComparisonRow, compare, conditions
 from gradbus.experiments.simulate.lockstep import Deadlock, Mismatch
@@ -101,13 +100,14 @@ def simulate(settings: SimulationSettings) -> Iterator[SimulatedSteps]:
 
 def run(settings: SimulationSettings, out: Path | None) -> None:
     """Simulate, print a table, and write it as CSV, a line as soon as it is found."""
+    # The progress bar takes what is written to sys.stdout, so as to stay below it: right on a terminal alone.
+    screen = None if sys.stdout.isatty() else sys.stdout
     if settings.compare.ways:
         work = work_of(settings)
         rows = _shown(compare(settings, work), len(conditions(settings)))
-        table = _comparison(settings, work, list(written(rows, out, tuple(ComparisonRow.model_fields))))
+        _print_comparison(settings, work, written(rows, out, tuple(ComparisonRow.model_fields)), screen)
     else:
-        table = _steps(settings, list(written(_shown(simulate(settings), len(settings.worlds)), out, COLUMNS)))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        _print_steps(settings, written(_shown(simulate(settings), len(settings.worlds)), out, COLUMNS), screen)
     if out is not None:
         print(f"written: {out}")
 
@@ -146,40 +146,61 @@ def written(found: Iterable[T], path: Path | None, columns: Sequence[str]) -> It
             yield one
 
 
-def _steps(settings: SimulationSettings, found: Iterable[SimulatedSteps]) -> Table:
-    table = _table(
-        f"{settings.algorithm.name}, {settings.trace or settings.model}, seed {settings.seed}",
-        ("ranks", "step", "computing", "exchange", "samples/s", "sent by a rank", "busiest link"),
+def _print_steps(settings: SimulationSettings, found: Iterable[SimulatedSteps], screen: TextIO | None) -> None:
+    print(f"{settings.algorithm.name}, {settings.trace or settings.model}, seed {settings.seed}", file=screen)
+    table = _Lines(
+        {
+            "ranks": 6,
+            "step": 12,
+            "computing": 9,
+            "exchange": 8,
+            "samples/s": 12,
+            "sent by a rank": 14,
+            "busiest link": 0,
+        },
+        screen,
     )
     for one in found:
-        table.add_row(
+        table.add(
             f"{one.world}", _ms(one.step_s), f"{one.utilisation:.1%}", f"{one.exchange_share:.1%}",
             f"{one.samples_s:,.0f}", f"{one.bytes_out / 1e6:,.2f} MB", f"{one.link} {one.link_use:.0%}",
         )  # fmt: skip
-    return table
 
 
-def _comparison(settings: SimulationSettings, work: StepWork, rows: Sequence[ComparisonRow]) -> Table:
-    table = _table(
-        f"{settings.trace or 'gradient'}, {work.gradient_bytes / 1e6:,.1f} MB, computing {_ms(work.compute_s)}",
-        ("way", "ranks", "loss", "memory", "jobs", "seed", "exchange", "formula", "off by", "step", "speed-up"),
-    )
+def _print_comparison(
+    settings: SimulationSettings, work: StepWork, rows: Iterable[ComparisonRow], screen: TextIO | None
+) -> None:
+    size = f"{work.gradient_bytes / 1e6:,.1f} MB"
+    print(f"{settings.trace or 'gradient'}, {size}, computing {_ms(work.compute_s)}", file=screen)
+    table = _Lines(
+        {
+            "ranks": 6, "loss": 6, "memory": 6, "jobs": 4, "seed": 4, "exchange": 13, "formula": 13, "off by": 7,
+            "step": 13, "speed-up": 8, "way": 0,
+        },
+        screen,
+    )  # fmt: skip
     for one in rows:
         off = one.exchange_s / one.formula_s - 1 if one.exchange_s is not None and one.formula_s else None
-        table.add_row(
-            one.way, f"{one.world}", f"{one.loss:.2%}", "" if one.memory is None else f"{one.memory:g}", f"{one.jobs}",
+        table.add(
+            f"{one.world}", f"{one.loss:.2%}", "" if one.memory is None else f"{one.memory:g}", f"{one.jobs}",
             f"{one.seed}", _ms(one.exchange_s), _ms(one.formula_s), "" if off is None else f"{off:+.2%}",
             _ms(one.step_s if one.step_s is not None else one.formula_step_s),
-            "" if one.speed_up is None else f"{one.speed_up:,.1f}",
+            "" if one.speed_up is None else f"{one.speed_up:,.1f}", one.way,
         )  # fmt: skip
-    return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("way", "busiest link") else "right")
-    return table
+class _Lines:
+    """A table whose lines are printed as they come, so its columns have widths from the start. ``columns``: width by
+    name, 0 for the last one, which is text."""
+
+    def __init__(self, columns: Mapping[str, int], screen: TextIO | None) -> None:
+        self._widths = list(columns.values())
+        self._screen = screen
+        self.add(*columns)
+
+    def add(self, *cells: str) -> None:
+        padded = [cell.rjust(width) for cell, width in zip(cells, self._widths, strict=True)]
+        print("  ".join(padded).rstrip(), file=self._screen, flush=True)
 
 
 def _ms(seconds: float | None) -> str:

@@ -172,7 +172,7 @@ class AlgorithmHook:
         self._optimizers = list(optimizers)
         try:
             self.algorithm: Algorithm = make_algorithm(name, self._place, options)
-            self.delay_steps = self.algorithm.delay_steps if delay_steps is None else delay_steps
+            self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
             self._check(name, len(named))
         except ConfigError as error:

@@ -8,20 +8,24 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import DistBackendError
 
+from gradbus.runtime.bus import background
 from gradbus.runtime.collectives.status import StallLog
 from gradbus.runtime.errors import BarrierTimeout, BusError, ConfigError, JobInUse, JoinRefused
 from gradbus.runtime.user_errors import user_error
 from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
 from gradbus.torch.formation import WORLD, Rendezvous
-from gradbus.torch.groups import TorchGroup
+from gradbus.torch.groups import TorchGroup, acquire_bus, job_number
 from gradbus.torch.point_to_point import Messages, monitored_barrier
+from gradbus.torch.reconfigure import HAS_RECONFIGURE, MemberHandle, Members, ReconfigureWork, check_supported
 from gradbus.torch.untraced import untraced
 from gradbus.torch.work import CoalescedWork, DdsWork, WorkQueue
 
@@ -69,43 +73,86 @@ class DdsBackend(Backend):
         stalls: logs collectives that wait too long.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, options: Backend.Options) -> None:
-        """Form the group.
+    group: TorchGroup
+    queue: WorkQueue
+    calls: CollectiveCalls
+    messages: Messages
+    stalls: StallLog
+
+    def __init__(
+        self, store: Store, rank: int, size: int, options: Backend.Options, *, forms_later: bool = False
+    ) -> None:
+        """Form the group, unless ``forms_later``: then :meth:`reconfigure` does.
 
         Raises:
             DistBackendError: not all ranks have come, or DDS refuses something; the cause is an error of gradbus.
             ConfigError: the ranks do not fit together, or a setting is wrong.
         """
         super().__init__(rank, size)
-        warning_s = warning_from_environment()
+        self._warning_s = warning_from_environment()
         self._process = os.getpid()
         self._options = options
         self._timeout_s = options._timeout.total_seconds()
-        self.queue = WorkQueue()
-        self.calls = CollectiveCalls(rank, size)
+        self._rank, self._size = rank, size
         all_ranks = options.global_ranks_in_group
         label = str(options.group_name) if all_ranks else WORLD
-        try:
-            place = Rendezvous(store, rank, size, label, self._timeout_s, all_ranks[rank] if all_ranks else rank)
-            self.group = TorchGroup.form(place, self.queue.watch)
-        except (BarrierTimeout, BusError, JoinRefused, JobInUse) as error:
-            raise DistBackendError(f"[Rank {rank}] {error}") from error
-        self.queue.engine = self.group.engine
-        self.queue.later = self.group.later
-        self.stalls = self.queue.stalls = StallLog(self.group.name, rank, size, warning_s)
-        self.messages = Messages(self.group.engine, self.queue, self.calls)
+        # The number of the job is asked for now: later the process that has the store may be gone.
+        self._place = Rendezvous(
+            store, rank, size, label, self._timeout_s, all_ranks[rank] if all_ranks else rank, job=job_number(store)
+        )
+        self._handle: MemberHandle | None = None
+        self._uuids: set[int] = set()
+        self._forming: ReconfigureWork | None = None
+        self._called_off = ""
         self.optimizers = itertools.count()
         self._coalescing = threading.local()
+        if not forms_later:
+            self._form(self._place)
         _alive.add(self)
+
+    def _form(self, place: Rendezvous) -> None:
+        queue = WorkQueue()
+        try:
+            group = TorchGroup.form(place, queue.watch, self._check_wanted)
+        except (BarrierTimeout, BusError, JoinRefused, JobInUse) as error:
+            raise DistBackendError(f"[Rank {place.rank}] {error}") from error
+        queue.engine, queue.later = group.engine, group.later
+        queue.stalls = StallLog(group.name, place.rank, place.world, self._warning_s)
+        self._rank, self._size = place.rank, place.world
+        self.queue, self.stalls = queue, queue.stalls
+        self.calls = CollectiveCalls(place.rank, place.world)
+        self.messages = Messages(group.engine, queue, self.calls)
+        self.group = group  # the last one: who finds it finds the others
+
+    def _check_wanted(self) -> None:
+        if self._called_off:
+            raise DistBackendError(f"the process group was called off while it formed: {self._called_off}")
+
+    def __getattr__(self, name: str) -> Any:
+        """Reached for what is not there: what belongs to a group, where none has formed."""
+        if name in DdsBackend.__annotations__:
+            raise DistBackendError(
+                "the process group has not formed: call torch.distributed._reconfigure, and wait for it, before "
+                "collectives"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # What it is. The properties must be here: those of the base class call themselves for ever.
 
     supports_splitting = property(lambda self: True)
     supports_coalescing = property(lambda self: False)  # nothing is gained by it
     supports_shrinking = property(lambda self: False)
-    supports_reconfigure = property(lambda self: False)
+    supports_reconfigure = property(lambda self: HAS_RECONFIGURE)
     supports_window = property(lambda self: False)
     _supports_time_estimate = property(lambda self: False)
+
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._size
 
     @property
     def options(self) -> Backend.Options:
@@ -142,6 +189,70 @@ class DdsBackend(Backend):
         options.global_ranks_in_group = [parents[rank] for rank in ranks] if parents else list(ranks)
         return DdsBackend(PrefixStore("dds/", store), list(ranks).index(self.rank()), len(ranks), options)
 
+    def get_reconfigure_handle(self) -> str:
+        """What the others need of this process for :meth:`reconfigure`. Raises RuntimeError: torch has none."""
+        check_supported()
+        if self._handle is None:
+            self._handle = MemberHandle.make(self._rank, self._place.job)
+        return str(replace(self._handle, rank=self._rank))
+
+    def reconfigure(self, opts: Any) -> ReconfigureWork:
+        """Leave the group, and form another one with those whose handles are given, at once or as they come.
+
+        Hints are ignored: torch has none that all backends know.
+
+        Raises:
+            DistBackendError: the number was used before, or another reconfigure is under way.
+            ValueError: the handles are wrong, or this process is not among them.
+        """
+        own = MemberHandle.parse(self.get_reconfigure_handle())
+        uuid: int = opts.uuid
+        if uuid in self._uuids:
+            raise DistBackendError(f"reconfigure: uuid {uuid} was already used; each reconfigure needs a new one")
+        if self._forming is not None and not self._forming.is_completed():
+            raise DistBackendError("reconfigure: another one is under way; wait for it first")
+        members = Members.of(opts.handles, own)
+        self._uuids.add(uuid)
+        limit_s = self._timeout_s if opts.timeout is None else self._limit_s(opts.timeout)
+        place = replace(
+            self._place, rank=members.rank, world=len(members.handles), timeout_s=limit_s,
+            name=members.group_name(uuid), job=members.handles[0].job,
+        )  # fmt: skip
+        self._called_off = ""
+        held = vars(self)
+        group, queue = held.get("group"), held.get("queue")
+        for name in DdsBackend.__annotations__:
+            held.pop(name, None)
+        self._forming = ReconfigureWork(partial(self._reform, place, members, group, queue))
+        return self._forming
+
+    def _reform(
+        self, place: Rendezvous, members: Members, old: TorchGroup | None, queue: WorkQueue | None
+    ) -> None:  # fmt: skip
+        """On a thread of its own."""
+        # Held over the change: opening a bus takes longer than all the rest.
+        bus = acquire_bus(place.job, place.job_rank) if place.world > 1 else None
+        try:
+            if old is not None and queue is not None:
+                # Those that are gone take nothing any more: there is no use in waiting for them.
+                old.close(f"rank {old.rank} reconfigures the group", abruptly=bool(old.engine.dead))
+                queue.close()
+            self._form(place)
+        except DistBackendError as error:
+            missing = getattr(error.__cause__, "missing", None)
+            if not missing:
+                raise
+            raise DistBackendError(
+                f"{error}. Missing: {members.describe(missing)}. All must be given the same handles, in the same "
+                f"order, and the same uuid"
+            ) from error.__cause__
+        finally:
+            if bus is not None:
+                background.release(bus)
+        _alive.add(self)
+        if self._called_off:
+            self._leave(self._called_off)
+
     def shutdown(self) -> None:
         """Leave the group. What is under way fails. If there is an exception, the others get it as the reason."""
         error = sys.exception()
@@ -149,7 +260,7 @@ class DdsBackend(Backend):
 
     def abort(self) -> None:
         """Leave the group because something is wrong: what the others have under way fails, too."""
-        self._leave(f"rank {self.group.rank} has aborted it")
+        self._leave(f"rank {self._rank} has aborted it")
 
     def leave_at_exit(self) -> None:
         """Leave the group, and no more: the process takes the rest with it, and new threads may not be had any more.
@@ -164,10 +275,11 @@ class DdsBackend(Backend):
             self._leave("its program has ended without destroy_process_group", abruptly=False, keep_bus=True)
 
     def _leave(self, reason: str, *, abruptly: bool = True, keep_bus: bool = False) -> None:
+        self._called_off = reason or "destroyed"
         if self not in _alive:
             return
         _alive.discard(self)
-        if self._process == os.getpid():  # a forked child has none of the threads
+        if self._process == os.getpid() and "group" in vars(self):  # a forked child has none of the threads
             self.group.close(reason, abruptly=abruptly, keep_bus=keep_bus)
             self.queue.close()
 

@@ -38,6 +38,8 @@ class Rendezvous:
         store: of this process group alone. rank, world: of this process in it, and how many there are.
         label: what people call the group. timeout_s: how long to wait for the others.
         job_rank: the rank of this process among all of the job.
+        name: of the group, where all ranks know it; else rank 0 makes it up, and the others find it in the store.
+        job: number of the bus, where it is known.
     """
 
     store: Store
@@ -46,6 +48,8 @@ class Rendezvous:
     label: str
     timeout_s: float
     job_rank: int
+    name: str = ""
+    job: str = ""
 
 
 def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:

@@ -29,23 +29,28 @@ Watch = Callable[[float], None]
 log = get_logger("torch")
 
 
-def acquire_bus(store: Store, rank: int) -> background.BusThread:
-    """The bus of all processes of a store; :func:`~gradbus.runtime.bus.background.release` gives it back.
+def job_number(store: Store) -> str:
+    """The number of the job of all processes of a store.
 
-    The number of its job lies under all prefixes of the store: process groups that were made apart, and meet in a third
-    one later, must be on one bus.
-
-    Args:
-        rank: of this process among all of the job, not of one of its process groups.
-
-    Raises:
-        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+    It lies under all prefixes of the store: process groups that were made apart, and meet in a third one later, must be
+    on one bus.
     """
     root = store
     while isinstance(root, PrefixStore):
         root = root.underlying_store
+    return root.compare_set(background.JOB_KEY, "", secrets.token_hex(8)).decode()
+
+
+def acquire_bus(number: str, rank: int) -> background.BusThread:
+    """The bus of all processes of a job; :func:`~gradbus.runtime.bus.background.release` gives it back.
+
+    Args:
+        number: see :func:`job_number`. rank: of this process among all of the job, not of one of its process groups.
+
+    Raises:
+        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+    """
     settings = background.settings_from_environment()
-    number = root.compare_set(background.JOB_KEY, "", secrets.token_hex(8)).decode()
     return background.acquire(background.numbered_job(number, settings), settings, rank)
 
 
@@ -65,11 +70,12 @@ class TorchGroup:
         self._membership: _Membership | None = None
 
     @classmethod
-    def form(cls, place: Rendezvous, watch: Watch) -> TorchGroup:
+    def form(cls, place: Rendezvous, watch: Watch, check_wanted: Callable[[], None]) -> TorchGroup:
         """Form the group with the other ranks.
 
         Args:
             watch: called now and then on the event loop with ``time.monotonic``; it must not wait.
+            check_wanted: called now and then until the group has formed; what it raises ends the wait.
 
         Raises:
             BarrierTimeout: some ranks have not come. ConfigError: the ranks do not fit together, or a setting is wrong.
@@ -80,18 +86,20 @@ class TorchGroup:
                 f"process group {place.label!r}: expected a rank of 0 .. {place.world - 1}, got {place.rank}"
             )
         if place.world == 1:
-            agreed_name(place)
+            if not place.name:
+                agreed_name(place)
             return cls(Engine(place.label, 0, 1, _NoLink(), early_bytes=0, early_age_s=60.0), place.label)
         with contextlib.ExitStack() as undo:
             lock = None
-            if place.label == WORLD:
+            if place.label == WORLD and not place.name:
                 lock = RankLock(place)
                 undo.callback(lock.release)
-            name = agreed_name(place, background.reach())
-            thread = acquire_bus(place.store, place.job_rank)
+            name = place.name or agreed_name(place, background.reach())
+            thread = acquire_bus(place.job or job_number(place.store), place.job_rank)
             undo.callback(background.release, thread)
             membership = _Membership(watch, thread, lock)
-            group = membership.begin(place, name, RankLocations(place, name, thread.bus.reach).check)
+            check = check_wanted if place.name else RankLocations(place, name, thread.bus.reach).check
+            group = membership.begin(place, name, check)
             undo.pop_all()
         group.calls_may_block()
         formed = cls(group._engine, name)
@@ -141,10 +149,13 @@ class _Membership:
             except TimeoutError:
                 if self._joined.done():  # a BarrierTimeout is one, too
                     return self._joined.result()
+            if self._task.done() and not self._joined.done():
+                raise BusClosed(f"the bus was closed while process group {place.label!r} formed")
             try:
                 check()
-            except ConfigError:
-                time.sleep(2 * _CHECK_S)  # the others look as well, and rank 0 may take the store away with it
+            except Exception as error:
+                if isinstance(error, ConfigError):
+                    time.sleep(2 * _CHECK_S)  # the others look as well, and rank 0 may take the store away with it
                 self._task.cancel()
                 raise
 
@@ -164,10 +175,11 @@ class _Membership:
 
     async def _hold(self, place: Rendezvous, name: str) -> None:
         reason: GradbusError | None = None
+        form_s = place.timeout_s if place.name else max(place.timeout_s, _FORM_S)
         try:
             async with join_group(
                 self.thread.bus, rank=place.rank, world=place.world, name=name,
-                timeout_s=max(place.timeout_s, _FORM_S), collective_timeout_s=place.timeout_s, stall_warning_s=0.0,
+                timeout_s=form_s, collective_timeout_s=place.timeout_s, stall_warning_s=0.0,
             ) as group:  # fmt: skip
                 self._joined.set_result(group)
                 await self._watch_until_left(name)

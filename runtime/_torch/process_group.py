@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from gradbus.torch.backend import DdsBackend
 from gradbus.torch.point_to_point import monitored_barrier
+from gradbus.torch.reconfigure import HAS_RECONFIGURE, ReconfigureWork
 from gradbus.torch.untraced import untraced
 from gradbus.torch.work import DdsWork
 
@@ -112,6 +113,31 @@ class DdsProcessGroup(ProcessGroup):
         """For DDP's log, which would have "custom"."""
         return self.dds.getBackendName()
 
+    def rank(self) -> int:
+        """Of this process. A reconfigure changes it; torch's C++ code asks for it by the other name."""
+        return self.dds.rank()
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.dds.size()
+
+    getRank, getSize = rank, size  # noqa: N815 (torch's names)
+
+    # Here, past C++, which hands on of a work no more than its wait.
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether this torch has it."""
+        return HAS_RECONFIGURE
+
+    def get_reconfigure_handle(self) -> str:
+        """See :meth:`DdsBackend.get_reconfigure_handle`."""
+        return self.dds.get_reconfigure_handle()
+
+    def reconfigure(self, opts: Any) -> ReconfigureWork:
+        """See :meth:`DdsBackend.reconfigure`."""
+        return self.dds.reconfigure(opts)
+
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> DdsWork:
         """A message to a rank."""
         return self.dds.send(tensors, dst, tag)
@@ -168,7 +194,8 @@ def create(name: str, given: Any) -> DdsProcessGroup | DdsBackend:
         The group; or, where CPU tensors are not all ("cpu:dds,cuda:nccl"), the backend for them.
     """
     options = make_options(name, given.timeout, given.group_id, given.global_ranks_in_group)
-    backend = DdsBackend(given.store, given.group_rank, given.group_size, options)
+    later = getattr(given, "enable_reconfigure", False)  # since torch 2.15
+    backend = DdsBackend(given.store, given.group_rank, given.group_size, options, forms_later=later)
     if given.process_group is not None and given.process_group._get_backend_name() != "custom":
         return backend
     return DdsProcessGroup(given.store, given.group_rank, given.group_size, backend)

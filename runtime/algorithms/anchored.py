@@ -37,6 +37,12 @@ class Anchored(Algorithm, ABC):
                 self.memory.stage(ANCHOR, key, part.clone())
         self.memory.commit()
 
+    def weights_of_joiner(self, weights: Tensor) -> Tensor:
+        """The anchor where all ranks have the same one: what the rank sends first is what it has changed itself."""
+        if ANCHOR not in self.shared:
+            return weights
+        return torch.cat([self.anchor(key, part) for key, part in self.parts(weights).items()])
+
     def is_due(self, step: Step) -> bool:
         return (step.number + 1) % int(self.options.steps) == 0
 

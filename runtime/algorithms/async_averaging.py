@@ -33,6 +33,7 @@ class AsyncAveraging(Algorithm):
     choice = "async-averaging"
     scope = "weights"
     equal_replicas = False
+    is_elastic = False  # its exchanges are late
     delay_steps = 1
 
     class Options(base.Options):

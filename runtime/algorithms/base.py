@@ -155,6 +155,7 @@ class Algorithm(ABC):
         own, shared: the kinds of tensors in ``memory`` that belong to this rank alone, and that are equal on all ranks.
         relative: those of them that are right only together with what other ranks remember, such as what others know of
             this rank. All ranks forget them when a rank joins or leaves, see :meth:`regroup`.
+        is_elastic: whether ranks may come and go while a run goes on, see :meth:`regroup`.
         may_change: options that a run may be resumed with others of, as the state does not depend on them.
 
     What a rank asks for, and the shapes, follow from the step, the place and ``shared`` alone: a rank that has joined
@@ -172,6 +173,7 @@ class Algorithm(ABC):
     own: ClassVar[frozenset[str]] = frozenset()
     shared: ClassVar[frozenset[str]] = frozenset()
     relative: ClassVar[frozenset[str]] = frozenset()
+    is_elastic: ClassVar[bool] = True
     may_change: ClassVar[frozenset[str]] = frozenset()
     Options: ClassVar[type[BaseModel]] = Options
 
@@ -275,6 +277,34 @@ class Algorithm(ABC):
                 the exchange began. result: what it has made of the copy. All of shape (n,); none is changed.
         """
         return live + (result - before)
+
+    def check_delay(self, asked: int | None) -> int:
+        """After how many steps a result is applied. ``asked``: what the run sets, or None.
+
+        Raises:
+            ConfigError: this algorithm cannot be so late.
+        """
+        return self.delay_steps if asked is None else asked
+
+    def weights_of_joiner(self, weights: Tensor) -> Tensor:
+        """Of scope ``weights``: what a rank trains on from that has joined, and has the shared state.
+
+        By default those of the rank whose copy it is, which are of that rank alone if exchanges are rare.
+
+        Args:
+            weights: those of that rank, shape (n,). Not to be changed.
+        """
+        return weights
+
+    @classmethod
+    def joiner_gets(cls) -> str:
+        """What a rank that joins has of this algorithm, for people; empty: ranks cannot come and go."""
+        if not cls.is_elastic:
+            return ""
+        starts_at_anchor = "anchor" in cls.shared  # see weights_of_joiner
+        first = "weights of the last exchange" if starts_at_anchor else "weights of one rank"
+        parts = ["weights" if cls.equal_replicas else first, *sorted(cls.shared - {"anchor"})]
+        return ", ".join(parts) + (f"; anew: {', '.join(sorted(cls.own))}" if cls.own else "")
 
     @property
     def in_network(self) -> InNetworkOptions | None:

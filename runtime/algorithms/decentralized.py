@@ -35,6 +35,7 @@ class Decentralized(Algorithm):
     scope = "weights"
     overlaps = True
     equal_replicas = False
+    is_elastic = False  # what a rank knows of its neighbours is of these neighbours
     own = relative = frozenset({"replica", "left", "right", "residual", "known", "around"})
 
     class Options(base.Options):

@@ -13,6 +13,10 @@ theta_k what rank k has made of it by its own optimizer, any one, whose state is
 offset of its own, so that the network has an even load. ``delay``: theta is applied so many steps later, by the last
 line with the theta_k of then; one fragment without delay is DiLoCo itself.
 
+``dense_steps``: after each of so many steps at the start theta is the mean of the theta_k, as with ``post-local-sgd``,
+and DiLoCo begins there: the authors begin with a model that was trained synchronously. These steps send what dense
+does.
+
 theta_k - theta is measured from the last exchange that has counted: one that fails, on all ranks, keeps what they have
 changed for the next. What ``codec`` rounds off a message is kept, too. Due is an exchange by the number of the step, so
 it is the same on all ranks, whatever steps they skip. With ``outer_lr`` 1, no momentum and ``fp32`` the new theta is
@@ -38,6 +42,7 @@ from gradbus.runtime.algorithms.anchored import ANCHOR, MOMENTUM, Anchored
 from gradbus.runtime.algorithms.base import Place, Step, TensorBucket
 from gradbus.runtime.algorithms.compressed_mean import RESIDUAL, RESIDUAL_OF_MEAN, coded_mean, half_mean
 from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.errors import ConfigError
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -67,6 +72,8 @@ class StreamingDiLoCo(Anchored):
         """Share of a rank's own weights in what it goes on with after an exchange. null: 0.5 with a delay, else 0."""
         codec: Literal["fp32", "fp16", "bf16", "q8", "q4", "q2"] = "q8"
         """Format of the changes on the wire; what it rounds off is sent later."""
+        dense_steps: int = Field(default=0, ge=0)
+        """Number of steps at the start with a mean of all weights after each, in float32; without a delay alone."""
 
         @model_validator(mode="after")
         def _fit_together(self) -> StreamingDiLoCo.Options:
@@ -76,6 +83,11 @@ class StreamingDiLoCo(Anchored):
                         f"{name}={getattr(self, name)} with steps={self.steps}: each fragment has a step of its own, "
                         f"and its result is there before it is exchanged again"
                     )
+            if self.dense_steps and (self.delay or self.alpha):
+                raise ValueError(
+                    f"dense_steps={self.dense_steps} with delay={self.delay} and alpha={self.alpha}: after each of "
+                    f"these steps all ranks have the same weights; leave out the others"
+                )
             return self
 
     def __init__(self, place: Place, options: Any) -> None:
@@ -84,16 +96,23 @@ class StreamingDiLoCo(Anchored):
         self._alpha = options.alpha if options.alpha is not None else 0.5 if options.delay else 0.0
         self._codec = None if options.codec in ("fp32", *_HALF) else codecs.get(options.codec)
 
-    @property
-    def _is_average(self) -> bool:
-        return self.options.outer_lr == 1 and not self.options.outer_momentum and self.options.codec == "fp32"
+    def _averages(self, step: Step) -> bool:
+        """Whether the new theta is the mean of the theta_k."""
+        options = self.options
+        is_mean = options.outer_lr == 1 and not options.outer_momentum and options.codec == "fp32"
+        return is_mean or self._is_dense(step)
 
     def is_due(self, step: Step) -> bool:
         return bool(self._due(step))
 
+    def _is_dense(self, step: Step) -> bool:
+        return bool(step.number < self.options.dense_steps)
+
     def _due(self, step: Step) -> list[str]:
         """The fragments that are exchanged after this step."""
         every, count = self.options.steps, self.options.fragments
+        if self._is_dense(step):
+            return [_name(one) for one in range(count)]
         return [_name(one) for one in range(count) if (step.number + 1 - one * every // count) % every == 0]
 
     def parts(self, flat: Tensor) -> dict[str, Tensor]:
@@ -105,15 +124,16 @@ class StreamingDiLoCo(Anchored):
         parts = self.parts(bucket.flat)
         for key in self._due(step):
             if (own := parts[key]).numel():
-                common = yield from self._outer_step(key, own)
+                common = yield from self._average(key, own) if self._averages(step) else self._outer_step(key, own)
                 own.copy_(common if not self._alpha else self._alpha * own + (1 - self._alpha) * common)
+
+    def _average(self, key: str, own: Tensor) -> Program[Tensor]:
+        average: Tensor = yield AllReduce(key, own, "mean")
+        self.memory.stage(ANCHOR, key, average.clone())
+        return average
 
     def _outer_step(self, key: str, own: Tensor) -> Program[Tensor]:
         """What theta becomes. ``own``: theta_k, of one fragment."""
-        if self._is_average:
-            average: Tensor = yield AllReduce(key, own, "mean")
-            self.memory.stage(ANCHOR, key, average.clone())
-            return average
         anchor = self.anchor(key, own)
         change = yield from self._mean(key, anchor - own)
         momentum = self.memory.find_or_zeros(MOMENTUM, key, own) * self.options.outer_momentum + change
@@ -130,6 +150,14 @@ class StreamingDiLoCo(Anchored):
         else:
             mean = yield AllReduce(key, change, "mean", out=change)
         return mean
+
+    def check_delay(self, asked: int | None) -> int:
+        if asked not in (None, self.delay_steps):
+            raise ConfigError(
+                f"diloco: parallel.delay_steps={asked} with a delay of {self.delay_steps}: a rank would lose what it "
+                f"trains while an exchange goes on; set parallel.algorithm.delay={asked} instead"
+            )
+        return self.delay_steps
 
     @torch.no_grad()
     def applied_late(self, step: Step, live: Tensor, before: Tensor, result: Tensor) -> Tensor:

@@ -210,11 +210,24 @@ class GenerationAgreement:
         return tuple(rank for rank, member in enumerate(self.members) if member in self._gone)
 
     @property
+    def founder_has_died(self) -> bool:
+        """Whether the process that makes the first generation has certainly ended, before this one knew of any, and no
+        other has come that can make it."""
+        has_died = any(not member.number for member in self._dead)
+        others = [view for member, view in self._views.items() if not member.number and view.founders]
+        return not self.generation and bool(self._founders) and bool(self.me.number) and has_died and not others
+
+    @property
     def waits_for(self) -> str:
         """What this process waits for before it is in a generation that goes on, for people; empty: nothing."""
         if not self.generation:
             seen = {self.me.number, *(member.number for member in self._fresh)}
             missing = [number for number in range(self._founders) if number not in seen]
+            if self.founder_has_died:
+                return (
+                    "process 0, which alone makes the first generation and has ended before it did. One that joins "
+                    "cannot do that: end the other founders, and start all of them again"
+                )
             if self._founders:
                 return f"the processes {missing} of {self._founders}" if missing else "the first generation"
             return "a group that it can join"

@@ -176,17 +176,23 @@ class Generations:
 
     async def _until_member(self) -> None:
         """Wait until this process is in a generation after the last one."""
-        agreement, deadline_s = self._agreement, time.monotonic() + self._limits.wait_s
+        agreement, limits = self._agreement, self._limits
+        since_s, patience_s = time.monotonic(), limits.wait_s
         while not (agreement.is_member and agreement.generation > self._last):
             self._check()
+            now_s = time.monotonic()
+            if agreement.founder_has_died and patience_s == limits.wait_s:
+                since_s, patience_s = now_s, min(limits.collective_s, limits.wait_s - (now_s - since_s))
+            elif not agreement.founder_has_died and patience_s != limits.wait_s:  # it has been started again
+                since_s, patience_s = now_s, limits.wait_s
             if agreement.generation and not agreement.is_member and not agreement.leaving and self._hears_members:
-                deadline_s = time.monotonic() + self._limits.wait_s  # a spare: there is nothing wrong
-            if time.monotonic() >= deadline_s:
+                since_s = now_s  # a spare: there is nothing wrong
+            if now_s >= since_s + patience_s:
                 raise BarrierTimeout(
                     f"elastic group {agreement.group!r}, process {agreement.me.number} (waits for "
                     f"{agreement.waits_for or 'the next generation'})", missing=agreement.unreached,
-                    ready=len(agreement.members) - len(agreement.unreached), needed=self._limits.min_world,
-                    timeout_s=self._limits.wait_s, misconfiguration=self._bus.misconfiguration,
+                    ready=len(agreement.members) - len(agreement.unreached), needed=limits.min_world,
+                    timeout_s=patience_s, misconfiguration=self._bus.misconfiguration,
                 )  # fmt: skip
             self._moved.clear()
             with contextlib.suppress(TimeoutError):
@@ -258,7 +264,7 @@ class Generations:
         waits_for = agreement.waits_for
         if waits_for != self._waited_for:
             self._waited_for = waits_for
-            if waits_for:
+            if waits_for and not (agreement.ended or agreement.leaving):
                 log.warning("waiting", number=agreement.me.number, generation=agreement.generation, waits_for=waits_for)
         self._moved.set()
 

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from gradbus.codecs.fixed_point import CHECKSUM_MODULUS, linear_checksum
 from gradbus.runtime.collectives.aggregators import AggregatorSession
 from gradbus.runtime.collectives.group import Group
+from gradbus.runtime.collectives.handle import CollectiveHandle
+from gradbus.runtime.collectives.packet_streams import PacketStreams
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, CollectiveError, ConfigError, GradbusError
 from gradbus.runtime.in_network.encoding import MAX_WORLD
 from gradbus.runtime.in_network.options import InNetworkOptions
@@ -33,33 +36,42 @@ REPORT_DROPPED_S = 10.0
 log = get_logger("in_network")
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of one sum."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def add(self, streams: PacketStreams | CollectiveHandle[Any], sign: int = 1) -> None:
+        """Count what these have sent and received so far; with ``sign`` -1 what they had before."""
+        self.sent_bytes += sign * streams.sent_bytes
+        self.received_bytes += sign * streams.received_bytes
+
+
 class InNetworkHandle:
     """The awaitable handle of a sum, with what :class:`~.handle.CollectiveHandle` has. It may be started by any thread,
     and is awaited on the loop.
 
     Attributes:
-        name: it was started with. started_s, finished_s: by ``time.perf_counter``. sent_bytes: in packets, about, where
-            several sums are under way.
+        name: it was started with. started_s, finished_s: by ``time.perf_counter``.
     """
 
-    received_bytes = 0
     missing: tuple[int, ...] = ()
 
     def __init__(self, sums: InNetworkSum, name: str, values: Tensor, out: Tensor | None) -> None:
         self.name = name
         self.started_s = time.perf_counter()
         self.finished_s: float | None = None
-        self.sent_bytes = 0
+        self._traffic = Traffic()
         self._sums = sums
         self._future = asyncio.run_coroutine_threadsafe(self._run(values, out), sums.loop)
 
     async def _run(self, values: Tensor, out: Tensor | None) -> Tensor:
-        before = self._sums.sent_bytes
         try:
-            total, overflowed = await self._sums.all_reduce(values.view(-1), self.name)
+            total, overflowed = await self._sums.all_reduce(values.view(-1), self.name, self._traffic)
         finally:
             self.finished_s = time.perf_counter()
-            self.sent_bytes = self._sums.sent_bytes - before
         if overflowed:
             raise CollectiveError(
                 f"{self.name}: a sum has left int32, which none of the integers of codecs.fixed_point does: some rank "
@@ -73,6 +85,16 @@ class InNetworkHandle:
     def done(self) -> bool:
         """Whether it has ended, with or without an error."""
         return self._future.done()
+
+    @property
+    def sent_bytes(self) -> int:
+        """In packets, or to the other workers where the sum is made without aggregators; known at the end."""
+        return self._traffic.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """The same of what has come."""
+        return self._traffic.received_bytes
 
     def cancel(self) -> None:
         """End it on this rank."""
@@ -121,14 +143,16 @@ class InNetworkSum:
         """Begin a sum, from any thread. Raises as :meth:`all_reduce`, on await; CollectiveError: it left int32."""
         return InNetworkHandle(self, name, values, out)
 
-    async def all_reduce(self, values: Tensor, name: str = "sum") -> tuple[Tensor, bool]:
+    async def all_reduce(
+        self, values: Tensor, name: str = "sum", traffic: Traffic | None = None
+    ) -> tuple[Tensor, bool]:
         """The sum of all workers' vectors.
 
         A caller that is cancelled leaves the sum to go on: the others wait for it.
 
         Args:
             values: int32, shape (n,), on the CPU. Not to be changed before this ends.
-            name: the same on all workers.
+            name: the same on all workers. traffic: gets the bytes of this sum.
 
         Returns:
             The sum, the same bits on all workers; and whether an entry is outside of int32, where it means nothing, on
@@ -145,7 +169,8 @@ class InNetworkSum:
         if self._is_closed:
             raise BusClosed(f"{name}: the aggregator of group {self._workers.name!r} has been left")
         self._count += 1
-        task = asyncio.create_task(self._in_turn(values, {"number": self._count, "name": name}))
+        call = {"number": self._count, "name": name}
+        task = asyncio.create_task(self._in_turn(values, call, traffic or Traffic()))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
@@ -155,25 +180,29 @@ class InNetworkSum:
         if not task.cancelled():
             task.exception()  # retrieved: its caller may have been cancelled
 
-    async def _in_turn(self, values: Tensor, call: dict[str, Any]) -> tuple[Tensor, bool]:
+    async def _in_turn(self, values: Tensor, call: dict[str, Any], traffic: Traffic) -> tuple[Tensor, bool]:
         async with self._turn:
             if self.session is None:
                 self.fallback_sums += 1
-                return await self._add_directly(values, call), False
+                return await self._add_directly(values, call, traffic), False
             world, elems = self._workers.world, self._options.block_elems
             groups = -(-values.numel() // (world * elems))
             padding = groups * world * elems - values.numel()
             padded = await asyncio.to_thread(torch.nn.functional.pad, values, (0, padding)) if padding else values
             blocks = padded.contiguous().view(groups, world, elems)
-            total, overflowed = await self._sum(self.session, blocks, {**call, "numel": values.numel()})
+            total, overflowed = await self._sum(self.session, blocks, {**call, "numel": values.numel()}, traffic)
             self._report_dropped()
             return total.view(-1)[: values.numel()], overflowed
 
-    async def _sum(self, session: AggregatorSession, blocks: Tensor, call: dict[str, Any]) -> tuple[Tensor, bool]:
+    async def _sum(
+        self, session: AggregatorSession, blocks: Tensor, call: dict[str, Any], traffic: Traffic
+    ) -> tuple[Tensor, bool]:
         total, first = torch.empty_like(blocks), session.protocol.end
+        traffic.add(session.streams, -1)
         async with asyncio.TaskGroup() as meanwhile:
             own = meanwhile.create_task(self._checksum(blocks))
             known = await session.add(blocks, total)
+        traffic.add(session.streams)
         lost = session.failure
         if lost is not None:
             await self._leave()  # so that no worker waits for this one there, and no late packet changes a sum
@@ -193,7 +222,9 @@ class InNetworkSum:
             return total, False
         self.fallback_sums += 1
         wide = await asyncio.to_thread(lambda: blocks[known:].long())
-        rest = await self._workers.all_reduce("in_network/rest", wide, op="sum")
+        adding = self._workers.all_reduce("in_network/rest", wide, op="sum")
+        rest = await adding
+        traffic.add(adding)
         return total, await asyncio.to_thread(_narrow, rest, total[known:])
 
     async def _check(self, reports: list[dict[str, Any]], groups: int) -> int:
@@ -288,17 +319,20 @@ class InNetworkSum:
             found, self._found = self._found, None
             await found.leave()
 
-    async def _add_directly(self, values: Tensor, call: dict[str, Any]) -> Tensor:
+    async def _add_directly(self, values: Tensor, call: dict[str, Any], traffic: Traffic) -> Tensor:
         """Add without aggregators, and agree on whether the next sum goes through them."""
         workers, found = self._workers, self._found
         sum_ = workers.all_reduce(f"in_network/{call['name']}", values, op="sum")
         if self._search is None:
-            return await sum_
+            total = await sum_
+            traffic.add(sum_)
+            return total
         have_joined = workers.all_reduce(
             "in_network/return", torch.tensor([found is not None], dtype=torch.int32), op="min"
         )
         try:
             total = await sum_
+            traffic.add(sum_)
             is_back = bool(await have_joined)
         finally:
             have_joined.cancel()

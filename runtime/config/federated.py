@@ -89,11 +89,50 @@ class RoundSettings(Settings):
     """How often a round is tried that ends with too few updates."""
 
 
+IN_COMMAND: Mapping[str, TypeAdapter[Any]] = {
+    "epochs": TypeAdapter(Annotated[int, Field(ge=1, le=0x7FFF_FFFF)]),
+    "subset_size": TypeAdapter(Annotated[int, Field(ge=0, le=0x7FFF_FFFF)]),
+    "lr": TypeAdapter(Positive),
+    "seed": TypeAdapter(Annotated[int, Field(ge=0, le=0x7FFF_FFFF)]),
+}
+"""Settings of a round that its command has fields for."""
+
+
+class AsynchronousSettings(Settings):
+    """Rounds without waiting, with `mode` = `asynchronous`; see docs/asynchronous.md."""
+
+    buffer: Annotated[int, Field(ge=1, le=100_000)] = 10
+    """Number of updates that make the next model."""
+    repeats: bool = True
+    """Whether a client whose update counts trains again from the same model while there is no newer one, so that fast
+    clients count more often. false: it waits for the next model, and counts at most once in each."""
+    max_staleness: Annotated[int, Field(ge=0, le=10_000)] = 50
+    """Largest number of models by which the base of an update may be behind the newest one. An older update is refused,
+    and its client goes on from the newest model."""
+    staleness_power: Annotated[float, Field(ge=0, le=8, allow_inf_nan=False)] = 0.5
+    """An update whose base is s models behind counts (1 + s)^-p times. 0: in full."""
+    bases_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Memory, in bytes, for copies of the newest model and of earlier ones, with codecs whose updates hold weights and
+    not differences. An update from a model that had to make room is refused."""
+    proportional_steps: bool = False
+    """Whether slow clients make fewer steps than `training.steps`, in proportion to their speed, so that all trainings
+    take about as long."""
+    grace_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the slack that the others may still take once there are `buffer` updates: of the time of a training,
+    less what has passed since the first update of the buffer, less the time of the last commit. 0: none."""
+
+
 class TrainingSettings(Settings):
     """How the clients train. The controller sends it to them."""
 
     epochs: Annotated[int, Field(ge=1, le=0x7FFF_FFFF)] = 1
     """Number of passes of a client over its samples in a round."""
+    steps: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    """Number of optimizer steps of a client in a round, in place of `epochs`: its passes over its samples go on until
+    then. 0: `epochs` holds."""
+    keep_optimizer: bool = False
+    """Whether the state of a client's optimizer goes on from round to round, as in DiLoCo; it stays at the client, in
+    `client.state_dir` where that is set. With an `optimizer` that is named here."""
     lr: Positive = 0.01
     """Learning rate of the clients, where `optimizer` names none."""
     optimizer: Annotated[Choice, CLIENT_OPTIMIZERS] = CLIENT_OPTIMIZERS.default
@@ -108,11 +147,49 @@ class TrainingSettings(Settings):
     """What changes the steps of a client, such as plain; docs/tuning.md lists all. Or your own, as package.module:Name:
     each client has to name it as `client.rule`, too, as a client imports nothing that the network names."""
 
+    from_round: Annotated[dict[Annotated[int, Field(ge=1)], ClientOptions], Field(max_length=1000)] = Field(default={})
+    """Settings that change while the run goes on: by round, from which on they hold, values of `epochs`, `subset_size`,
+    `lr`, `seed`, and of options of the rule, as in `{"1": {"epochs": 5}, "20": {"epochs": 1}}`. An `lr` given here is
+    in place of the schedule's."""
+
+    def changes(self, round_id: int) -> dict[str, Any]:
+        """What `from_round` has for this round: of each setting the newest value."""
+        before = [self.from_round[at] for at in sorted(self.from_round) if at <= round_id]
+        return {key: value for changed in before for key, value in changed.items()}
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether some round has settings that a TrainCmd has no field for."""
+        return any(set(changed) - IN_COMMAND.keys() for changed in self.from_round.values())
+
+    @model_validator(mode="after")
+    def _changes_fit(self) -> TrainingSettings:
+        if not self.from_round:
+            return self
+        is_own = ":" in self.rule.name
+        rule = {} if is_own else CLIENT_RULES.options_of(self.rule.name).model_fields
+        for at, changed in self.from_round.items():
+            for key, value in changed.items():
+                if key in IN_COMMAND:
+                    IN_COMMAND[key].validate_python(value)
+                elif key not in rule and not is_own:
+                    known = ", ".join([*IN_COMMAND, *rule])
+                    raise ValueError(f"from_round {at}: there is no {key!r} that can change; there are {known}")
+            if own := {key: value for key, value in changed.items() if key in rule}:
+                CLIENT_RULES.check({**self.rule.options, **own, "name": self.rule.name})
+        return self
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainingSettings:
         own = self.optimizer.options.get("lr")
         if own is not None and "lr" in self.model_fields_set and own != self.lr:
             raise ValueError(f"lr is {self.lr:g}, and optimizer.lr {own:g}: give one of them")
+        if (
+            self.steps and self.epochs != type(self).model_fields["epochs"].default
+        ):  # not what is set: it may be written down
+            raise ValueError(f"epochs is {self.epochs}, and steps {self.steps}: give one of them")
+        if self.keep_optimizer and self.optimizer.name == "task":
+            raise ValueError("keep_optimizer: a task makes an optimizer of its own in each round. Name one, as adamw")
         _can_travel(self.sent_options(), "the rule and the optimizer")
         return self
 
@@ -131,6 +208,17 @@ class TrainingSettings(Settings):
             for key, value in chosen.items()
         }
         return {**self.rule.options, **optimizer}
+
+    def sent_terms(self, mode: str, repeats: bool) -> dict[str, Any]:
+        """What clients are sent beside :meth:`sent_options`: how a round is counted, as ``training.KEY``."""
+        terms: dict[str, Any] = {}
+        if self.steps:
+            terms["training.steps"] = self.steps
+        if self.keep_optimizer:
+            terms["training.keep_optimizer"] = True
+        if mode == "asynchronous":
+            terms["training.repeats"] = repeats
+        return terms
 
 
 class LimitSettings(Settings):
@@ -152,6 +240,19 @@ class LimitSettings(Settings):
     """Number of bad updates after which a client is put into quarantine. 0: never."""
     quarantine_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10
     """Length of the quarantine, in rounds. 0: until the end of the run."""
+
+
+class EarlyStopSettings(Settings):
+    """When a run ends before its last round."""
+
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Number of evaluations without an improvement after which the run ends, and its clients with it. null: never."""
+    metric: Annotated[str, Field(max_length=64)] = "eval_loss"
+    """What is to improve: `eval_loss`, `accuracy`, or another metric of the task's evaluation, by its name."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a small value of it is good, or a large one."""
+    min_delta: NonNegative = 0.0
+    """By how much it has to be better to count as an improvement."""
 
 
 class InitialCheckpointSettings(CheckpointSettings):
@@ -195,6 +296,9 @@ class FederatedConfig(Settings):
 
     rounds: Annotated[int, Field(ge=1, le=1_000_000)] = 10
     """Number of rounds in all, those before a resume included."""
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    """Whether clients wait for each other. `synchronous`: a round is one update of each client. `asynchronous`: a round
+    is `asynchronous.buffer` updates, and each client takes the newest model when it is free."""
     seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
     """Seed of all random choices of the run."""
     eval_every: Annotated[int, Field(ge=0)] = 1
@@ -212,8 +316,10 @@ class FederatedConfig(Settings):
     """Codec of the global model on its way to the clients, of version 2. A lossy one sends differences."""
     clients: ClientsSettings = ClientsSettings()
     round: RoundSettings = RoundSettings()
+    asynchronous: AsynchronousSettings = AsynchronousSettings()
     training: TrainingSettings = TrainingSettings()
     limits: LimitSettings = LimitSettings()
+    early_stop: EarlyStopSettings = EarlyStopSettings()
     checkpoint: InitialCheckpointSettings = InitialCheckpointSettings()
     history: RunHistorySettings = RunHistorySettings()
 
@@ -221,6 +327,9 @@ class FederatedConfig(Settings):
     def _consistent(self) -> FederatedConfig:
         if self.downlink_codec.options.get("version", 2) != 2:
             raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
+        self._check_mode()
+        if self.early_stop.patience is not None and not self.eval_every:
+            raise ValueError("early_stop.patience needs evaluations: set eval_every to 1 or more")
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
@@ -230,6 +339,35 @@ class FederatedConfig(Settings):
                         f"alone: set it at the sites, whose clients it is for"
                     )
         return self
+
+    def _check_mode(self) -> None:
+        """Raises ValueError: a setting that has no meaning in this mode."""
+        own = self.asynchronous
+        if self.mode == "synchronous":
+            # A configuration that was written down has every setting, with its default.
+            changed = sorted(own.model_dump(exclude_defaults=True))
+            if changed:
+                raise ValueError(f"asynchronous.{changed[0]} needs mode = asynchronous")
+            return
+        if self.clients.kind == "sites":
+            raise ValueError(
+                "mode = asynchronous takes updates of clients: the sum of a site is of one round, and cannot be "
+                "brought to a newer model. Use mode = synchronous in trees"
+            )
+        if self.round.quorum < 1:
+            raise ValueError("round.quorum is of synchronous rounds: with mode = asynchronous set asynchronous.buffer")
+        if own.buffer < self.clients.min:
+            raise ValueError(
+                f"asynchronous.buffer ({own.buffer}) is less than clients.min ({self.clients.min}), the least number "
+                f"of updates that make a round"
+            )
+        if own.proportional_steps and not self.training.steps:
+            raise ValueError("asynchronous.proportional_steps needs rounds in steps: set training.steps")
+        if not own.repeats and self.clients.num is not None and own.buffer > self.clients.num:
+            raise ValueError(
+                f"asynchronous.buffer ({own.buffer}) is never full: without asynchronous.repeats each of the "
+                f"{self.clients.num} clients counts once in it"
+            )
 
 
 class UpstreamConfig(Settings):

@@ -8,8 +8,9 @@ and the slots are free again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
@@ -33,11 +34,13 @@ class JobState:
 
     Attributes:
         world: its workers. epoch: the present one. groups: how many hold slots.
+        reserved: by rank, those of them that it has asked for.
     """
 
     world: int
     epoch: int
     groups: int = 0
+    reserved: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +51,7 @@ class _Held:
         base: its first slot. contributors: by block, bits of the ranks in the sum. overflowed: bits of blocks.
         known: by rank, bits of the blocks that it has acknowledged.
         progress_s: when something came that was new. due_s, wait_s: when workers are to be reminded.
+        reserved_by: the rank that has asked for the slots; None: a packet on its way has taken them.
     """
 
     base: int
@@ -56,6 +60,7 @@ class _Held:
     progress_s: float
     due_s: float
     wait_s: float
+    reserved_by: int | None = None
     overflowed: int = 0
 
 
@@ -75,7 +80,8 @@ class Aggregator:
     ) -> None:  # fmt: skip
         """
         Args:
-            max_groups_per_job: so many groups of one job may hold slots.
+            max_groups_per_job: so many groups of one job may hold slots. Of these each worker may ask for its part
+                (RESERVE), rounded up, so that one that asks and never sends holds no more until its lease ends.
             grabs_late: whether a group that goes around the ring through this aggregator gets slots that come free on
                 its way. False: only when it begins, so that each block goes one of the two ways as a whole.
         """
@@ -143,8 +149,7 @@ class Aggregator:
             case PacketKind.PROBE:
                 return [_acknowledgement(packet)]
             case PacketKind.RESERVE:
-                granted = held is None and self._grab(key, state, now_s) is not None
-                return [self._announce(key, state.epoch)] if granted else []
+                return self._reserve(packet, key, state, now_s) if held is None else []
             case PacketKind.RESULT_ACK:
                 if held is not None:
                     self._acknowledged(packet, key, held, state, now_s)
@@ -187,6 +192,20 @@ class Aggregator:
 
     # Slots
 
+    def _reserve(self, packet: Packet, key: GroupKey, state: JobState, now_s: float) -> list[Packet]:
+        rank = packet.source
+        if packet.group % state.world != rank:
+            self.violations += 1  # each group has one worker that asks for it
+            return []
+        if state.reserved[rank] >= -(-self._max_groups // state.world):
+            return []
+        held = self._grab(key, state, now_s)
+        if held is None:
+            return []
+        held.reserved_by = rank
+        state.reserved[rank] += 1
+        return [self._announce(key, state.epoch)]
+
     def _grab(self, key: GroupKey, state: JobState, now_s: float) -> _Held | None:
         """Slots for all blocks of a group, or none: half a group would wait for others that hold the other half."""
         if state.groups >= self._max_groups:
@@ -204,6 +223,8 @@ class Aggregator:
         held, state = self._held.pop(key), self._jobs[key[0]]
         self._slots.release(held.base, len(held.contributors))
         state.groups -= 1
+        if held.reserved_by is not None:
+            state.reserved[held.reserved_by] -= 1
 
     def _release_job(self, job: int) -> None:
         for key in [key for key in self._held if key[0] == job]:
@@ -211,6 +232,7 @@ class Aggregator:
             self._slots.release(held.base, len(held.contributors))
         if job in self._jobs:
             self._jobs[job].groups = 0
+            self._jobs[job].reserved.clear()
 
     # Sums
 
@@ -248,16 +270,21 @@ class Aggregator:
                 self._slots[held.base + block][:] = packet.values
             held.overflowed |= (overflows or packet.has_overflowed) << block
             held.contributors[block] |= bitmap
-            held.progress_s = now_s
+            self._has_progressed(held, now_s)
         yield _acknowledgement(packet)
         if is_new and held.contributors[block] == full:
             yield self._sum(key, packet.epoch, held, block, WORKERS)
+
+    def _has_progressed(self, held: _Held, now_s: float) -> None:
+        """Begin the wait anew: what has doubled it was another lack, and a lost sum would be late by all of that."""
+        held.progress_s, held.wait_s = now_s, self._times.first_s
+        held.due_s = min(held.due_s, now_s + held.wait_s)
 
     def _acknowledged(self, packet: Packet, key: GroupKey, held: _Held, state: JobState, now_s: float) -> None:
         full = (1 << state.world) - 1
         if packet.bitmap & ~held.known[packet.source]:
             held.known[packet.source] |= packet.bitmap
-            held.progress_s = now_s
+            self._has_progressed(held, now_s)
         if all(known == full for known in held.known):
             self._release(key)
 

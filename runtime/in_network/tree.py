@@ -248,7 +248,7 @@ class TreeNode:
                 lane.sums[block] = packet.values
             lane.overflowed |= (overflows or packet.has_overflowed) << block
             lane.contributors[block] |= bitmap
-            lane.progress_s = now_s
+            self._has_progressed(lane, now_s)
         yield _acknowledgement(packet, config.node)
         if not bitmap & present and lane.contributors[block] == config.covers:
             yield from self._covered(lane, block, now_s)
@@ -292,7 +292,8 @@ class TreeNode:
             lane.results |= 1 << block
             lane.sums[block] = packet.values
             lane.overflowed = lane.overflowed & ~(1 << block) | packet.has_overflowed << block
-            lane.due_s, lane.progress_s = now_s + lane.wait_s, now_s
+            self._has_progressed(lane, now_s)
+            lane.due_s = now_s + lane.wait_s
             self._unacknowledged.settle(packet.group, block)
             yield from self._results(lane, block, config.result_to)
         yield self._known(packet, lane.results)
@@ -302,7 +303,7 @@ class TreeNode:
             return
         if packet.bitmap & lane.results & ~lane.known[packet.source]:
             lane.known[packet.source] |= packet.bitmap & lane.results
-            lane.progress_s = now_s
+            self._has_progressed(lane, now_s)
             lane.unknowing -= lane.known[packet.source] == self._all_blocks
         if not lane.unknowing:
             lane.group, lane.finished, lane.results = None, packet.group, 0
@@ -314,6 +315,11 @@ class TreeNode:
         lane.known, lane.unknowing = dict.fromkeys(config.result_to, 0), len(config.result_to)
         lane.wait_s = config.times.first_s
         lane.due_s, lane.progress_s = now_s + lane.wait_s, now_s
+
+    def _has_progressed(self, lane: _Lane, now_s: float) -> None:
+        """Begin the wait anew, as for another lack than the one that has doubled it."""
+        lane.progress_s, lane.wait_s = now_s, self._config.times.first_s
+        lane.due_s = min(lane.due_s, now_s + lane.wait_s)
 
     def _results(self, lane: _Lane, block: int, to: Sequence[int]) -> Iterator[Packet]:
         config = self._config

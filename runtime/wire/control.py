@@ -38,6 +38,10 @@ Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Metrics = Annotated[
+    dict[Annotated[str, Field(max_length=64), AfterValidator(plain_line)], Finite], Field(max_length=32)
+]
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -92,6 +96,8 @@ class Welcome:
         frozen: hash over the values of the model that are not sent; a client with other values requests them, as the
             model of round FROZEN_ROUND. 0: all are sent.
         round_s: deadline of a round, in seconds after its command; 0: unknown.
+        broadcast: values that follow each model, for the rule: see ``Strategy.broadcast``.
+        has_terms: RoundTerms belong to each command, and training waits for them.
     """
 
     to: U32
@@ -109,6 +115,23 @@ class Welcome:
     rule: Name = "plain"
     options: Options = dataclasses.field(default_factory=dict)
     round_s: Seconds = 0.0
+    broadcast: U64 = 0
+    has_terms: bool = False
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class RoundTerms:
+    """Controller to all: what a TrainCmd has no field for. Sent before the command, and repeated with the heartbeat
+    while the round is open.
+
+    Attributes:
+        round_id: of the command.
+        options: of the training rule in this round, beside those of the Welcome and instead of those of the same name.
+    """
+
+    run_id: U64
+    round_id: Round
+    options: Options
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -175,6 +198,7 @@ class UploadRequest:
         wait_s: from the arrival of the command to the start of training.
         update_norm: L2 norm of the difference that training made; ``residual_norm``: of the codec's residual after this
             update; -1: not reported.
+        steps: of the optimizer; 0: not known. metrics: more numbers of its training, by name.
     """
 
     run_id: U64
@@ -189,6 +213,8 @@ class UploadRequest:
     wait_s: Seconds = 0.0
     update_norm: float = -1.0
     residual_norm: float = -1.0
+    steps: U64 = 0
+    metrics: Metrics = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -430,8 +456,9 @@ class GroupView:
 
 
 Body = (
-    Hello | Welcome | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest | ModelAvailable
-    | ModelRequest | TrainingFailure | Leave | RunEnded | Closing | GroupHello | GroupLeave | RankStatus | GroupView
+    Hello | Welcome | RoundTerms | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest
+    | ModelAvailable | ModelRequest | TrainingFailure | Leave | RunEnded | Closing | GroupHello | GroupLeave
+    | RankStatus | GroupView
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}

@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from gradbus.actors.aggregation.strategies import FedAvg
-from gradbus.actors.federated.rules.base import ClientRule, make_rule
+from gradbus.actors.federated.rules.base import ClientRule, RoundStart, make_rule
 from gradbus.runtime.choices import ALGORITHMS, CLIENT_RULES, STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
@@ -38,14 +38,20 @@ class Proximal(ClientRule):
     def __init__(self, *, mu: float) -> None:
         self._mu = mu
 
-    def begin(self, model: torch.nn.Module) -> None:
-        self._base = [parameter.detach().clone() for parameter in model.parameters()]
+    def start(self, begin: RoundStart) -> None:
+        self._base = [parameter.detach().clone() for parameter in begin.model.parameters()]
 
     @torch.no_grad()
     def before_step(self, model: torch.nn.Module) -> None:
         for parameter, base in zip(model.parameters(), self._base, strict=True):
             assert parameter.grad is not None
             parameter.grad.add_(parameter - base, alpha=self._mu)
+
+
+def begin(model: torch.nn.Module) -> RoundStart:
+    return RoundStart(
+        round_id=1, lr=1.0, model=model, base=torch.empty(0), parameters=[], local_loss=lambda: 0.0
+    )  # fmt: skip
 
 
 SCALED, PROXIMAL = f"{__name__}:Scaled", f"{__name__}:Proximal"
@@ -85,7 +91,7 @@ def test_a_strategy_of_the_users_is_made_from_the_configuration_with_its_options
         (
             "fedavg",
             {"byzantine": 1},
-            r"strategy\.byzantine: this is an option of krum, median, multi_krum, trim",
+            r"strategy\.byzantine: this is an option of bulyan, geometric_median, krum, median, multi_krum, trim",
         ),
         (SCALED, {"facto": 1}, "did you mean 'factor'"),
         (SCALED, {"factor": -1}, "greater than 0"),
@@ -125,14 +131,14 @@ def test_a_rule_changes_the_steps_of_its_own_model_alone_and_is_gone_afterwards(
         optimizer.step()
         return [float(value) for value in module.weight.detach().flatten()]
 
-    with make_rule(PROXIMAL, {"mu": 0.5}, allowed=PROXIMAL).attached(model):
+    with make_rule(PROXIMAL, {"mu": 0.5}, allowed=PROXIMAL).attached(begin(model)):
         assert (step(model), step(other)) == ([0.0, 0.0], [0.0, 0.0])
         assert (step(model), step(other)) == ([-0.5, -0.5], [-1.0, -1.0])  # drawn back by half of the way from 1 to 0
     assert step(model) == [-1.5, -1.5]
 
 
 def test_a_rule_that_no_optimizer_ever_asked_is_an_error() -> None:
-    with pytest.raises(ValueError, match="had no effect"), Proximal(mu=0.1).attached(torch.nn.Linear(1, 1)):
+    with pytest.raises(ValueError, match="had no effect"), Proximal(mu=0.1).attached(begin(torch.nn.Linear(1, 1))):
         pass
 
 

@@ -19,6 +19,7 @@ from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
+from gradbus import codecs
 from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import publish
 from gradbus.actors.federated.report import RoundTiming
@@ -82,8 +83,9 @@ def run(
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("codec", ["fp32", "q8", "s4", "sq8"])
+@pytest.mark.parametrize(
+    ("codec", "version"), [(name, version) for name in codecs.ALL for version in codecs.get(name).versions]
+)
 def test_the_weights_do_not_depend_on_the_order_of_arrival_nor_on_the_way(
     codec: str, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

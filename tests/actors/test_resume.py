@@ -94,6 +94,29 @@ def test_everybody_dies_and_all_go_on_from_what_is_on_the_disk(
     assert weights_of(done["reports"], killed_in=3) == unbroken
 
 
+def test_asynchronous_rounds_go_on_when_the_controller_and_then_a_client_are_killed(
+    federation: Federation, tmp_path: Path
+) -> None:
+    rules = {
+        "rounds": 6, "clients__num": 2, "mode": "asynchronous", "asynchronous__buffer": 2,
+        "asynchronous__repeats": False,  # so that a round waits for both, as long as both live
+        "checkpoint__dir": str(tmp_path / "controller"), "history__dir": None,
+    }  # fmt: skip
+    client = {"state_dir": str(tmp_path / "clients"), "history": {}}
+    stays = federation.client(0, client=client)
+    victim = federation.client(1, client=client, hold={"5": "/nonexistent/gate"}, network=_MORTAL)
+    first = federation.controller(**rules, fail_at="mid_collect:3", network=_MORTAL)
+    assert first.wait(60.0) == -signal.SIGKILL
+    second = federation.controller(**rules)
+    victim.wait_for("training", round=5)
+    victim.signal(signal.SIGKILL)
+    reports = second.wait_for("done", timeout_s=60.0)["reports"]
+    assert (second.wait(), stays.wait()) == (0, 0)
+    assert [report["round_id"] for report in reports] == [1, 2, 3, 4, 5, 6]
+    assert [event["round_id"] for event in second.all("round")] == [3, 4, 5, 6]  # the first two were on the disk
+    assert [report["clients"] for report in reports[4:]] == [[0], [0]]
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     federation: Federation, unbroken: list[int], tmp_path: Path
 ) -> None:

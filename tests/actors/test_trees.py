@@ -5,24 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from patience import eventually
 from structlog.testing import capture_logs
 from trees import DIM, UnequalTask, rules, site_of, state, tree
 
 import gradbus
 from gradbus.actors import Site
+from gradbus.actors.federated.report import Progress
+from gradbus.actors.federated.site_controller import RoundsAlone, SiteController
+from gradbus.actors.federated.state import SavedRun
 from gradbus.models import NoopTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.testing.failpoints import FailPoint
 from gradbus.runtime.wire.control import Welcome
+from gradbus.runtime.wire.messages import TrainCmd
 
 
 async def flat_run(clients: int, more_rounds: int = 0, **more: Any) -> list[gradbus.RoundReport]:
@@ -175,6 +182,86 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path:
         assert [bool(mark) for mark in marks] == [False, False, True, False]
 
 
+class DiesAfterCommit(gradbus.Controller):
+    """Has the model of a round on its disk when it ends, and has sent it to nobody."""
+
+    def dies_after(self, round_id: int) -> DiesAfterCommit:
+        def die() -> None:
+            raise ConnectionAbortedError
+
+        self._probe.fail = FailPoint(f"after_commit_before_publish:{round_id}", die)
+        return self
+
+
+def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_that_is_cut_off_then(
+    tmp_path: Path,
+) -> None:
+    async def main() -> tuple[list[gradbus.RoundReport], list[Path]]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above = [await here.bus("centre") for _ in range(2)]
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            gate = Gate(0, 2)
+            group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=0).run())
+            config = rules(1, **state(tmp_path, "site"))
+            site = site_of(above, local, 0, config, alone_after_s=1.0, rejoin="contribute")
+            group.create_task(site.run())
+            top = rules(1, sites=True, rounds=3, **state(tmp_path, "centre"))
+            with capture_logs() as logs:
+
+                def count(event: str) -> int:
+                    return sum(line["event"] == event for line in logs)
+
+                controller = group.create_task(gradbus.Controller(centre, NoopTask(DIM), top).run())
+                await gate.reached.wait()
+                await ended(controller)
+                gate.open()
+                await eventually(lambda: count("round alone") >= 1)
+                with pytest.raises(ConnectionAbortedError):
+                    await DiesAfterCommit(centre, NoopTask(DIM), top).dies_after(2).run()
+                await eventually(lambda: count("cut off") == 2 and site.progress.phase == "alone")
+                before = count("round alone")
+                await eventually(lambda: count("round alone") > before)
+                reports = await gradbus.Controller(centre, NoopTask(DIM), top).run()
+            return reports, [Path(line["kept"]) for line in logs if line["event"] == "level above is back"]
+
+    reports, kept = asyncio.run(main())
+    assert [report.num_samples for report in reports] == [3, 6, 6]  # each sum has one contribution
+    runs = [SavedRun.of(CheckpointStore.to_read(path).load_newest(SavedRun.of)).run_id for path in kept]
+    assert [path.name for path in kept] == ["alone-after-000001", "alone-after-000001-2"]
+    assert len(set(runs)) == 2  # the second one began from the model from above
+
+
+def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_round(tmp_path: Path) -> None:
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            controller = SiteController(
+                local, NoopTask(DIM), rules(1), terms=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=20.0),
+                frozen=None, progress=Progress(), on_open=lambda: None,
+            )  # fmt: skip
+            reports: list[gradbus.RoundReport] = []
+            serving = group.create_task(controller.serve(reports.append))
+            await controller.started.wait()
+            controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
+            model = torch.zeros(DIM)
+            for round_id in (1, 2):
+                await controller.adopt(round_id - 1, model)
+                _, samples, _ = await controller.gather(TrainCmd(round_id, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+                assert samples == {1: 3 + 5, 2: 3}[round_id]
+            controller.counted_round = 2  # and round 1 was committed without this site
+            await controller.adopt(2, model)
+            controller.end()
+            await asyncio.gather(serving, client)
+            return reports
+
+    with capture_logs() as logs:
+        (report,) = asyncio.run(main())
+    assert (report.round_id, report.marks) == (2, {})
+    (lost,) = [line for line in logs if line["event"] == "rounds alone not contributed"]
+    assert (lost["round"], lost["kept"]) == (1, str(tmp_path))
+
+
 def test_a_site_that_is_late_is_left_out_and_back_in_the_next_round() -> None:
     async def main() -> list[gradbus.RoundReport]:
         async with tree() as here, asyncio.TaskGroup() as group:
@@ -225,6 +312,7 @@ def test_who_takes_part_is_told_apart_and_refused_by_the_other_kind() -> None:
         ({"history": {"payloads": True}}, {}, "cannot be computed again"),
         ({}, {"alone": True}, "needs federated.checkpoint.dir"),
         ({}, {"site": None}, "upstream.site is missing"),
+        ({"mode": "asynchronous"}, {}, "is of one round of the level above"),
     ],
 )
 def test_rules_that_are_not_for_a_site_are_refused_at_its_start(config: Any, above: Any, text: str) -> None:
@@ -277,6 +365,20 @@ def test_each_level_is_sealed_with_a_key_of_its_own(tmp_path: Path) -> None:
             return await gradbus.Controller(await sealed("centre"), NoopTask(DIM), config).run()
 
     assert crcs(asyncio.run(main())) == crcs(asyncio.run(flat_run(1)))
+
+
+def test_a_site_whose_clients_have_other_ids_than_the_first_ones_misses_none() -> None:
+    async def main() -> dict[int, str]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            site = site_of(await here.bus("centre"), await here.bus("site"), 0, rules(2))
+            running, theirs = group.create_task(site.run()), await here.bus("site")
+            for client_id in (2, 3):  # unlike those of another site
+                group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=client_id).run())
+            await gradbus.Controller(await here.bus("centre"), NoopTask(DIM), rules(1, sites=True, rounds=1)).run()
+            await running
+            return dict(site.progress.never_counted)
+
+    assert asyncio.run(main()) == {}
 
 
 class Broken(NoopTask):

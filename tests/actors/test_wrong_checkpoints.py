@@ -18,10 +18,11 @@ from torch import Tensor
 from training_scene import Scene
 
 from gradbus import codecs
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position, WorkerState, position_of
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import ResidualStore
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.state import RunState, SavedRun
@@ -55,7 +56,7 @@ def federated(directory: Path) -> RunState:
         assert state.held is not None
         strategy.begin(round_id, state.held)
         delta = codecs.get("fp32").encode(torch.ones(model.dim))
-        strategy.add(0, codecs.parse(delta, expected_dim=model.dim), 10)
+        strategy.add(Update(codecs.parse(delta, expected_dim=model.dim)), Facts(client_id=0, num_samples=10))
         strategy.finish(state.weights)
         state.quarantine.strike(4, round_id, "non-finite", "a value is NaN")
         strikes = (Strike(4, round_id, "stale", "late", 1),)
@@ -70,11 +71,11 @@ def federated(directory: Path) -> RunState:
 
 def client(directory: Path) -> None:
     """What a client still owes. A checkpoint that cannot be used is named in the log, and does not count."""
-    residuals = ResidualStore(directory, 5)
+    residuals = ClientStateStore(directory, 5)
     try:
         residuals.start_run(7, dim=8)
-        owed = residuals.before(99)
-        residuals.accepted(3, torch.ones(8) if owed is None else owed + 1)
+        owed = residuals.before(99).get("residual")
+        residuals.accepted(3, {"residual": torch.ones(8) if owed is None else owed + 1})
     finally:
         residuals.close()
 

@@ -45,6 +45,14 @@ def test_q4_rounds_to_one_of_fifteen_steps_of_its_chunk(dim: int) -> None:
         assert np.array_equal(there.numpy(), expected)
 
 
+def test_q4_takes_less_than_4_bits_a_value_with_its_scales() -> None:
+    dim = 1_199_882  # of the CNN
+    assert len(codecs.get("q4").encode(heavy(dim))) < dim / 2
+    ends = torch.tensor([1.0, -1.0]).repeat(128 * 5)[:-3]  # all digits the largest or the smallest
+    for x in (ends, -ends, ends.abs()):
+        assert torch.equal(decoded("q4", x), x)
+
+
 @pytest.mark.parametrize("dim", [1, 2, 7, 64, 65, 1000])
 def test_q2_takes_two_magnitudes_and_a_sign(dim: int) -> None:
     x = heavy(dim)
@@ -116,8 +124,9 @@ def test_bytes_that_no_encoder_makes_are_refused() -> None:
     q2 = bytearray(codecs.get("q2").encode(heavy(5)))
     loco = bytearray(codecs.get("loco").encode(heavy(200)))  # four entries, the levels at 16, values at 20
     for good, at, byte, text in [
-        (q4, 24, 0x00, "expected -7 .. 7, got -8"),
-        (q4, 26, 0xF1, "bits after the last value"),
+        (q4, 31, 0x7F, r"is 15\*\*16 or larger"),
+        (q4, 30, 0xF1, "digits or bits after the last value"),
+        (q4, 31, 0x80, "digits or bits after the last value"),
         (q4, 23, 0xBF, "scales: expected > 0"),
         (q2, 21, 0xFF, "non-finite Q2 levels|expected 0 <= lower"),
         (q2, 21, 0xBF, "expected 0 <= lower <= higher"),

@@ -239,3 +239,11 @@ def test_the_version_is_told(invoke) -> None:
     ended = invoke("--version")
     assert ended.code == 0
     assert ended.out.startswith("gradbus ")
+
+
+def test_slots_of_an_aggregator_for_which_no_machine_has_memory_are_refused(invoke, configs) -> None:
+    slots = ("--set", "aggregator.slots=16777216", "--set", "aggregator.block_elems=4194304")
+    ended = invoke("aggregator", configs / "aggregator.conf.json", *slots)
+    assert ended.code == 2
+    assert "aggregator.slots is 16777216" in one_line(ended.err)
+    assert "for which this machine has no memory" in one_line(ended.err)

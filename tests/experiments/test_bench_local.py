@@ -23,16 +23,19 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "local_recipes", lambda: RECIPES)
-    arguments = ["local", "--tiny", "--out", "l.json", "--part", "accuracy", "--part", "text"]
+    arguments = ["local", "--tiny", "--out", "l.json", "--part", "accuracy", "--part", "text", "--part", "tuning"]
     assert bench.main(arguments) == 0
     results = Results.load(tmp_path / "l.json")
-    accuracy, text = (results.run(part) for part in ("accuracy", "text"))
+    accuracy, text, tuning = (results.run(part) for part in ("accuracy", "text", "tuning"))
     assert accuracy is not None
     assert text is not None
+    assert tuning is not None
+    assert [one.unit for one in tuning.figures] == ["% wrong"] * 3 + ["nats"] * 4
     titles = {one.name.removesuffix(", bytes") for one in accuracy.figures}
     assert titles == {f"MLP, world 2: {recipe.title}" for recipe in RECIPES[1:]}
-    assert [one.name for one in text.figures][-1] == "transformer, H = 1: the best outer lr"
-    kept = [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text")]
+    title = "DiLoCo q8, H = 1, outer lr 0.7, momentum 0.5"
+    assert [one.name.rpartition(": ")[2] for one in text.figures] == [title, f"{title}, 1 dense steps"]
+    kept = [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text", "tuning")]
 
     def trains(*_: object) -> None:
         raise AssertionError("this was trained before")
@@ -40,11 +43,12 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
     monkeypatch.setattr(local, "_trained", trains)
     monkeypatch.setattr(local, "_trained_text", trains)
     assert bench.main(arguments) == 0
-    assert [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text")] == kept
+    again = [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text", "tuning")]
+    assert again == kept
 
 
 def test_recipes_of_the_transformer_have_options_that_their_algorithms_take() -> None:
-    for recipe in local.text_recipes([20, 100], [0.4, 0.7]):
+    for recipe in (*local.text_recipes([20, 100], 40), *local.tuned_text_recipes(40)):
         chosen = Choice.model_validate({**recipe.options, "name": recipe.algorithm})
         assert ALGORITHMS.options(chosen).keys() >= recipe.options.keys()
         assert recipe.settings()["optimizer"]["name"] == "adamw"

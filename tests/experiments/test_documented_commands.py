@@ -52,8 +52,10 @@ ELSEWHERE = {
     "tests/experiments/run/test_tree_commands.py": (
         "gradbus controller experiments/configs/tree-*", "gradbus client experiments/configs/tree-client.conf.json *",
     ),
+    "tests/experiments/report/test_metrics_server.py": ("gradbus * --metrics-port *",),
     "tests/experiments/run/test_status.py": ("gradbus status *",),
     "tests/experiments/simulate/test_steps.py": ("gradbus simulate *", "make simulate *"),
+    "tests/experiments/test_lab.py": ("gradbus lab *",),
     "tests/experiments/test_history.py": ("gradbus check *",),
     "tests/experiments/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),

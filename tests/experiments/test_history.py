@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.history.invariants import InvariantResult, check
@@ -293,7 +294,7 @@ def test_a_round_whose_sum_does_not_fit_64_bits_is_computed_again_as_well(tmp_pa
     mean.begin(1, weights)
     for client, value in enumerate((3.75, 3.5, 3.25, 0.125)):
         payload = codecs.get("fp32").encode(torch.full((DIM,), value))
-        mean.add(client, codecs.parse(payload, expected_dim=DIM), 1 << 30)
+        mean.add(Update(codecs.parse(payload, expected_dim=DIM)), Facts(client_id=client, num_samples=1 << 30))
         (history / "payloads" / update_name(1, client, 5, 1)).write_bytes(payload)
         events.append(counted(1, client, num_samples=1 << 30))
     mean.finish(weights)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_link import BadLink, LinkFaults, two_far_hosts
 from federation import Federation
 
-from gradbus.experiments.namespaces import Host, NoNamespaces, set_link
+from gradbus.experiments.lab.conditions import LinkConditions
+from gradbus.experiments.namespaces import Host, Network, NoNamespaces, hosts_on_a_switch, set_link
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults, pytest.mark.alone]
 
@@ -80,18 +80,21 @@ def test_a_network_that_loses_one_packet_in_a_hundred_loses_nothing_else(hosts: 
 
 
 @pytest.fixture
-def far_hosts() -> Iterator[tuple[Host, Host, BadLink]]:
+def far_hosts() -> Iterator[Network]:
     try:
-        with two_far_hosts(LinkFaults(delay_s=0.05, jitter_s=0.01, loss=0.01, duplicate=0.01)) as hosts:
-            yield hosts
+        with hosts_on_a_switch(
+            2, LinkConditions(delay_s=0.05, jitter_s=0.01, loss=0.01, duplicate=0.01), "switch"
+        ) as network:
+            yield network
     except NoNamespaces as error:
         pytest.skip(str(error))
 
 
 def test_over_a_link_that_is_slow_and_loses_doubles_and_reorders_packets_each_update_counts_once(
-    far_hosts: tuple[Host, Host, BadLink],
+    far_hosts: Network,
 ) -> None:
-    left, right, link = far_hosts
+    left, right = far_hosts.hosts
+    assert far_hosts.switch is not None
     here, there = network(left, right, lease_s=20.0), network(right, left, lease_s=20.0)
     with Federation(domain=7, dim=100_000) as federation:
         controller = federation.controller(
@@ -103,4 +106,5 @@ def test_over_a_link_that_is_slow_and_loses_doubles_and_reorders_packets_each_up
         assert [node.wait() for node in clients] == [0] * 4
         assert federation.findings()["I3"].checked == 4
     assert [report["clients"] for report in reports] == [[0, 1, 2, 3]] * 4
-    assert all(link.counts[what] for what in ("lost", "doubled", "overtaken")), link.counts
+    counts = far_hosts.switch.counts
+    assert all(counts[what] for what in ("lost", "doubled", "overtaken")), counts

@@ -33,6 +33,7 @@ TYPES = {
     "Waits": "waits",
     "Counts": "counts",
     "Options": "options",
+    "Metrics": "metrics",
     "bool": "bool",
     "float": "float",
     "Annotated[float, Field(gt=0, le=1)]": "float",

@@ -133,7 +133,7 @@ def publisher_of(
     bus: FakeBus, compute: ComputeThread, codec: Codec, members: ClientRegistry, weights: Tensor
 ) -> ModelPublisher:
     state = SimpleNamespace(
-        run_id=RUN, weights=weights, held=None if codec.lossless else weights.clone(),
+        broadcast=lambda: None, run_id=RUN, weights=weights, held=None if codec.lossless else weights.clone(),
         model=SimpleNamespace(frozen=0, frozen_dim=0),
     )  # fmt: skip
     identity, journal = Identity(CONTROLLER, SESSION), History(None, "controller")

@@ -19,12 +19,12 @@ from gradbus import codecs
 from gradbus.actors.aggregation import partial_sum
 from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated import updates_in as intake_module
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
-from gradbus.codecs import Parsed
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.shm.shared_payload import PayloadMemory
@@ -81,11 +81,11 @@ class HeldFedAvg(FedAvg):
         self.go_on = threading.Event()
         self.added: list[int] = []
 
-    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+    def add(self, update: Update, facts: Facts) -> None:
         self.loop.call_soon_threadsafe(self.entered.set)
         assert self.go_on.wait(10.0)
-        super().add(client_id, update, num_samples)
-        self.added.append(client_id)
+        super().add(update, facts)
+        self.added.append(facts.client_id)
 
 
 @dataclass

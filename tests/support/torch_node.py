@@ -43,14 +43,14 @@ class RankLocation:
         self.backend: str = spec["backend"]
         self.options: dict[str, Any] = spec["options"]
         self.say = say
-        self._port: int = spec["port"]
+        self.port: int = spec["port"]
 
-    def start(self, *, prefix: str = "", timeout_s: float = 30.0) -> None:
+    def start(self, *, prefix: str = "", timeout_s: float = 30.0, **options: Any) -> None:
         """Make the process group. ``prefix``: of the store, for a group after one that has failed."""
-        store: Any = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=timedelta(seconds=30))
+        store: Any = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=30))
         dist.init_process_group(
             self.backend, store=dist.PrefixStore(prefix, store) if prefix else store, rank=self.rank,
-            world_size=self.world, timeout=timedelta(seconds=timeout_s),
+            world_size=self.world, timeout=timedelta(seconds=timeout_s), **options,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def both_ways(place: RankLocation) -> list[Any]:
         dist.all_reduce(tensor, group=pair)
     found.append(tensor[0].item())
     dist.destroy_process_group()
-    url = f"dds://{os.environ['GRADBUS_BUS__DOMAIN']}/known-{place._port}"
+    url = f"dds://{os.environ['GRADBUS_BUS__DOMAIN']}/known-{place.port}"
     dist.init_process_group("dds", init_method=url, rank=place.rank, world_size=place.world)
     dist.all_reduce(tensor[:1].fill_(place.rank + 1.0))
     found.append(tensor[0].item())

@@ -100,7 +100,7 @@ def other_worlds(place: RankLocation) -> str:
 def the_same_rank(place: RankLocation) -> Any:
     """The last process says that it is rank 1, when the two others have formed their group."""
     place.world -= 1
-    store = dist.TCPStore("127.0.0.1", place._port, is_master=False, timeout=timedelta(seconds=30))
+    store = dist.TCPStore("127.0.0.1", place.port, is_master=False, timeout=timedelta(seconds=30))
     if place.rank == 2:
         store.wait(["formed"])
         place.rank = 1

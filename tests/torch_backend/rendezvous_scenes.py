@@ -22,7 +22,7 @@ register()
 
 def address_of(place: RankLocation, job: str) -> str:
     """Of a job that no other test has: its number is that of the test's own store."""
-    return f"dds://{os.environ['GRADBUS_BUS__DOMAIN']}/{job}-{place._port}"
+    return f"dds://{os.environ['GRADBUS_BUS__DOMAIN']}/{job}-{place.port}"
 
 
 def join(place: RankLocation, job: str, backend: str = "dds", timeout_s: float = 30.0) -> Any:
@@ -70,7 +70,7 @@ def whole_lives(place: RankLocation) -> dict[str, Any]:
         dist.destroy_process_group()
     results["threads"] = threads_of_gradbus()
     store = join(place, "last")
-    signs: Any = dist.TCPStore("127.0.0.1", place._port, is_master=False)
+    signs: Any = dist.TCPStore("127.0.0.1", place.port, is_master=False)
     if place.rank == 0:
         store.set("last words", "1")
         signs.set("rank 0 ends", "1")

@@ -1,13 +1,20 @@
-"""A client's training rule: a hook around the gradients and the steps of whatever optimizer its task uses."""
+"""A client's training rule: what it adds to the training of a task, whatever optimizer that uses.
+
+A rule is made anew for each round, and keeps nothing itself: what it begins with comes in :class:`RoundStart`, and what
+it leaves goes out in :class:`RoundEnd`. So a round that is done again gives the same update again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from pydantic import BaseModel
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -18,63 +25,170 @@ from gradbus.runtime.choices import CLIENT_RULES, Choice, Options
 from gradbus.runtime.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoundStart:
+    """What a rule begins a round with.
+
+    Attributes:
+        round_id, lr: of the command.
+        model: the module, which holds the global model.
+        base: float32, shape (D,): the exchanged part of that.
+        parameters: trained parameters of the module, each with its place in ``base``.
+        broadcast: float32, shape (E,): what the strategy sends behind the model; empty: nothing.
+        state: tensors that this rule has left in the last round of this client that counts; empty in its first one.
+        local_loss: the mean loss of the module, as it is, on this client's data. Raises ConfigError: the task has none.
+    """
+
+    round_id: int
+    lr: float
+    model: nn.Module
+    base: Tensor
+    parameters: Sequence[tuple[nn.Parameter, slice]]
+    broadcast: Tensor = field(default_factory=lambda: torch.empty(0))
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    local_loss: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoundEnd:
+    """What a rule leaves at the end of a round.
+
+    Attributes:
+        sections: vectors, float32, that are sent beside the model's, by name and in the order of ``Strategy.sections``.
+        metrics: numbers that are announced with the update, by name.
+        state: tensors that are kept at this client if the update counts.
+    """
+
+    sections: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+StepHooks = tuple[Callable[[Optimizer], None], Callable[[Optimizer], None]]
+"""What is called before and after a step of any optimizer of this process."""
+
+
+class _ProcessHooks:
+    """The one pair of hooks of this process, which calls those of all trainings that are under way.
+
+    torch goes over its table of hooks in each step of each optimizer. A training that put its own there, and took them
+    out, would change that table in the midst of a step of another client's thread, which then fails.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._added: tuple[StepHooks, ...] = ()  # a new one for each change: threads go over the old one meanwhile
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    @contextlib.contextmanager
+    def added(self, hooks: StepHooks) -> Iterator[None]:
+        """Call these, too, until the block ends."""
+        with self._lock:
+            self._added = (*self._added, hooks)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._added = tuple(one for one in self._added if one is not hooks)
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        for before, _after in self._added:
+            before(optimizer)
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        for _before, after in self._added:
+            after(optimizer)
+
+
+_hooks = _ProcessHooks()
+
+
 class ClientRule:
     """Training as the task does it, with nothing added.
 
     A rule of your own is a class like this one, with ``Options`` and a constructor that takes them as keywords. It is
     made anew for each round. All methods are called on the client's compute thread.
+
+    Attributes:
+        sections: names of the sections that it makes beside the model's. metrics: of the metrics that it announces.
+        steps: of the optimizer so far.
     """
 
     choice: ClassVar[str] = "plain"
     Options: ClassVar[type[BaseModel]] = Options
+    sections: ClassVar[tuple[str, ...]] = ()
+    metrics: ClassVar[tuple[str, ...]] = ()
+    steps: int = 0
 
-    def begin(self, model: nn.Module) -> None:
+    def start(self, begin: RoundStart) -> None:
         """The module holds the global model, and training is about to begin."""
 
+    def loss_term(self, model: nn.Module) -> Tensor | None:
+        """A scalar that is added to the loss of each step, by its gradient; None: nothing."""
+        return None
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to make the first step of a round."""
+
     def before_step(self, model: nn.Module) -> None:
-        """The gradients of a step are there: change them here."""
+        """The gradients of a step are there, that of :meth:`loss_term` included: change them here."""
 
     def after_step(self, model: nn.Module) -> None:
         """The optimizer has changed the parameters."""
 
+    def finish(self, local: Tensor) -> RoundEnd:
+        """Training is done. ``local``: float32, shape (D,), the exchanged part of the model now. It is not changed."""
+        return RoundEnd()
+
     @contextlib.contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
-        """Call the methods above while the model is trained in this context.
+    def attached(self, begin: RoundStart) -> Iterator[None]:
+        """Call the methods above, but for :meth:`finish`, while the model is trained in this context.
 
         Raises:
             ValueError: no optimizer of torch made a step, so that the rule had no effect.
         """
-        if type(self) is ClientRule:
-            yield
-            return
-        steps = 0
+        model, own = begin.model, set(map(id, begin.model.parameters()))
 
         def trains(optimizer: Optimizer) -> bool:  # other clients of this process have optimizers of their own
-            owned = {id(parameter) for parameter in model.parameters()}
-            return any(id(p) in owned for group in optimizer.param_groups for p in group["params"])
+            parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            if own.isdisjoint(parameters):  # the training function may have replaced some
+                own.update(map(id, model.parameters()))
+            return not own.isdisjoint(parameters)
 
-        def before(optimizer: Optimizer, *_: Any) -> None:
+        def before(optimizer: Optimizer) -> None:
             if trains(optimizer):
+                if not self.steps:
+                    self.check_optimizer(optimizer)
+                self._add_loss_term(model)
                 self.before_step(model)
 
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            nonlocal steps
+        def after(optimizer: Optimizer) -> None:
             if trains(optimizer):
-                steps += 1
+                self.steps += 1
                 self.after_step(model)
 
-        self.begin(model)
-        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        try:
+        self.steps = 0
+        self.start(begin)
+        with _hooks.added((before, after)):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if not steps:
+        if not self.steps and type(self) is not ClientRule:
             raise ValueError(
                 f"the training rule {type(self).__name__} had no effect: no optimizer of torch made a step. Train with "
                 f"one, or set federated.training.rule=plain"
             )
+
+    def _add_loss_term(self, model: nn.Module) -> None:
+        if type(self).loss_term is ClientRule.loss_term:
+            return
+        with torch.enable_grad():
+            term = self.loss_term(model)
+            if term is None:
+                return
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter, gradient in zip(trained, torch.autograd.grad(term, trained, allow_unused=True), strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def make_rule(name: str, options: Mapping[str, Any], *, allowed: str) -> ClientRule:

@@ -16,6 +16,7 @@ from gradbus.actors.aggregation.clipping import LimitedStrategy, clipped, within
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.robust import CoordinateMedian
 from gradbus.actors.aggregation.strategies import FedAdam, FedAvg
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.codecs import DenseBlock, Parsed
 from gradbus.runtime.config.federated import FederatedConfig
 
@@ -36,7 +37,7 @@ def mean_of(strategy: FedAvg | LimitedStrategy, base: Tensor, *updates: tuple[Pa
     weights = base.clone()
     strategy.begin(1, base)
     for client_id, (update, num_samples) in enumerate(updates):
-        strategy.add(client_id, update, num_samples)
+        strategy.add(Update(update), Facts(client_id=client_id, num_samples=num_samples))
     strategy.finish(weights)
     return weights - base
 
@@ -114,7 +115,7 @@ def test_an_update_that_is_refused_leaves_no_mark() -> None:
     limited.begin(1, base)
     huge = codecs.parse(codecs.get("fp32").encode(torch.full((DIM,), 1e34)), expected_dim=DIM)
     with pytest.raises(ValueError, match="does not fit"):
-        limited.add(0, huge, 5)
+        limited.add(Update(huge), Facts(client_id=0, num_samples=5))
     assert limited.marks() == {}
 
 
@@ -136,7 +137,7 @@ def test_what_is_not_a_number_is_neither_clipped_nor_taken_by_a_robust_strategy(
     median = CoordinateMedian(4, byzantine=0)
     median.begin(1, torch.zeros(4))
     with pytest.raises(OutOfRange, match="a value of nan"):
-        median.add(0, not_a_number(), 1)
+        median.add(Update(not_a_number()), Facts(client_id=0, num_samples=1))
 
 
 def test_the_strategy_behind_the_limits_keeps_its_name_and_state() -> None:

@@ -27,6 +27,7 @@ from gradbus.actors.aggregation.robust import (
     sorting_network,
 )
 from gradbus.actors.aggregation.strategies import NoRoom
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.codecs import Parsed
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
@@ -59,7 +60,7 @@ def result(strategy: Robust, rows: Matrix, order: Sequence[int] | None = None, b
     weights = base.clone()
     strategy.begin(1, base)
     for index in range(len(rows)) if order is None else order:
-        strategy.add(index, parsed(rows[index]), 1 + index)
+        strategy.add(Update(parsed(rows[index])), Facts(client_id=index, num_samples=1 + index))
     strategy.finish(weights)
     return (weights - base).numpy()
 
@@ -134,9 +135,11 @@ def test_every_codec_and_weights_in_place_of_differences_are_understood(codec: s
     base, strategy = torch.from_numpy(random_rows(1, seed=1)[0]), CoordinateMedian(DIM, byzantine=1)
     deltas = [torch.from_numpy(row) for row in random_rows(3, seed=2)]
     strategy.begin(1, base)
-    strategy.add(0, parsed(deltas[0], codec), 1)
-    strategy.add(1, parsed(deltas[1], codec), 1)
-    strategy.add(2, codecs.parse((base + deltas[2]).numpy().tobytes(), expected_dim=DIM), 1)
+    strategy.add(Update(parsed(deltas[0], codec)), Facts(client_id=0, num_samples=1))
+    strategy.add(Update(parsed(deltas[1], codec)), Facts(client_id=1, num_samples=1))
+    strategy.add(
+        Update(codecs.parse((base + deltas[2]).numpy().tobytes(), expected_dim=DIM)), Facts(client_id=2, num_samples=1)
+    )
     weights = base.clone()
     strategy.finish(weights)
     told = [codecs.decode(codecs.get(codec).encode(delta), expected_dim=DIM).vector for delta in deltas[:2]]
@@ -150,7 +153,7 @@ def test_a_round_that_is_started_again_forgets_its_first_attempt(name: str) -> N
     strategy = MAKE[name](DIM, byzantine=1)
     strategy.begin(1, torch.zeros(DIM))
     for index in range(4):
-        strategy.add(index, parsed(1e3 * rows[index]), 1)
+        strategy.add(Update(parsed(1e3 * rows[index])), Facts(client_id=index, num_samples=1))
     assert result(strategy, rows).tobytes() == result(MAKE[name](DIM, byzantine=1), rows).tobytes()
 
 
@@ -213,20 +216,23 @@ def test_an_update_beyond_the_budget_finds_no_room_and_memory_is_used_again() ->
     for _ in range(3):
         result(strategy, rows[:3])
         with pytest.raises(NoRoom, match="3 updates fill"):
-            strategy.add(3, parsed(rows[3]), 1)
+            strategy.add(Update(parsed(rows[3])), Facts(client_id=3, num_samples=1))
     assert len(strategy._rows) + len(strategy._free) == 3
 
 
 def test_an_update_that_is_out_of_range_or_a_second_one_counts_not_at_all() -> None:
     strategy = CoordinateMedian(4, byzantine=0)
     strategy.begin(1, torch.zeros(4))
-    strategy.add(0, parsed(torch.ones(4)), 1)
+    strategy.add(Update(parsed(torch.ones(4))), Facts(client_id=0, num_samples=1))
     with pytest.raises(OutOfRange, match="a value of 1e"):
-        strategy.add(1, parsed(torch.full((4,), 1e30)), 1)
+        strategy.add(Update(parsed(torch.full((4,), 1e30))), Facts(client_id=1, num_samples=1))
     with pytest.raises(ValueError, match="client 0 has an update in this round already"):
-        strategy.add(0, parsed(torch.zeros(4)), 1)
+        strategy.add(Update(parsed(torch.zeros(4))), Facts(client_id=0, num_samples=1))
     with pytest.raises(ValueError, match="holds weights"):
-        strategy.add(2, codecs.parse(codecs.get("s4").encode(torch.ones(4), is_delta=False), expected_dim=4), 1)
+        strategy.add(
+            Update(codecs.parse(codecs.get("s4").encode(torch.ones(4), is_delta=False), expected_dim=4)),
+            Facts(client_id=2, num_samples=1),
+        )
     weights = torch.zeros(4)
     strategy.finish(weights)
     assert weights.tolist() == [1.0] * 4

@@ -18,6 +18,7 @@ from settings import nested
 import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.clipping import within_limits
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.models import NoopTask
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.errors import ConfigError
@@ -103,7 +104,9 @@ def without_a_network() -> list[int]:
             }
             task.train(model, client_id=client_id, round_id=round_id, **arguments)  # type: ignore[arg-type]
             payload = codecs.get("fp32").encode(model.vector.data - base)
-            strategy.add(client_id, codecs.parse(payload, expected_dim=federation.DIM), 1)
+            strategy.add(
+                Update(codecs.parse(payload, expected_dim=federation.DIM)), Facts(client_id=client_id, num_samples=1)
+            )
         strategy.finish(weights)
         found.append(zlib.crc32(weights.numpy().data))
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAdam, FedAvg, FedAvgM, Strategy
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
@@ -39,7 +40,9 @@ def one_round(strategy: Strategy, weights: Tensor, round_id: int, *, base: Tenso
     for client_id, num_samples in ((0, 100), (1, 300)):
         delta = random_vector(1000 * round_id + client_id, 0.01)
         payload = codecs.get("fp32").encode(delta)
-        strategy.add(client_id, codecs.parse(payload, expected_dim=DIM), num_samples)
+        strategy.add(
+            Update(codecs.parse(payload, expected_dim=DIM)), Facts(client_id=client_id, num_samples=num_samples)
+        )
         total += num_samples * delta.double().numpy()
     strategy.finish(weights)
     return total / 400
@@ -91,7 +94,7 @@ def test_clients_that_send_their_weights_and_clients_that_send_differences_count
     for payload in (local.numpy().tobytes(), codecs.get("fp32").encode(local - weights)):
         strategy, out = FedAvg(DIM), weights.clone()
         strategy.begin(1, weights)
-        strategy.add(0, codecs.parse(payload, expected_dim=DIM), 10)
+        strategy.add(Update(codecs.parse(payload, expected_dim=DIM)), Facts(client_id=0, num_samples=10))
         strategy.finish(out)
         results.append(out)
     assert torch.allclose(results[0], local, rtol=0, atol=1e-6)
@@ -104,7 +107,7 @@ def test_the_base_of_the_differences_need_not_be_the_weights() -> None:
     local = held + random_vector(3, 0.01)
     strategy = FedAvg(DIM)
     strategy.begin(1, held)
-    strategy.add(0, codecs.parse(local.numpy().tobytes(), expected_dim=DIM), 10)
+    strategy.add(Update(codecs.parse(local.numpy().tobytes(), expected_dim=DIM)), Facts(client_id=0, num_samples=10))
     out = weights.clone()
     strategy.finish(out)
     expected = weights.double() + (local.double() - held.double())
@@ -118,7 +121,10 @@ def test_a_round_that_is_started_again_forgets_its_first_attempt(name: str) -> N
         strategy, weights = MAKE[name](), random_vector(1)
         if attempts == 2:
             strategy.begin(1, weights)
-            strategy.add(0, codecs.parse(codecs.get("fp32").encode(random_vector(9)), expected_dim=DIM), 5)
+            strategy.add(
+                Update(codecs.parse(codecs.get("fp32").encode(random_vector(9)), expected_dim=DIM)),
+                Facts(client_id=0, num_samples=5),
+            )
         one_round(strategy, weights, 1)
         results.append(weights)
     assert torch.equal(results[0], results[1])
@@ -159,9 +165,15 @@ def test_the_state_of_another_strategy_or_model_is_refused(
 def test_an_update_that_cannot_be_used_counts_not_at_all() -> None:
     strategy, weights = FedAvg(4), torch.zeros(4)
     strategy.begin(1, weights)
-    strategy.add(0, codecs.parse(codecs.get("fp32").encode(torch.ones(4)), expected_dim=4), 10)
+    strategy.add(
+        Update(codecs.parse(codecs.get("fp32").encode(torch.ones(4)), expected_dim=4)),
+        Facts(client_id=0, num_samples=10),
+    )
     with pytest.raises(ValueError, match="does not fit"):
-        strategy.add(1, codecs.parse(codecs.get("fp32").encode(torch.full((4,), 1e30)), expected_dim=4), 10)
+        strategy.add(
+            Update(codecs.parse(codecs.get("fp32").encode(torch.full((4,), 1e30)), expected_dim=4)),
+            Facts(client_id=1, num_samples=10),
+        )
     strategy.finish(weights)
     assert weights.tolist() == [1.0] * 4
 
@@ -183,7 +195,10 @@ def test_the_configuration_names_the_strategy_and_its_constants(
     weights = torch.zeros(1)
     for round_id in (1, 2):
         strategy.begin(round_id, weights)
-        strategy.add(0, codecs.parse(codecs.get("fp32").encode(torch.ones(1)), expected_dim=1), 1)
+        strategy.add(
+            Update(codecs.parse(codecs.get("fp32").encode(torch.ones(1)), expected_dim=1)),
+            Facts(client_id=0, num_samples=1),
+        )
         strategy.finish(weights)
     m, v = (0.2, 0.2 * 0.8 + 0.2), (0.3, 0.3 * 0.7 + 0.3)
     expected = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +21,12 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
+from gradbus.actors.data_parallel import elastic, joining
+from gradbus.actors.data_parallel.joining import StateTransfer
+from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import ConfigError, PeerLost
+from gradbus.runtime.errors import CheckpointError, ConfigError, PeerLost
 
 LONG = 5000  # epochs of a run that a callback ends
 SETTINGS = {"hash_every": 1, "epochs": 2}
@@ -77,6 +82,15 @@ class Cast:
         """From any thread."""
         self._loop.call_soon_threadsafe(self._running[number].cancel)
 
+    def wait_for_a_joiner(self) -> None:
+        """Have the rank of this thread make no step until one wants to join: so an epoch is long enough for it."""
+        deadline_s = time.monotonic() + 10.0
+        while time.monotonic() < deadline_s:
+            generations = self.ranks[0].worker.generations
+            if generations is not None and generations.change_is_wanted:
+                return
+            time.sleep(0.005)
+
     def later(self, function: Callable[..., object], *arguments: Any, **options: Any) -> None:
         """From any thread."""
         self._loop.call_soon_threadsafe(lambda: function(*arguments, **options))
@@ -106,7 +120,7 @@ def play(place: dict[str, Any], scene: Callable[[Cast], object], **settings: Any
     torch.set_num_threads(1)
 
     async def main() -> dict[int, Rank]:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
             cast = Cast(place, tasks, **settings)
             scene(cast)
         return cast.ranks
@@ -250,6 +264,245 @@ def test_algorithms_with_a_memory_go_on_with_equal_weights(place: dict[str, Any]
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)
 
 
+class SlowCopies:
+    """Copies of the state, in this process, that arrive when they may: the others make steps meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_arrive = threading.Event()
+        self.second_may_arrive = threading.Event()
+        self.second_may_arrive.set()
+        self.asked: list[int] = []
+        receive, slow = StateTransfer._receive, self
+
+        async def slowly(transfer: StateTransfer, source: int) -> dict[str, Tensor]:
+            if transfer._name == "elastic/shared":
+                return await receive(transfer, source)
+            slow.asked.append(source)
+            first = len(slow.asked) == 1
+            await asyncio.to_thread((slow.may_arrive if first else slow.second_may_arrive).wait, 20.0)
+            return await receive(transfer, source)
+
+        monkeypatch.setattr(StateTransfer, "_receive", slowly)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": {"name": "adamw", "lr": 0.01}, "schedule": {"name": "cosine"}},
+        {"algorithm": {"name": "dgc", "density": 0.1}},
+        {"algorithm": {"name": "ef21"}},
+    ],
+    ids=["adamw", "dgc", "ef21"],
+)
+def test_others_make_steps_while_a_copy_is_on_its_way_and_weights_are_equal_when_it_is_there(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    copies = SlowCopies(monkeypatch)
+    trained: list[bool] = []  # in each step of the one that joins
+
+    def scene(cast: Cast) -> None:
+        in_world: list[int] = []
+
+        def on_first(report: Any) -> bool:
+            if report.step == 3:
+                cast.later(cast.start, 4, on_step=lambda report: trained.append(not math.isnan(report.loss)))
+                cast.wait_for_a_joiner()
+            if report.world == 2:
+                in_world.append(report.step)
+            if len(in_world) == 5:
+                copies.may_arrive.set()
+            return sum(trained) >= 3
+
+        cast.start(0, 1, on_step=on_first)
+
+    ranks = play(place, scene, epochs=LONG, **settings)
+    assert ranks[0].error is ranks[4].error is None
+    assert trained[:4] == [False] * 4  # it got no data before it had the state
+    assert ranks[4].worker.step == ranks[0].worker.step
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)
+    assert ranks[0].reports[-1].params_hash == ranks[4].reports[-1].params_hash
+
+
+def test_of_two_that_join_one_trains_while_the_copy_of_the_other_is_on_its_way(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = SlowCopies(monkeypatch)
+    copies.may_arrive.set()
+    copies.second_may_arrive.clear()
+    trained: dict[int, int] = {4: 0, 5: 0}
+
+    def scene(cast: Cast) -> None:
+        def count(report: Any) -> None:
+            number = 4 if report.rank == 1 else 5
+            trained[number] += not math.isnan(report.loss)
+            if any(trained.values()):
+                copies.second_may_arrive.set()
+
+        def wait_for_both() -> None:
+            cast.later(cast.start, 4, on_step=count)
+            cast.later(cast.start, 5, on_step=count)
+            deadline_s = time.monotonic() + 10.0
+            generations = cast.ranks[0].worker.generations
+            while generations is not None and generations.waiting < 2 and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+
+        start = at_step(1, wait_for_both)
+
+        def until_both_train(report: Any) -> bool:
+            start(report)
+            return min(trained.values()) >= 3
+
+        cast.start(0, 1, on_step=until_both_train)
+
+    ranks = play(place, scene, epochs=LONG)
+    assert all(rank.error is None for rank in ranks.values())
+    assert copies.asked == [0, 0]  # none was taken for broken
+    assert ranks[0].worlds == [1, 3]
+    for number in (4, 5):
+        assert torch.equal(ranks[0].parameters, ranks[number].parameters)
+
+
+def test_all_wait_for_a_copy_before_more_steps_are_kept_than_there_is_memory_for(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = SlowCopies(monkeypatch)
+    size = sum(p.numel() * p.element_size() for p in make_task().build_model().parameters())
+    monkeypatch.setattr(elastic, "MAX_RECORDED_BYTES", 4 * size)
+    trained: list[bool] = []
+    waited = ElasticWorker._wait_for_copies
+
+    async def let_it_come(worker: ElasticWorker) -> None:
+        asyncio.get_running_loop().call_later(0.1, copies.may_arrive.set)
+        await waited(worker)
+
+    monkeypatch.setattr(ElasticWorker, "_wait_for_copies", let_it_come)
+
+    def scene(cast: Cast) -> None:
+        def on_first(report: Any) -> bool:
+            if report.step == 1:
+                cast.later(cast.start, 4, on_step=lambda report: trained.append(not math.isnan(report.loss)))
+                cast.wait_for_a_joiner()
+            return sum(trained) >= 3
+
+        cast.start(0, 1, on_step=on_first)
+
+    ranks = play(place, scene, epochs=LONG)
+    assert ranks[0].error is ranks[4].error is None
+    assert 1 <= trained.index(True) <= 4
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)
+
+
+def test_a_copy_may_take_longer_than_a_collective(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, trained, collective_s = joining._fill, [], 1.5
+
+    def slowly(piece: Tensor, came: Tensor) -> bool:
+        time.sleep(0.15)
+        return fill(piece, came)
+
+    monkeypatch.setattr(joining, "_fill", slowly)  # for each of 17 tensors: longer than 1.5 s
+
+    def scene(cast: Cast) -> None:
+        start = at_step(1, lambda: cast.later(cast.start, 4, on_step=lambda report: trained.append(report.loss)))
+
+        def until_it_trains(report: Any) -> bool:
+            start(report)
+            return sum(not math.isnan(loss) for loss in trained) >= 2
+
+        cast.start(0, 2, on_step=until_it_trains)
+        cast.start(1, 2)
+
+    optimizer = {"name": "adamw", "lr": 0.01}
+    ranks = play(place, scene, epochs=LONG, optimizer=optimizer, timeouts={"collective_s": collective_s})
+    assert all(rank.error is None for rank in ranks.values())
+    assert ranks[0].worlds == [2, 3]  # nobody was taken for lost
+    assert ranks[0].worker.generations is not None
+    assert ranks[0].worker.generations.number == 2
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)
+
+
+def test_a_rank_that_is_lost_in_the_last_step_gets_the_result_of_it(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, lost = ShardTraining.apply, []
+
+    def scene(cast: Cast) -> None:
+        def apply_or_lose(training: ShardTraining, step: Any, profile: Any) -> None:
+            if step.number == 5 and training is cast.ranks[1].worker._training and not lost:
+                lost.append(True)
+                raise PeerLost("world_1", {0: "has gone"})
+            apply(training, step, profile)
+
+        monkeypatch.setattr(ShardTraining, "apply", apply_or_lose)
+        cast.start(0, 2)
+        cast.start(1, 2)
+
+    ranks = play(place, scene, max_steps=6, hash_every=0)
+    assert lost
+    assert ranks[0].error is ranks[1].error is None
+    assert ranks[0].worker.step == ranks[1].worker.step == 6
+    assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+
+
+@pytest.mark.parametrize("breaks", ["_fill", "_digest"], ids=["on its way", "at the sender"])
+def test_a_broken_copy_is_taken_again_from_another_process(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    copies = SlowCopies(monkeypatch)
+    copies.may_arrive.set()
+    function, is_whole = getattr(joining, breaks), [False]
+    trained: list[float] = []  # the losses of the one that joins: NaN without data
+
+    def break_once(piece: Tensor, *came: Tensor) -> Any:
+        if not is_whole[0]:
+            is_whole[0] = True
+            (came[0] if came else piece)[0] ^= 1
+        return function(piece, *came)
+
+    monkeypatch.setattr(joining, breaks, break_once)
+
+    def scene(cast: Cast) -> None:
+        start = at_step(3, lambda: cast.later(cast.start, 4, on_step=lambda report: trained.append(report.loss)))
+
+        def until_it_trains(report: Any) -> bool:
+            start(report)
+            return sum(not math.isnan(loss) for loss in trained) >= 3
+
+        cast.start(0, 2, on_step=until_it_trains)
+        cast.start(1, 2)
+
+    ranks = play(place, scene, epochs=LONG)
+    assert ranks[0].error is ranks[1].error is ranks[4].error is None
+    assert copies.asked == [0, 1]
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "diloco", "steps": 4, "codec": "q8"},
+        {"name": "diloco", "steps": 4, "fragments": 2},
+        {"name": "local-sgd", "steps": 4},
+        {"name": "post-local-sgd", "steps": 4, "dense_steps": 2},
+        {"name": "sparseloco", "steps": 4},
+        {"name": "noloco", "steps": 4},
+    ],
+    ids=lambda a: "-".join(map(str, a.values())),
+)
+def test_ranks_that_exchange_weights_come_and_go_by_exchanges(place: dict[str, Any], algorithm: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        def kill(report: Any) -> None:
+            if report.world == 3 and report.step % 4 == 1:
+                cast.kill(1)
+
+        cast.start(0, 2, on_step=ends_with([2, 3, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
+        cast.start(1, 2, on_step=kill)
+
+    ranks = play(place, scene, algorithm=algorithm, epochs=LONG)
+    assert ranks[0].error is ranks[4].error is None
+    assert ranks[0].worker.step == ranks[4].worker.step
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)  # their mean, at the end
+
+
 def test_state_of_the_optimizer_and_schedule_reach_the_one_that_joins(place: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
         cast.start(0, 1, on_step=ends_with([1, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
@@ -282,6 +535,25 @@ def test_a_checkpoint_of_one_world_is_resumed_by_another(place: dict[str, Any], 
     assert after[0].worker.step == 4 + steps
 
 
+def test_a_run_does_not_begin_in_the_directory_of_one_that_goes_on(place: dict[str, Any], tmp_path: Path) -> None:
+    refused: list[BaseException | None] = []
+
+    def scene(cast: Cast) -> None:
+        def until_refused(report: Any) -> bool:
+            if report.step == 2:
+                cast.later(second.start, 0, 1)
+            refused[:] = [second.ranks[0].error if 0 in second.ranks else None]
+            return refused != [None]
+
+        second = Cast(new_place(), cast._tasks, checkpoint={"dir": tmp_path})
+        cast.start(0, 1, on_step=until_refused)
+
+    ranks = play(place, scene, epochs=LONG, checkpoint={"dir": tmp_path})
+    assert ranks[0].error is None
+    assert isinstance(refused[0], CheckpointError)
+    assert "is of a run that goes on" in str(refused[0])
+
+
 def test_another_rank_writes_checkpoints_while_the_one_that_did_still_lives(
     place: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -304,9 +576,9 @@ def test_the_last_checkpoint_is_written_although_the_rank_that_writes_is_lost(
     write = ElasticWorker._write
 
     def scene(cast: Cast) -> None:
-        def write_or_die(worker: ElasticWorker) -> int:
+        def write_or_die(worker: ElasticWorker, model: Any) -> int:
             if worker is not cast.ranks[0].worker:
-                return write(worker)
+                return write(worker, model)
             cast.kill(0)
             return 0
 
@@ -394,3 +666,28 @@ def test_what_cannot_be_elastic_is_refused(place: dict[str, Any]) -> None:
 
     ranks = play(place, scene, delay_steps=1)
     assert "ranks cannot come and go" in str(ranks[0].error)
+
+
+def test_who_is_cancelled_while_it_gives_up_a_transfer_is_cancelled(place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as bus, gradbus.join_group(bus, rank=0, world=1) as group:
+            transfer = StateTransfer(group, timeout_s=1.0, max_bytes=0)
+            is_ending, may_end = asyncio.Event(), asyncio.Event()
+
+            async def ends_late() -> None:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    is_ending.set()
+                    await may_end.wait()
+
+            transfer._tasks.append(asyncio.create_task(ends_late()))
+            await asyncio.sleep(0)  # it has begun
+            closing = asyncio.create_task(transfer.close())
+            await is_ending.wait()
+            closing.cancel()
+            may_end.set()
+            await asyncio.wait([closing])
+            assert closing.cancelled()
+
+    asyncio.run(main())

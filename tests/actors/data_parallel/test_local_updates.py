@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradbus.models import ClassificationTask
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "diloco", "algorithm__steps": 3, "algorithm__codec": "fp32", "epochs": 2, "max_steps": 6,
@@ -38,13 +39,13 @@ def test_after_an_exchange_ranks_have_the_same_bits_of_weights_and_outer_momentu
 
 
 class NotFinite(ClassificationTask):
-    """The loss of the third batch, whose step has an exchange, is NaN."""
+    """The loss of one batch is NaN: by default of the third one, whose step has an exchange."""
 
-    number = -1
+    number, at = -1, 2
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.number += 1
-        return super().loss(model, batch) * (float("nan") if self.number == 2 else 1.0)
+        return super().loss(model, batch) * (float("nan") if self.number == self.at else 1.0)
 
 
 def test_a_step_with_an_exchange_that_is_not_finite_is_skipped_by_all_and_the_next_exchange_has_its_change() -> None:
@@ -59,6 +60,49 @@ def test_a_step_with_an_exchange_that_is_not_finite_is_skipped_by_all_and_the_ne
         momentum = found["momentum/fragment0"]  # of one exchange: what the ranks have changed since the start
         assert torch.allclose(found["anchor/fragment0"], start - 0.7 * 1.9 * momentum, atol=1e-6)
         assert momentum.norm() > 0
+
+
+def test_learning_rates_go_by_the_steps_of_the_run_also_on_a_rank_that_has_skipped_one() -> None:
+    inner = make_task()
+    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd.at = 1  # no exchange: this rank alone skips it
+    outcomes = succeeded(train(make_task(), odd, schedule="cosine", **SETTINGS))
+    assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]
+    steps = {name: SETTINGS[name] for name in ("epochs", "max_steps", "eval_every_epochs")}
+    dense = succeeded(train(make_task(), schedule="cosine", **steps))
+    rates = {outcome.worker._training.optimizer.lr for outcome in (*outcomes, *dense)}
+    assert len(rates) == 1
+    assert rates.pop() < DataParallelConfig().optimizer.options.get("lr", 0.05) / 2
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.last = nn.Linear(784, 24), nn.Linear(24, 24), nn.Linear(24, 24)
+        self.out = nn.Linear(24, 10)
+        self.last.weight = self.second.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x.flatten(1)).relu()).relu()
+        return self.out(self.last(hidden).relu())  # type: ignore[no-any-return]
+
+
+def test_tied_weights_stay_one_where_fragments_are_cut_through_them() -> None:
+    outcomes = succeeded(train(make_task(Tied), **{**SETTINGS, "algorithm__fragments": 2}))
+    first = shared(outcomes[0])
+    assert sum(first[f"anchor/fragment{number}"].numel() for number in range(2)) == vector(Tied()).numel()
+    for outcome in outcomes:
+        assert outcome.worker.model.last.weight is outcome.worker.model.second.weight
+        assert all(torch.equal(shared(outcome)[key], first[key]) for key in first)
+        assert torch.equal(outcome.parameters, outcomes[0].parameters)
+
+
+def test_a_delay_of_the_run_alone_is_refused_at_the_start() -> None:
+    for outcome in train(make_task(), delay_steps=1, **SETTINGS):
+        assert "set parallel.algorithm.delay=1 instead" in str(outcome.error)
 
 
 def with_batch_norm(seed: int = 0) -> nn.Module:

@@ -20,11 +20,12 @@ from gradbus.actors.data_parallel.replicas import (
     check_equal,
     check_equal_layouts,
     describe_layout,
+    empty_tensors,
 )
 from gradbus.runtime.algorithms.replicas import fingerprint
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.errors import ConfigError, ReplicasDiverged
+from gradbus.runtime.errors import CollectiveError, ConfigError, ReplicasDiverged
 
 
 def model(seed: int) -> nn.Module:
@@ -138,3 +139,22 @@ def test_layouts_that_differ_are_named_with_the_first_line_that_does() -> None:
         check_equal_layouts([layout, layout, describe_layout(net)])
     with pytest.raises(ConfigError, match=r"rank 1 differs .* 'nothing' where they have '1\.weight"):
         check_equal_layouts([layout, layout[:2]])
+
+
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ([["w", "float32", [1 << 20, 1 << 20]]], "4398046511104 bytes"),
+        ([["w", "float32", [200]], ["v", "float32", [100]]], "1200 bytes"),
+        ([["w", "float32", [0, 1 << 70]]], "at most 1024"),
+        ([["w", "float32", [1] * 65]], "at most 1024"),
+        ([["w", "float32", [-1]]], "expected its name, type and shape"),
+        ([["w", "float32", [True]]], "expected its name, type and shape"),
+        ([["w", ["float32"], [1]]], "expected its name, type and shape"),
+        ([["w", "nn", [1]]], "unknown type 'nn'"),
+        (7, "expected its name, type and shape"),
+    ],
+)
+def test_tensors_that_another_rank_describes_are_refused_before_memory_is_taken(described: Any, says: str) -> None:
+    with pytest.raises(CollectiveError, match=says):
+        empty_tensors(described, max_bytes=1024)

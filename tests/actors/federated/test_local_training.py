@@ -11,8 +11,9 @@ from torch import nn
 
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, ResidualStore
+from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, RoundInputs
 from gradbus.models.task import TrainResult
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.wire.control import Receipt, Welcome
@@ -47,13 +48,15 @@ class Client:
     def __init__(self, task: Any, codec: str = "fp32", version: int = 2) -> None:
         self.welcome = Welcome(0, 1, 7, 1, codec, 0.5, 64, version, 1, 0.5)  # type: ignore[arg-type]
         self.training = LocalTraining(
-            task, Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), ResidualStore(None, 0),
+            task, Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), ClientStateStore(None, 0),
             PayloadMemory(switched_on=False),
         )  # fmt: skip
 
     def train(self, round_id: int, base: torch.Tensor) -> EncodedUpdate:
         command = TrainCmd(round_id, 0, 1, 0.1, 0)
-        update = self.training.train(self.welcome, command, base, round_id, lambda: False, 0.0)
+        update = self.training.train(
+            RoundInputs(welcome=self.welcome, command=command, base=base), round_id, lambda: False
+        )
         self.training.on_receipt(update, Receipt(0, 1, 7, round_id, round_id, True, ""))
         return update
 
@@ -65,7 +68,7 @@ def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_par
         client = Client(Jumping(1e-3, 1), "s4")
         client.training = LocalTraining(
             Jumping(1e-3, 1), Identity(0, 1), FlatModel(module),  # type: ignore[arg-type]
-            ResidualStore(tmp_path, 0), PayloadMemory(switched_on=False),
+            ClientStateStore(tmp_path, 0), PayloadMemory(switched_on=False),
         )  # fmt: skip
         return client
 
@@ -75,9 +78,8 @@ def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_par
     assert owed is not None
     again = started()
     again.train(2, torch.zeros(2 * DIM))
-    known = again.training._residuals.before(2)
+    known = again.training._kept.before(2)["residual"]
     again.training.close()
-    assert known is not None
     assert torch.equal(known, owed)
 
 

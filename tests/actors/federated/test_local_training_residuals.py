@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradbus.actors.federated.local_training import ResidualStore
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.runtime.errors import CheckpointError
 
 RUN = 0xABC
 
 
-def owed(value: float) -> Tensor:
-    return torch.full((3,), value)
+def owed(value: float) -> dict[str, Tensor]:
+    return {"residual": torch.full((3,), value)}
 
 
-def value_of(residual: Tensor | None) -> float | None:
-    return None if residual is None else float(residual[0])
+def value_of(kept: Mapping[str, Tensor]) -> float | None:
+    return float(kept["residual"][0]) if kept else None
 
 
-def started(directory: Path | None, run_id: int = RUN) -> ResidualStore:
-    residuals = ResidualStore(directory, 7)
+def started(directory: Path | None, run_id: int = RUN) -> ClientStateStore:
+    residuals = ClientStateStore(directory, 7)
     residuals.start_run(run_id)
     return residuals
 
 
 def test_nothing_is_owed_before_the_first_update_counts() -> None:
-    assert started(None).before(1) is None
+    assert not started(None).before(1)
 
 
 def test_a_round_starts_with_what_is_owed_after_the_last_accepted_one() -> None:
@@ -66,7 +67,7 @@ def test_another_run_owes_nothing() -> None:
     residuals.start_run(RUN)
     assert value_of(residuals.before(2)) == 1.0
     residuals.start_run(RUN + 1)
-    assert residuals.before(2) is None
+    assert not residuals.before(2)
 
 
 def test_only_a_few_are_kept() -> None:
@@ -75,7 +76,7 @@ def test_only_a_few_are_kept() -> None:
         residuals.accepted(round_id, owed(float(round_id)))
     assert value_of(residuals.before(49)) == 48.0
     assert value_of(residuals.before(48)) == 47.0
-    assert residuals.before(40) is None
+    assert not residuals.before(40)
 
 
 def test_a_restarted_client_goes_on_with_what_it_owed(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_restarted_client_owes_nothing_of_another_run(tmp_path: Path) -> None:
     first.accepted(1, owed(1.0))
     first.close()
     second = started(tmp_path, RUN + 1)
-    assert second.before(2) is None
+    assert not second.before(2)
     second.accepted(1, owed(11.0))
     second.close()
     third = started(tmp_path, RUN + 1)
@@ -137,21 +138,20 @@ def test_of_a_damaged_file_the_older_one_counts(tmp_path: Path, suffix: str) -> 
 def test_the_values_come_back_bit_for_bit(tmp_path: Path) -> None:
     residual = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     first = started(tmp_path)
-    first.accepted(1, residual)
+    first.accepted(1, {"residual": residual})
     first.close()
     second = started(tmp_path)
-    kept = second.before(2)
-    assert kept is not None
+    kept = second.before(2)["residual"]
     assert torch.equal(kept, residual)
     second.close()
 
 
 def test_clients_share_a_directory_but_not_their_residuals(tmp_path: Path) -> None:
-    one, other = ResidualStore(tmp_path, 1), ResidualStore(tmp_path, 2)
+    one, other = ClientStateStore(tmp_path, 1), ClientStateStore(tmp_path, 2)
     for residuals in (one, other):
         residuals.start_run(RUN)
     one.accepted(1, owed(1.0))
-    assert other.before(2) is None
+    assert not other.before(2)
     one.close()
     other.close()
 
@@ -159,6 +159,6 @@ def test_clients_share_a_directory_but_not_their_residuals(tmp_path: Path) -> No
 def test_two_processes_do_not_share_a_client(tmp_path: Path) -> None:
     first = started(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "client-7"))):
-        ResidualStore(tmp_path, 7)
+        ClientStateStore(tmp_path, 7)
     first.close()
-    ResidualStore(tmp_path, 7).close()
+    ClientStateStore(tmp_path, 7).close()

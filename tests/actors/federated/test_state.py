@@ -13,6 +13,7 @@ from torch import nn
 
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated import state as state_module
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.participation import Strike
@@ -40,7 +41,9 @@ def one_round(state: RunState, strategy: Strategy, round_id: int) -> RoundReport
     dim = state.weights.numel()
     delta = torch.randn(dim, generator=torch.Generator().manual_seed(round_id))
     strategy.begin(round_id, state.weights if state.held is None else state.held)
-    strategy.add(0, codecs.parse(codecs.get("fp32").encode(delta), expected_dim=dim), 10)
+    strategy.add(
+        Update(codecs.parse(codecs.get("fp32").encode(delta), expected_dim=dim)), Facts(client_id=0, num_samples=10)
+    )
     strategy.finish(state.weights)
     if state.held is not None:
         state.held.add_(delta, alpha=0.5)

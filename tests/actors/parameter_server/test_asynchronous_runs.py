@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from gradbus.models import ClassificationTask
 from gradbus.runtime.checkpoint import CheckpointStore
-from gradbus.runtime.errors import PeerLost
+from gradbus.runtime.errors import CollectiveError, PeerLost
 
 
 class Slowed(ClassificationTask):
@@ -85,6 +86,24 @@ def test_a_worker_that_dies_is_left_out_and_the_rest_goes_on() -> None:
     assert last.finished
     assert last.loss < first.loss
     assert 0 < last.test_samples < 101, "its part of the test set is not counted"
+
+
+class Sleeper(Slowed):
+    """Worker 1 is silent for long before its batch 2."""
+
+    def batches(self, *, rank: int, **where: Any) -> Iterator[Any]:
+        for number, batch in enumerate(super().batches(rank=rank, **where)):
+            if (rank, number) == (1, 2):
+                time.sleep(2.0)
+            yield batch
+
+
+def test_a_worker_that_was_silent_and_is_alive_is_told_that_it_is_dropped() -> None:
+    ends = serve(Sleeper(), servers=1, mode="asynchronous", parallel={"timeouts__collective_s": 0.8})
+    assert {end.summary.lost for end in ends.servers if end.summary} == {(1,)}
+    assert ends.workers[0].error is None
+    assert type(ends.workers[1].error) is CollectiveError
+    assert "server 0 has dropped this worker: " in str(ends.workers[1].error)
 
 
 def test_with_fewer_workers_than_are_needed_the_run_ends_and_names_who_is_lost() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.run.cluster import Role, find_role
 from gradbus.runtime.errors import ConfigError
 
@@ -49,6 +51,8 @@ def test_a_job_name_and_an_index_are_enough() -> None:
         (config("worker", "0"), "got '0'"),
         (config("evaluator", 0), "there is no evaluator"),
         (config("tpu", 0), "expected worker, chief or ps, got 'tpu'"),
+        (config("ps", 0, {"worker": ["a:1"], "ps": []}), "of type ps, and the cluster has none. List the addresses"),
+        (config("ps", 0, {"worker": ["a:1"]}), "of type ps, and the cluster has none"),
         (config("ps", 0, {"ps": 2}), "cluster.ps must be a list of addresses"),
         ({"TF_CONFIG": "{"}, "Expected JSON such as"),
         ({"TF_CONFIG": "[]"}, "Expected JSON such as"),
@@ -63,3 +67,15 @@ def test_what_cannot_be_read_is_named(environment: dict[str, str], text: str) ->
 def test_a_job_name_needs_its_index() -> None:
     with pytest.raises(ConfigError, match="belong together"):
         find_role("ps", None, {})
+
+
+@pytest.mark.parametrize("cluster", [{"worker": ["a:1"]}, {"worker": ["a:1"], "ps": []}])
+def test_a_cluster_without_servers_and_a_file_with_some_are_not_taken_for_a_run_without(
+    cluster: dict[str, Any], invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "served.json"
+    path.write_text('{"parameter_server": {"servers": 2}}')
+    monkeypatch.setenv("TF_CONFIG", config("worker", 0, cluster)["TF_CONFIG"])
+    ended = invoke("worker", path)
+    assert ended.code == ExitCode.CONFIG
+    assert "the cluster has no ps, but parameter_server.servers is 2" in " ".join(ended.err.split())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Forked
 from fresh_shells import command_lines, write_mnist
 
+from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.runtime.errors import ConfigError
 
@@ -66,3 +68,9 @@ LEVELS = ("centre", "region", "site")
 def test_a_level_without_a_name_of_its_own_is_refused(override: str, text: str, configs: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         load(ControllerFile, configs / "tree-site.conf.json", overrides=[override])
+
+
+def test_rules_that_are_not_for_a_site_are_refused_before_its_data_are_looked_for(invoke: Any, configs: Path) -> None:
+    ended = invoke("controller", configs / "tree-site.conf.json", "--set", "federated.strategy=median")
+    assert "federated.strategy is median: a site adds up exact sums" in " ".join(ended.err.split())
+    assert ended.code == ExitCode.CONFIG

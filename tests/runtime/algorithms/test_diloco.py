@@ -14,6 +14,7 @@ from torch import nn
 
 from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
+from gradbus.runtime.errors import ConfigError
 
 LR, SIZE = 0.05, 103
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -82,6 +83,48 @@ def test_one_local_step_with_outer_rate_1_and_no_momentum_is_the_mean_of_all_wei
         for own, other, hand in zip(training.weights, means.weights, by_hand, strict=True):
             assert torch.equal(own, other)
             assert torch.equal(own, hand)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_fragment_without_a_delay_is_diloco_bit_by_bit(world: int) -> None:
+    """Streaming and its parent: by hand here, from the first paper alone."""
+    training = trained(world, 12, steps=4, fragments=1, delay=0)
+    theta, momentum = start(), torch.zeros(SIZE)
+    ranks = [theta.clone() for _ in range(world)]
+    for number, gradients in enumerate(gradients_of(world, 12, SIZE), 1):
+        ranks = [own - LR * gradient for own, gradient in zip(ranks, gradients, strict=True)]
+        if number % 4 == 0:
+            change = torch.from_numpy(oracles.mean([(theta - own).numpy() for own in ranks]))
+            momentum = 0.9 * momentum + change
+            theta = theta - 0.7 * (change + 0.9 * momentum)
+            ranks = [theta.clone() for _ in range(world)]
+    assert all(torch.equal(own, theta) for own in training.weights)
+    assert torch.equal(training.shared()[0]["momentum/fragment0"], momentum)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_after_synchronous_steps_it_begins_with_what_they_have_led_to(fragments: int) -> None:
+    all_gradients = gradients_of(2, 20, SIZE)
+    options = {**OUTER, "steps": 6, "fragments": fragments, "codec": "q8"}
+    training = LocalTraining("diloco", 2, start(), LR, **options, dense_steps=12)
+    means = LocalTraining("local-sgd", 2, start(), LR, steps=1)
+    for gradients in all_gradients[:12]:
+        training.step(gradients)
+        means.step(gradients)
+        assert all(torch.equal(own, means.weights[0]) for own in training.weights)
+    after = LocalTraining("diloco", 2, means.weights[0], LR, **options)
+    for gradients in all_gradients[12:]:
+        training.step(gradients)
+        after.step(gradients)
+    assert all(torch.equal(*pair) for pair in zip(training.weights, after.weights, strict=True))
+
+
+def test_a_delay_that_the_algorithm_does_not_know_of_is_refused_with_what_to_set() -> None:
+    algorithm = make_algorithm("diloco", Place(0, 2), {"steps": 8})
+    assert algorithm.check_delay(None) == algorithm.check_delay(0) == 0
+    with pytest.raises(ConfigError, match=r"would lose what it trains .* set parallel.algorithm.delay=2 instead"):
+        algorithm.check_delay(2)
+    assert make_algorithm("diloco", Place(0, 2), {"steps": 8, "delay": 2}).check_delay(2) == 2
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "q8", "q4", "q2"])
@@ -199,7 +242,13 @@ def test_bytes_are_those_of_the_formula(codec: str, bits: int, world: int) -> No
     assert training.lockstep.cost.bytes_out[0] == pytest.approx(formula, rel=0.05)
 
 
-@pytest.mark.parametrize("options", [{"fragments": 9, "steps": 8}, {"delay": 8, "steps": 8}, {"outer_momentum": 1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fragments": 9, "steps": 8}, {"delay": 8, "steps": 8}, {"outer_momentum": 1.0},
+        {"dense_steps": 5, "delay": 1}, {"dense_steps": 5, "alpha": 0.5},
+    ],
+)  # fmt: skip
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(options))):
         StreamingDiLoCo.Options(**options)

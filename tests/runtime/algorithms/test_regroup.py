@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +116,9 @@ def test_replicas_of_neighbours_are_theirs_after_a_change(change: str) -> None:
                 assert kept is not None
                 assert theirs is not None
                 assert torch.equal(kept, theirs)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS.table)
+def test_the_document_says_what_a_rank_that_joins_gets(name: str) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    assert f"| `{name}` | {ALGORITHMS.table[name].joiner_gets() or 'ranks cannot come and go'} |" in text

@@ -147,6 +147,23 @@ def test_one_that_joins_takes_the_place_of_a_founder_that_dies_before_the_first_
     assert [process.rank for process in (first, again, last)] == [0, 1, 2]
 
 
+def test_founders_whose_first_one_dies_before_the_first_generation_know_that_none_will_come() -> None:
+    network = Network()
+    first, second = (network.start(number, founders=3) for number in (0, 1))
+    for _ in range(10):
+        network.step()
+    network.kill(first.me)
+    network.notice()
+    third = network.start(2, founders=3)
+    third.lost(first.me, certain=True)
+    assert second.founder_has_died
+    assert third.founder_has_died
+    assert second.waits_for.startswith("process 0, which alone makes the first generation")
+    again = network.start(0, founders=3)  # started again as a founder it can make one
+    network.run(lambda: network.agree(again, second, third))
+    assert not second.founder_has_died
+
+
 def test_survivors_of_a_death_agree_on_the_next_generation_and_keep_their_order() -> None:
     network, (a, b, c) = founded()
     network.kill(a.me)

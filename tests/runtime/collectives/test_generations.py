@@ -12,6 +12,7 @@ import pytest
 from bus_helpers import Run
 from group_node import LEASE_S
 from patience import eventually
+from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.runtime.collectives import Group
@@ -163,5 +164,38 @@ def test_sizes_that_do_not_fit_are_refused(
         with pytest.raises(ConfigError, match="elastic"):
             async with process(place, 0, founders, limits):
                 pass
+
+    run(main)
+
+
+def test_founders_whose_process_0_has_died_give_up_after_the_time_of_a_collective(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        limits = ElasticLimits(min_world=1, max_world=4, wait_s=20.0, collective_s=0.3)
+        async with process(place, 1, 3, limits) as generations:
+            async with process(place, 0, 3, limits):
+                await eventually(lambda: generations.waits_for == "the processes [2] of 3")
+            started_s = time.monotonic()
+            with pytest.raises(BarrierTimeout, match=r"process 0, which alone makes .* after 0\.3 s"):
+                async with generations.next_group():
+                    pass
+            assert time.monotonic() - started_s < 5.0
+
+    run(main)
+
+
+def test_a_process_that_has_come_to_the_end_does_not_warn_of_the_others_ends(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        others = [process(place, number, 3) for number in (1, 2)]
+        async with process(place, 0, 3) as generations:
+            for one in others:
+                await one.__aenter__()
+            await eventually(lambda: generations.number == 1)
+            with capture_logs() as logs:
+                generations.end()
+                await asyncio.gather(*(one.__aexit__(None, None, None) for one in others))  # before they meet again
+                await eventually(lambda: "a majority" in generations.waits_for)
+            assert not [line for line in logs if line["event"] == "waiting" and line["number"] == 0]
 
     run(main)

@@ -70,6 +70,20 @@ def test_each_source_overrides_the_weaker_ones_key_by_key(config_file: Path) -> 
     assert (program.federated.round.quorum, program.bus.job) == (0.5, "from-environment")
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"training": {"steps": 5}},
+        {"mode": "asynchronous", "asynchronous": {"buffer": 3}, "history": {"dir": "journal"}},
+    ],
+    ids=["epochs", "steps", "asynchronous"],
+)
+def test_rules_that_a_run_has_written_down_can_be_read_again(rules: dict[str, Any]) -> None:
+    config = FederatedConfig.model_validate(rules)
+    assert FederatedConfig.model_validate(config.model_dump(mode="json")) == config
+
+
 def test_the_values_that_a_program_gives_are_left_as_they_were() -> None:
     values = {"federated": {"rounds": 10}}
     loaded(values=values, overrides=["federated.rounds=40", "bus.job=x"])

@@ -9,7 +9,7 @@ import pytest
 from packet_network import Conditions, PacketNetwork, TreeNetwork
 
 from gradbus.runtime.in_network.aggregator import Aggregator
-from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, PacketKind
+from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, PacketKind, RetransmissionTimes
 from gradbus.runtime.in_network.slots import Slots
 from gradbus.runtime.in_network.topology import AggregatorTopology
 from gradbus.runtime.in_network.tree import TreeNode
@@ -135,3 +135,49 @@ def test_reminders_are_marked_so_that_a_stream_which_still_has_the_first_ones_do
     reminders = node.advance(60.0)
     assert {packet.kind for packet in reminders} == {PacketKind.RESULT}
     assert all(packet.is_repeated for packet in reminders)
+
+
+def test_a_worker_that_asks_for_slots_and_never_sends_has_no_more_than_its_part() -> None:
+    slots = Slots(64, ELEMS)
+    aggregator = Aggregator(slots, block_elems=ELEMS, max_groups_per_job=5)
+    aggregator.open_job(0, 2)
+
+    def reserve(rank: int, group: int) -> int:
+        return len(aggregator.receive(Packet(PacketKind.RESERVE, 0, 0, group, rank, AGGREGATOR), 0.0))
+
+    assert [reserve(0, group) for group in range(0, 20, 2)] == [1, 1, 1] + [0] * 7
+    assert reserve(0, 1) == 0  # that group is for rank 1 to ask for
+    assert aggregator.violations == 1
+    assert [reserve(1, group) for group in range(1, 20, 2)] == [1, 1] + [0] * 8
+    assert slots.free == 64 - 2 * 5
+    aggregator.begin_epoch(0, 1, 2)
+    assert slots.free == 64
+    aggregator.receive(Packet(PacketKind.RESERVE, 0, 1, 0, 0, AGGREGATOR), 0.0)
+    assert slots.free == 62
+
+
+@pytest.mark.parametrize("core", ["node of a tree", "aggregator with slots"])
+def test_a_reminder_of_a_sum_does_not_come_later_as_there_were_others_before_it(core: str) -> None:
+    node: TreeNode | Aggregator
+    if core == "node of a tree":
+        node = TreeNode(
+            AggregatorTopology().nodes(
+                ["host"] * 2, window_groups=2, block_elems=ELEMS, times=RetransmissionTimes(0.1)
+            )[2]
+        )
+    else:
+        node = Aggregator(Slots(2, ELEMS), block_elems=ELEMS, times=RetransmissionTimes(0.1))
+        node.open_job(0, 2)
+        node.receive(Packet(PacketKind.RESERVE, 0, 0, 0, 0, AGGREGATOR), 0.0)
+    for rank in range(2):
+        node.receive(contribution(rank, 1), 0.0)
+    now_s = 0.0
+    for _ in range(6):  # the sum of block 0 is not acknowledged
+        assert node.deadline_s is not None
+        now_s = node.deadline_s
+        assert node.advance(now_s)
+    assert node.deadline_s is not None
+    assert node.deadline_s - now_s == pytest.approx(1.0)
+    for rank in range(2):
+        node.receive(contribution(rank, 1, block=1), now_s)
+    assert node.deadline_s - now_s == pytest.approx(0.1)

@@ -139,7 +139,11 @@ def test_slots_that_a_worker_takes_and_never_uses_are_freed_after_the_lease(plac
         session = sums.session
         assert session is not None
         if rank == 0:
-            session.streams.post(WORLD, Packet(PacketKind.RESERVE, 1, 0, 1000, 0, AGGREGATOR))
+            for group in range(1000, 1040, 2):
+                session.streams.post(WORLD, Packet(PacketKind.RESERVE, 1, 0, group, 0, AGGREGATOR))
+            # Of two windows of two groups this worker gets the half, and the rest is for the other.
+            await eventually(lambda: actors[0].free_slots <= 64 - 2 * WORLD)
+            assert actors[0].free_slots >= 64 - 4 * WORLD
         await sums.all_reduce(values(rank))
         await session.failed.wait()
         return (await sums.all_reduce(values(rank, 1)))[0]

@@ -14,6 +14,7 @@ import torch
 from in_network_job import ELEMS, Run, aggregators, job, options, serve, total_of, values, work
 from patience import eventually
 
+import gradbus
 from gradbus.runtime.collectives.in_network import InNetworkSum
 from gradbus.runtime.collectives.packet_streams import payload_limit
 from gradbus.runtime.errors import CollectiveError, ConfigError
@@ -157,6 +158,33 @@ def test_a_silent_aggregator_is_left_and_changes_nothing_afterwards(
 
     for total in run(lambda: job(place, 2, actors, options("ina", timeout_s=0.4), program)):
         assert total.equal(values(0) + values(1))
+
+
+def test_a_sum_has_its_own_bytes_and_the_aggregator_may_have_been_idle_for_long(
+    place: dict[str, Any], run: Run
+) -> None:
+    numel = 4096
+
+    async def program(rank: int, sums: InNetworkSum) -> Any:
+        handles = [sums.start(f"sum {step}", values(rank, step, numel)) for step in range(2)]
+        for step, handle in enumerate(handles):
+            assert (await handle).equal(total_of(2, step, numel))
+        return [(handle.sent_bytes, handle.received_bytes) for handle in handles]
+
+    async def main() -> Any:
+        async with gradbus.connect(**place) as bus:
+            patience_s = 1.0
+            idle = asyncio.create_task(aggregators()[0].serve(bus, 2, timeout_s=patience_s, is_idle=True))
+            done, _ = await asyncio.wait([idle], timeout=patience_s + 0.1)
+            assert not done
+            found = await asyncio.gather(*(work(place, rank, 2, options(), program) for rank in range(2)))
+            await idle
+            return found
+
+    for one in run(main):
+        for sent_bytes, received_bytes in one:  # a gradient and some headers, of this sum alone
+            assert 4 * numel < sent_bytes < 6 * numel
+            assert 4 * numel < received_bytes < 6 * numel
 
 
 def test_a_caller_that_is_cancelled_leaves_the_sum_to_the_others(place: dict[str, Any], run: Run) -> None:

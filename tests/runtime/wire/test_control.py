@@ -35,6 +35,7 @@ from gradbus.runtime.wire.control import (
     Receipt,
     Refused,
     RetransmitRequest,
+    RoundTerms,
     RunEnded,
     Status,
     TrainingFailure,
@@ -49,7 +50,9 @@ EXAMPLES: list[Body] = [
     Welcome(7, 1 << 60, 5, 4, "sq8", 0.1, 8192, 2, 10, 0.5, "host/boot/1"),
     Refused(7, 1 << 60, "its model is not the same \u2260"),
     Status(5, -1, "waiting", 0, 0),
-    UploadRequest(5, 3, 1, 4_799_528, 600, 0.25, 1.5, 0.01, "host/boot/1 1234 7 ab", 0.5, 3.25, 0.75),
+    UploadRequest(
+        5, 3, 1, 4_799_528, 600, 0.25, 1.5, 0.01, "host/boot/1 1234 7 ab", 0.5, 3.25, 0.75, 10, {"loss_before": 2.5}
+    ),
     Grant(7, 1 << 60, 3, 1),
     Receipt(7, 1 << 60, 5, 3, 1, False, "non-finite"),
     RetransmitRequest(7, 1 << 60, 3, 1, [0, 5, (1 << 20) - 1]),
@@ -58,6 +61,7 @@ EXAMPLES: list[Body] = [
     TrainingFailure(5, 3, "Traceback ..."),
     Leave("done"),
     RunEnded(5, True, "all rounds are done"),
+    RoundTerms(5, 4, {"mu": 0.5}),
     Closing("its bus was closed"),
     GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
     GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3]),
@@ -85,7 +89,15 @@ EXAMPLES: list[Body] = [
 
 LATER: dict[type[Any], dict[str, Any]] = {
     Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0, "site": False},
-    Welcome: {"memory": "", "frozen": 0, "rule": "plain", "options": {}, "round_s": 0.0},
+    Welcome: {
+        "memory": "",
+        "frozen": 0,
+        "rule": "plain",
+        "options": {},
+        "round_s": 0.0,
+        "broadcast": 0,
+        "has_terms": False,
+    },
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {
@@ -119,7 +131,14 @@ LATER: dict[type[Any], dict[str, Any]] = {
     },
     RunEnded: {"final": False},
     GroupView: {"traits": {}, "host": ""},
-    UploadRequest: {"memory": "", "wait_s": 0.0, "update_norm": -1.0, "residual_norm": -1.0},
+    UploadRequest: {
+        "memory": "",
+        "wait_s": 0.0,
+        "update_norm": -1.0,
+        "residual_norm": -1.0,
+        "steps": 0,
+        "metrics": {},
+    },
 }
 
 
@@ -214,6 +233,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(body: Body) -> None:
 
 
 NOT_WRONG: dict[str, list[Any]] = {
+    "metrics": [{}, {"a": 1}],
     "awaited": [[1 << 20]],
     "quarantined": [[1 << 20]],
     "silent_s": [[1 << 20], [0.5]],

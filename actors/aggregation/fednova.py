@@ -1,0 +1,79 @@
+"""FedNova: the mean of the clients' updates, each divided by how far its steps could go.
+
+Wang et al., Tackling the Objective Inconsistency Problem, NeurIPS 2020 (arXiv:2007.07481), equations 5 and 9:
+``w <- w + tau_eff sum p_i Delta_i / ||a_i||_1`` with ``p_i`` the share of samples and ``tau_eff = sum p_i ||a_i||_1``.
+For SGD ``||a_i||_1`` is the number of steps K; with momentum m it is ``(K - m (1 - m^K) / (1 - m)) / (1 - m)``.
+Differs from the paper: no proximal term in ``a_i``, and no momentum at the server; and as the number of steps is the
+client's word, in ``tau_eff`` it counts as at most `limits.cap_times_median` times the median, where samples do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradbus.actors.aggregation.clipping import scaled
+from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.runtime.choices import Options
+from gradbus.runtime.config.federated import FederatedConfig
+
+
+class FedNovaOptions(Options):
+    """Options of FedNova."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of the clients' SGD, such as `task.momentum`."""
+
+
+class FedNova(FedAvg):
+    """The mean of the updates, each divided by its number of local steps."""
+
+    choice = "fednova"
+    adds_sums = False
+    Options = FedNovaOptions
+
+    def __init__(self, dim: int, *, momentum: float = 0.0) -> None:
+        super().__init__(dim)
+        self._momentum = momentum
+        self._reaches: list[tuple[int, float]] = []
+        self._effective = 0.0
+        self._times: float | None = None
+
+    def check(self, config: FederatedConfig) -> None:
+        limits = config.limits
+        self._times = limits.cap_times_median if limits.cap_samples == "median" else None
+
+    def begin(self, round_id: int, base: Tensor) -> None:
+        super().begin(round_id, base)
+        self._reaches = []
+
+    def reach(self, steps: int) -> float:
+        """``||a||_1`` of so many steps."""
+        m = self._momentum
+        return (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
+
+    def add(self, update: Update, facts: Facts) -> None:
+        if facts.steps < 1:
+            raise ValueError(
+                "it announces no optimizer steps, by which FedNova divides: train with an optimizer of torch"
+            )
+        assert self._base is not None, "begin() comes first"
+        reach = self.reach(facts.steps)
+        model = scaled(update.model, self._base, 1 / reach)
+        super().add(dataclasses.replace(update, model=model), facts)
+        self._reaches.append((facts.num_samples, reach))
+
+    def finish(self, weights: Tensor) -> None:
+        samples, ordered = sum(count for count, _ in self._reaches), sorted(reach for _, reach in self._reaches)
+        most = math.inf if self._times is None else self._times * ordered[(len(ordered) - 1) // 2]
+        tau_eff = math.fsum(count * min(reach, most) for count, reach in self._reaches) / samples
+        self._effective = tau_eff
+        super().finish(weights)
+
+    def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
+        weights.copy_(delta.mul_(self._effective).add_(weights))

@@ -1,0 +1,84 @@
+"""What a client keeps from round to round: the residual of its codec, the state of its rule, what it does not share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Hex64, Meta, tensor_of
+from gradbus.runtime.errors import CheckpointError
+
+RESIDUAL = "residual"  # of the codec; names of other tensors begin with the part that they belong to, as in "rule."
+_KEPT = 3
+
+
+class SavedClient(Meta):
+    """The run of a saved state."""
+
+    run_id: Hex64
+
+
+class ClientStateStore:
+    """The states of one client in one run, each after an update that counts: tensors by name.
+
+    A round that is done again begins with the same state again. Methods may block: for the compute thread.
+    """
+
+    def __init__(self, directory: Path | None, client_id: int) -> None:
+        """``directory``: where they are saved; None: in memory only. Raises CheckpointError: it cannot be used."""
+        self._shape: tuple[int] | None = None
+        self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT) if directory is not None else None
+        self._run_id = 0
+        self._by_round: dict[int, Mapping[str, Tensor]] = {}
+
+    def start_run(self, run_id: int, dim: int | None = None) -> None:
+        """Start with this run, and drop states of others. ``dim``: length of a residual; None: any."""
+        if run_id == self._run_id:
+            return
+        self._run_id, self._shape = run_id, None if dim is None else (dim,)
+        self._by_round.clear()
+        if self._store is None:
+            return
+        for round_id in self._store.rounds():
+            try:
+                checkpoint = self._store.load(round_id, self._check)
+            except CheckpointError:
+                continue  # damaged, and logged by load: an older one counts
+            if SavedClient.of(checkpoint).run_id == f"{run_id:016x}":
+                self._by_round[round_id] = checkpoint.tensors
+            else:
+                self._store.remove(round_id)
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        SavedClient.of(checkpoint)
+        if RESIDUAL in checkpoint.tensors or not checkpoint.tensors:
+            tensor_of(checkpoint, RESIDUAL, self._shape)
+
+    def before(self, round_id: int) -> Mapping[str, Tensor]:
+        """The state to start this round with; empty: there is none yet."""
+        earlier = [known for known in self._by_round if known < round_id]
+        return self._by_round[max(earlier)] if earlier else {}
+
+    @property
+    def newest(self) -> int:
+        """The last round of which there is a state; 0: none."""
+        return max(self._by_round, default=0)
+
+    def accepted(self, round_id: int, state: Mapping[str, Tensor]) -> None:
+        """The update of this round counts: save the state after it."""
+        for stale in [known for known in self._by_round if known >= round_id]:
+            del self._by_round[stale]
+        self._by_round[round_id] = state
+        for old in sorted(self._by_round)[:-_KEPT]:
+            del self._by_round[old]
+        if self._store is not None:
+            for stale in [known for known in self._store.rounds() if known >= round_id]:
+                self._store.remove(stale)  # undone, and newer than this one
+            self._store.save(Checkpoint(round_id, dict(state), {"run_id": f"{self._run_id:016x}"}))
+
+    def close(self) -> None:
+        """Let another process use the directory."""
+        if self._store is not None:
+            self._store.close()

@@ -1,0 +1,87 @@
+"""When a run ends before its last round: by patience, or because a callback says so. Pure: reports in, a verdict out.
+
+A callback is any object with some of these methods, called on the compute thread of the Controller; those but the last
+may return True, which ends the run: its clients end gracefully, as after all rounds.
+
+    on_round(round_id: int)             before the command of a round
+    on_report(report: RoundReport)      after each round: it is committed, published and, where that is due, evaluated
+    on_end(reports: list[RoundReport])  after the last one; not if the run fails
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gradbus.actors.federated.report import RoundReport
+from gradbus.runtime.config.federated import EarlyStopSettings
+from gradbus.runtime.errors import ConfigError
+
+METHODS = ("on_round", "on_report", "on_end")
+
+
+class EarlyStop:
+    """Follows the evaluations of a run, those before a resume included.
+
+    Attributes:
+        reason: why the run ends now; empty: it goes on.
+        best_round: the round with the best evaluation so far; 0: there was none.
+    """
+
+    def __init__(
+        self, settings: EarlyStopSettings, callbacks: Sequence[Any], history: Iterable[RoundReport] = ()
+    ) -> None:  # fmt: skip
+        """Begin after the rounds of ``history``. Raises ConfigError: a callback has none of the methods."""
+        for callback in callbacks:
+            if not any(callable(getattr(callback, method, None)) for method in METHODS):
+                raise ConfigError(f"callback {callback!r}: expected an object with some of {', '.join(METHODS)}")
+        self._settings = settings
+        self._callbacks = callbacks
+        self._best: float | None = None
+        self._waited = 0
+        self.best_round = 0
+        self.reason = ""
+        for report in history:
+            self.evaluated(report)
+
+    def may_begin(self, round_id: int) -> bool:
+        """Whether a round is to be commanded, as it is next."""
+        if not self.reason:
+            self._call("on_round", round_id)
+        return not self.reason
+
+    def round_done(self, report: RoundReport) -> None:
+        """A round is done. Raises ConfigError: its evaluation lacks the metric."""
+        self.evaluated(report)
+        self._call("on_report", report)
+
+    def run_ended(self, reports: list[RoundReport]) -> None:
+        """The run has ended gracefully."""
+        for callback in self._callbacks:
+            if (method := getattr(callback, "on_end", None)) is not None:
+                method(reports)
+
+    def _call(self, name: str, argument: Any) -> None:
+        for callback in self._callbacks:
+            method = getattr(callback, name, None)
+            if method is not None and method(argument) is True and not self.reason:
+                self.reason = f"{type(callback).__name__}.{name} has ended the run"
+
+    def evaluated(self, report: RoundReport) -> None:
+        """Note the evaluation of a round, once, where it has one: also of the last round before a resume, which is
+        evaluated after it. Raises ConfigError: it lacks the metric."""
+        patience, metric = self._settings.patience, self._settings.metric
+        if patience is None or report.eval_loss is None:
+            return
+        named = {"accuracy": report.accuracy, "eval_loss": report.eval_loss, **report.metrics}
+        value = named.get(metric)
+        if value is None:
+            known = ", ".join(name for name, found in named.items() if found is not None)
+            raise ConfigError(f"federated.early_stop.metric: the evaluation has no {metric!r}; it has {known}")
+        better = value if self._settings.mode == "max" else -value
+        if self._best is None or better > self._best + self._settings.min_delta:  # NaN is not
+            self._best, self._waited, self.best_round = better, 0, report.round_id
+            return
+        self._waited += 1
+        if self._waited >= patience:
+            self.reason = f"{metric} is no better than in round {self.best_round} after {patience} evaluations"

@@ -1,0 +1,128 @@
+"""Utilisation of ranks behind thin or distant links: what they compute over the time it takes, beside what can be had.
+
+Two hosts on the network laboratory's switch. The curve is what no protocol of this algorithm can be better than::
+
+    compute / (compute + bytes * 8 / rate + 2 * delay * round_trips)
+
+of one period: a step, or the H steps up to an exchange. Bytes are what a rank sends; what is computed, codecs included,
+is measured in the same run. Round trips: the sum of gradients needs the shards of all ranks, and each shard's sum, one
+after the other: 2 ways, 1 round trip; gathered messages need 1 way, half a one. What is exchanged while training
+goes on (``delay``) counts as far as it takes longer than computing: max in place of the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gradbus import models
+from gradbus.experiments.bench.data_parallel import steps_of
+from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.bench.training import Training
+from gradbus.experiments.lab.conditions import LinkConditions
+from gradbus.experiments.namespaces import hosts_on_a_switch
+
+MOST_OF_CURVE = 1.15  # how far below the curve a way may be
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeWay:
+    """A way to train.
+
+    Attributes:
+        algorithm: of the Worker. period: steps from one exchange of everything to the next. periods: that are measured,
+            after one that is not. round_trips: that an exchange takes at least.
+    """
+
+    algorithm: dict[str, Any]
+    period: int
+    periods: int
+    round_trips: float
+
+    @property
+    def steps(self) -> int:
+        """In all; the first period warms up, for at least two steps."""
+        return self.warm_up + self.period * self.periods
+
+    @property
+    def warm_up(self) -> int:
+        """Steps that do not count."""
+        return max(2, self.period)
+
+
+_STREAMING = {"name": "diloco", "steps": 128, "fragments": 4, "delay": 16, "codec": "q4"}
+WAYS = {
+    "DDP": ExchangeWay(algorithm={"name": "dense"}, period=1, periods=6, round_trips=1.0),
+    "DGC 0.1 %": ExchangeWay(
+        algorithm={"name": "dgc", "density": 0.001, "warmup": "none"}, period=1, periods=30, round_trips=0.5
+    ),
+    **{
+        f"DiLoCo q8, H = {steps}": ExchangeWay(
+            algorithm={"name": "diloco", "steps": steps}, period=steps, periods=max(1, 32 // steps), round_trips=1.0
+        )
+        for steps in (8, 32, 128)
+    },
+    "streaming q4, H = 128, 4 fragments, 16 late": ExchangeWay(
+        algorithm=_STREAMING, period=128, periods=1, round_trips=0.0
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Utilisation:
+    """Of a period of the slower rank, in seconds and bytes. ``of_curve``: 1 is as good as the formula above."""
+
+    wall_s: float
+    compute_s: float
+    sent_bytes: float
+    curve: float
+    was_the_switch: bool
+
+    @property
+    def share(self) -> float:
+        """Computing over wall time."""
+        return self.compute_s / self.wall_s
+
+
+def measure_way(way: ExchangeWay, conditions: LinkConditions) -> Utilisation:
+    """Train the MLP on two hosts. Raises NoNamespaces, ProcessFailed."""
+    run = Training(
+        model=models.mnist_mlp, batch_size=64, samples=max(512, 2 * 64 * way.steps), data="glyphs",
+        config={
+            "algorithm": way.algorithm, "epochs": 1, "max_steps": way.steps, "eval_every_epochs": 0, "hash_every": 0,
+            "profile": {"window_steps": 1}, "optimizer": {"lr": 0.01, "momentum": 0.0},
+            "timeouts": {"join_s": 600, "collective_s": 300},
+        },
+    )  # fmt: skip
+    with hosts_on_a_switch(2, conditions) as network:
+        found = steps_of(run, way.warm_up, network.hosts)
+        was_the_switch = network.switch is not None and network.switch.was_the_limit
+    walls = [sum(steps) / way.periods for steps in found["step_s"]]
+    waits = [sum(steps) / way.periods for steps in found["wait_s"]]
+    wall_s, compute_s = max(walls), max(wall - wait for wall, wait in zip(walls, waits, strict=True))
+    sent = max(sum(steps) / way.periods for steps in found["bytes_out"])
+    exchange_s = sent * 8 / (conditions.rate_bit_s or float("inf")) + 2 * conditions.delay_s * way.round_trips
+    best_s = max(compute_s, exchange_s) if way.algorithm.get("delay") else compute_s + exchange_s
+    return Utilisation(
+        wall_s=wall_s, compute_s=compute_s, sent_bytes=sent, curve=compute_s / best_s, was_the_switch=was_the_switch
+    )
+
+
+def measure_utilisation(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Every way at every rate and delay."""
+    rates = {"tiny": (50,), "quick": (50,), "full": (10, 50, 100, 1000)}[chosen.effort]
+    delays = {"tiny": (0,), "quick": (0, 50), "full": (0, 50, 100)}[chosen.effort]
+    cells = 1 if chosen.effort == "tiny" else len(WAYS)
+    for rate, delay, (name, way) in itertools.product(rates, delays, list(WAYS.items())[:cells]):
+        found = measure_way(way, LinkConditions(rate_bit_s=1e6 * rate, delay_s=1e-3 * delay))
+        note = (
+            f"{1e3 * found.compute_s:.1f} ms computing in {1e3 * found.wall_s:.1f} ms, {found.sent_bytes / 1e3:,.1f} kB"
+            f"{'; the switch was the limit' if found.was_the_switch else ''}"
+        )
+        yield measurement(
+            f"{rate} Mbit/s, {delay} ms: {name}", "", [found.share], against=("curve", [found.curve]), note=note,
+            at_least=None if chosen.effort == "tiny" else 1 / MOST_OF_CURVE,
+        )  # fmt: skip

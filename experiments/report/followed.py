@@ -1,0 +1,129 @@
+"""A controller, a client and a rank of this process as they stand, for metrics: whatever thread asks for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from gradbus.actors import Client, ElasticWorker, EpochReport, Progress, RoundReport, Worker
+from gradbus.actors.parameter_server.worker import ParameterServerWorker
+from gradbus.experiments.report.scalars import PHASES
+from gradbus.runtime.bus.bus import Bus
+
+_SUMMED = (
+    "bytes_up", "bytes_down", "bytes_up_shared", "bytes_down_shared", "seconds", *(f"{phase}_s" for phase in PHASES)
+)  # fmt: skip
+
+AnyWorker: TypeAlias = Worker | ParameterServerWorker | ElasticWorker
+
+
+class Totals:
+    """Sums over the reports of one run. Each report is looked at once, however many there are.
+
+    Attributes:
+        rounds: reports so far. sums: of their bytes and seconds, by the names of the fields. dropped: by reason.
+        loss: of the newest report. accuracy, eval_loss, metrics by name: of the newest one that was evaluated.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.sums: dict[str, float] = dict.fromkeys(_SUMMED, 0)
+        self.dropped: Counter[str] = Counter()
+        self.loss: float | None = None
+        self.accuracy: float | None = None
+        self.eval_loss: float | None = None
+        self.metrics: Mapping[str, float] = {}
+
+    def follow(self, reports: Sequence[RoundReport]) -> Totals:
+        """Add those of the run's reports that are new."""
+        for report in reports[self.rounds :]:
+            self.rounds += 1
+            for name in _SUMMED:
+                self.sums[name] += getattr(report, name)
+            self.dropped.update(report.dropped)
+            self.loss = report.loss
+            if report.eval_loss is not None or report.accuracy is not None:
+                self.accuracy, self.eval_loss, self.metrics = report.accuracy, report.eval_loss, report.metrics
+        return self
+
+
+class Measured(Protocol):
+    """A job, as far as metrics need it."""
+
+    @property
+    def progress(self) -> Progress:
+        """Where its controller stands, or stood."""
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over its reports."""
+
+    @property
+    def running(self) -> bool:
+        """Whether its controller runs."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether its controller ended with an error."""
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Samples that its bus dropped before they became a message, by reason."""
+
+
+class FollowedJob:
+    """A controller of this process, which may not have started yet.
+
+    Attributes:
+        progress, running, failed: as in :class:`Measured`.
+    """
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.running = True
+        self.failed = False
+        self._totals = Totals()
+        self._bus: Bus | None = None
+
+    def follow(self, progress: Progress, bus: Bus) -> None:
+        """The controller is there."""
+        self.progress, self._bus = progress, bus
+
+    def end(self, *, failed: bool) -> None:
+        """It has ended."""
+        self.running, self.failed = False, failed
+
+    @property
+    def totals(self) -> Totals:
+        return self._totals.follow(self.progress.reports)
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        return {} if self._bus is None else self._bus.rejected
+
+
+class FollowedClient:
+    """A client. ``client``: None: it does not run yet."""
+
+    def __init__(self) -> None:
+        self.client: Client | None = None
+
+
+class FollowedRank:
+    """A rank.
+
+    Attributes:
+        worker: None: it does not run yet. report: the newest one. epochs, skipped_steps: of all reports.
+    """
+
+    def __init__(self) -> None:
+        self.worker: AnyWorker | None = None
+        self.report: EpochReport | None = None
+        self.epochs = self.skipped_steps = 0
+
+    def epoch(self, report: EpochReport) -> None:
+        """Take the report of an epoch."""
+        self.epochs += report.finished
+        self.skipped_steps += report.skipped_steps
+        self.report = report

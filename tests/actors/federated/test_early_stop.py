@@ -1,0 +1,92 @@
+"""A run that ends before its last round: by patience, or by a callback."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from gradbus.actors.federated.early_stop import EarlyStop
+from gradbus.actors.federated.report import RoundReport
+from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig
+from gradbus.runtime.errors import ConfigError
+
+
+def reports_of(*losses: float | None, metric: str = "") -> list[RoundReport]:
+    return [
+        RoundReport(round_id=number, eval_loss=loss, metrics={metric: loss} if metric and loss is not None else {})
+        for number, loss in enumerate(losses, 1)
+    ]
+
+
+def ends_after(settings: EarlyStopSettings, *losses: float | None, metric: str = "") -> int | None:
+    stop = EarlyStop(settings, [])
+    for report in reports_of(*losses, metric=metric):
+        stop.round_done(report)
+        if stop.reason:
+            return report.round_id
+    return None
+
+
+def test_a_run_ends_after_so_many_evaluations_that_were_no_better() -> None:
+    assert ends_after(EarlyStopSettings(patience=2), 3.0, 2.0, 2.5, 1.9, 2.0, 1.9, 0.0) == 6
+    assert ends_after(EarlyStopSettings(patience=2), 3.0, None, None, None, 2.0) is None  # not evaluated
+    assert ends_after(EarlyStopSettings(patience=2, min_delta=0.2), 3.0, 2.9, 2.85, 0.0) == 3
+    assert ends_after(EarlyStopSettings(patience=1), 3.0, math.nan) == 2
+    assert ends_after(EarlyStopSettings(), 1.0, 2.0, 3.0) is None
+
+
+def test_any_metric_of_the_evaluation_may_decide_and_may_be_one_that_grows() -> None:
+    assert ends_after(EarlyStopSettings(patience=1, metric="f1", mode="max"), 0.1, 0.2, 0.15, metric="f1") == 3
+
+
+def test_a_metric_that_there_is_not_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no 'accuracy'; it has eval_loss, f1"):
+        ends_after(EarlyStopSettings(patience=1, metric="accuracy"), 0.5, metric="f1")
+
+
+def test_a_resumed_run_remembers_what_it_waited_for() -> None:
+    history = reports_of(1.0, 2.0, 3.0)
+    assert not EarlyStop(EarlyStopSettings(patience=3), [], history).reason
+    again = EarlyStop(EarlyStopSettings(patience=2), [], history)
+    assert again.reason
+    assert again.best_round == 1
+
+
+def test_the_last_round_before_a_resume_counts_when_it_is_evaluated_after_it() -> None:
+    *before, last = reports_of(1.0, 2.0, 3.0)
+    resumed = EarlyStop(EarlyStopSettings(patience=2), [], [*before, dataclasses.replace(last, eval_loss=None)])
+    assert not resumed.reason
+    resumed.evaluated(last)
+    assert resumed.reason
+
+
+def test_a_callback_sees_rounds_and_reports_and_may_end_the_run() -> None:
+    class Watching:
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        def on_round(self, round_id: int) -> None:
+            self.seen.append(round_id)
+
+        def on_report(self, report: RoundReport) -> bool:
+            self.seen.append(report.eval_loss)
+            return report.round_id == 2
+
+    watching = Watching()
+    stop = EarlyStop(EarlyStopSettings(), [watching])
+    for report in reports_of(3.0, 2.0):
+        assert stop.may_begin(report.round_id)
+        stop.round_done(report)
+    assert not stop.may_begin(3)
+    stop.run_ended([])
+    assert watching.seen == [1, 3.0, 2, 2.0]
+    assert "Watching.on_report" in stop.reason
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected an object with some of on_round"):
+        EarlyStop(EarlyStopSettings(), [object()])
+    with pytest.raises(ConfigError, match="set eval_every"):
+        FederatedConfig(eval_every=0, early_stop={"patience": 1})  # type: ignore[arg-type]

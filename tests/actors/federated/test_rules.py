@@ -1,0 +1,163 @@
+"""Training rules against their papers' formulas, step by step in NumPy, and what they keep at a client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor, nn
+
+from gradbus import codecs
+from gradbus.actors.aggregation import updates
+from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, RoundInputs
+from gradbus.actors.federated.rules.scaffold import ControlVariates
+from gradbus.models.task import TrainResult
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.wire.control import Receipt, RoundTerms, Welcome
+from gradbus.runtime.wire.messages import Identity, TrainCmd
+
+X = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5], [-1.0, 1.0]])
+Y = np.array([1.0, -2.0, 0.5, 3.0])
+LR, STEPS = 0.05, 4
+
+
+class Squares:
+    """Least squares, one sample a step. ``local_loss`` is the mean over all."""
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        pass
+
+    def train(self, model: nn.Module, *, lr: float, **_: Any) -> TrainResult:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        for x, y in zip(X, Y, strict=True):
+            optimizer.zero_grad()
+            (0.5 * (model(torch.tensor(x, dtype=torch.float32)) - y) ** 2).sum().backward()
+            optimizer.step()
+        return TrainResult(len(Y), 0.25)
+
+    @torch.no_grad()
+    def local_loss(self, model: nn.Module, *, client_id: int) -> float:
+        return float((0.5 * (model(torch.tensor(X, dtype=torch.float32))[:, 0] - torch.tensor(Y)) ** 2).mean())
+
+
+class Client:
+    """One whose updates all count, with a rule."""
+
+    def __init__(self, rule: str, *, directory: Path | None = None, **options: Any) -> None:
+        self.welcome = Welcome(
+            0, 1, 7, 1, "fp32", 1.0, 64, 2, 1, 0.5, rule=rule, options=options, has_terms=True
+        )  # fmt: skip
+        self.training = LocalTraining(
+            Squares(), Identity(0, 1), FlatModel(nn.Linear(2, 1, bias=False)),  # type: ignore[arg-type]
+            ClientStateStore(directory, 0), PayloadMemory(switched_on=False),
+        )  # fmt: skip
+
+    def train(self, round_id: int, base: Tensor, control: Tensor | None = None, **terms: Any) -> EncodedUpdate:
+        inputs = RoundInputs(
+            welcome=self.welcome, command=TrainCmd(round_id, 0, 1, LR, 0), base=base,
+            broadcast=torch.empty(0) if control is None else control, terms=RoundTerms(7, round_id, terms),
+        )  # fmt: skip
+        return self.training.train(inputs, round_id, lambda: False)
+
+    def counts(self, round_id: int, update: EncodedUpdate) -> None:
+        self.training.on_receipt(update, Receipt(0, 1, 7, round_id, round_id, True, ""))
+
+
+def steps_of(base: Tensor, correction: Any = lambda w: 0.0) -> Any:
+    """The weights after one epoch of SGD whose gradients are corrected."""
+    w = base.double().numpy().copy()
+    for x, y in zip(X, Y, strict=True):
+        w -= LR * ((w @ x - y) * x + correction(w))
+    return w
+
+
+def delta_of(update: EncodedUpdate) -> Any:
+    return codecs.decode(update.payload, expected_dim=2).vector.double().numpy()
+
+
+BASE = torch.tensor([0.3, -0.2])
+
+
+def test_fedprox_draws_each_step_back_to_the_global_model() -> None:
+    mu, base = 0.7, BASE.double().numpy()
+    found = delta_of(Client("fedprox", mu=mu).train(1, BASE))
+    np.testing.assert_allclose(found, steps_of(BASE, lambda w: mu * (w - base)) - base, atol=1e-6)
+
+
+def test_an_option_of_the_rule_may_change_with_the_round() -> None:
+    client, base = Client("fedprox", mu=0.7), BASE.double().numpy()
+    found = delta_of(client.train(1, BASE, mu=0.0))
+    np.testing.assert_allclose(found, steps_of(BASE) - base, atol=1e-6)
+
+
+def scaffold_sections(update: EncodedUpdate) -> tuple[Any, Any]:
+    found = updates.parse(update.payload, expected_dim=2, others={"control": 2})
+    return tuple(
+        np.concatenate([block.values.numpy() for block in part.blocks()])
+        for part in (found.model, found.others["control"])
+    )
+
+
+def test_scaffold_corrects_its_steps_and_keeps_its_variate_over_a_restart(tmp_path: Path) -> None:
+    client, own, server = Client("scaffold", directory=tmp_path), np.zeros(2), torch.tensor([0.1, -0.4])
+    for round_id in (1, 2, 3):
+        c, base = server.double().numpy(), BASE.double().numpy()
+        update = client.train(round_id, BASE, server)
+        local = steps_of(BASE, lambda w: c - own)  # noqa: B023 - called at once
+        model, change = scaffold_sections(update)
+        np.testing.assert_allclose(model, local - base, atol=1e-6)
+        np.testing.assert_allclose(change, (base - local) / (STEPS * LR) - c, atol=1e-5)
+        if round_id == 1:  # an update that does not count leaves nothing
+            assert delta_equal(client.train(1, BASE, server), update)
+        client.counts(round_id, update)
+        own = own + change
+        if round_id == 2:
+            client.training.close()
+            client = Client("scaffold", directory=tmp_path)
+    client.training.close()
+
+
+def delta_equal(one: EncodedUpdate, other: EncodedUpdate) -> bool:
+    return bytes(one.payload) == bytes(other.payload)
+
+
+def test_scaffold_without_its_strategy_says_what_to_set() -> None:
+    with pytest.raises(ValueError, match=r"federated\.strategy=scaffold"):
+        Client("scaffold").train(1, BASE)
+
+
+def test_scaffold_warns_once_of_an_optimizer_that_it_does_not_assume() -> None:
+    class OfThisTest(torch.optim.SGD):
+        pass
+
+    rule, weight = ControlVariates(), [torch.zeros(1, requires_grad=True)]
+    with capture_logs() as lines:
+        rule.check_optimizer(torch.optim.SGD(weight, lr=0.1))
+        assert not lines
+        for _ in range(2):
+            rule.check_optimizer(OfThisTest(weight, lr=0.1, momentum=0.9))
+    assert [line["optimizer"] for line in lines] == ["OfThisTest"]
+    assert "task.momentum=0" in lines[0]["remedy"]
+
+
+def test_steps_and_the_loss_before_training_are_announced() -> None:
+    request = Client("loss_before").train(1, BASE).request
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(BASE[None])
+    assert request.steps == STEPS
+    assert request.metrics == {"loss_before": pytest.approx(Squares().local_loss(model, client_id=0))}
+    assert Client("plain").train(1, BASE).request.steps == STEPS
+
+
+def test_a_task_without_a_local_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Squares, "local_loss")
+    with pytest.raises(ConfigError, match=r"Squares a method local_loss"):
+        Client("loss_before").train(1, BASE)

@@ -1,0 +1,63 @@
+"""Updates of asynchronous rounds that come while one round ends and the next begins."""
+
+from __future__ import annotations
+
+import torch
+from intake_hall import DIM, Hall, Sender, run_with
+
+from gradbus import codecs
+from gradbus.actors.aggregation.clipping import SampleCap
+from gradbus.actors.federated.asynchronous import Bases, BufferRound
+from gradbus.actors.federated.rounds import RoundRules
+from gradbus.runtime.config.federated import AsynchronousSettings
+
+SETTINGS = AsynchronousSettings(buffer=100)
+
+
+def open_buffer(hall: Hall, round_id: int) -> None:
+    rules = RoundRules(minimum=1, quorum=1.0, deadline_s=1e9, grace_s=0.0)
+    hall.intake.bases = hall.intake.bases or Bases(SETTINGS, codecs.get("fp32"), DIM)
+    hall.admission.max_staleness = SETTINGS.max_staleness
+    hall.round = BufferRound(round_id, range(3), rules, SETTINGS, now_s=0.0)
+    hall.intake.open(hall.round, hall.base)
+
+
+def test_an_update_that_waits_while_a_round_is_opened_counts_in_the_sum_of_that_round() -> None:
+    size, late = len(Sender().data), Sender(2, seed=7)
+
+    async def test(hall: Hall) -> None:
+        open_buffer(hall, 1)
+        for sender in (Sender(0), late, Sender(1)):  # the third has to wait for a grant
+            await sender.offer_to(hall)
+        hall.bus.open.clear()  # grants take long
+        await Sender(0).send_to(hall)
+        await hall.until(lambda: 1 in hall.bus.granted)
+        await late.send_to(hall)
+        await hall.intake.close()
+        open_buffer(hall, 2)
+        hall.bus.open.set()
+        await hall.until(lambda: (2, True) in hall.bus.receipts)
+        assert float((hall.mean() - late.delta * 2**-0.5).abs().max()) < 1e-6
+
+    run_with(test, budget_bytes=2 * size)
+
+
+def test_an_update_that_waits_for_the_next_round_weighs_no_more_than_the_cap_of_that_round() -> None:
+    liar = Sender(1, num_samples=1 << 20)
+
+    async def test(hall: Hall) -> None:
+        cap = hall.admission.cap = SampleCap(4.0)
+        cap.begin(1, {5: 10, 6: 10})
+        open_buffer(hall, 1)
+        await liar.offer_to(hall)
+        await hall.intake.close()
+        await liar.send_to(hall)
+        cap.begin(2, {0: 10})  # one client alone has counted: two numbers are needed
+        open_buffer(hall, 2)
+        await Sender(0).offer_to(hall)
+        await Sender(0).send_to(hall)
+        await hall.until(lambda: (1, True) in hall.bus.receipts)
+        assert hall.intake.capped == {1: 1 << 20}
+        assert torch.isfinite(hall.mean()).all()
+
+    run_with(test)

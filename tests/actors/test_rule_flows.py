@@ -1,0 +1,176 @@
+"""Sections, rules and settings of a round over real DDS, with all actors on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dds_domains import new_domain
+from torch import nn
+
+import gradbus
+from gradbus.actors.federated.rules.base import RoundEnd
+from gradbus.actors.federated.rules.scaffold import ControlVariates
+from gradbus.models.task import EvalResult, TrainResult
+from gradbus.runtime.errors import ConfigError
+
+LR, STEPS, WIDTH = 0.05, 3, 3
+_jobs = itertools.count()
+
+
+class Quadratic:
+    """``||w - target||^2 / 2``, with another target at each client, by gradient descent."""
+
+    def __init__(self, target: float = 0.0) -> None:
+        self.target = target
+
+    def build_model(self) -> nn.Module:
+        model = nn.Linear(WIDTH, 1, bias=False)
+        nn.init.ones_(model.weight)
+        return model
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        pass
+
+    def train(self, model: Any, *, lr: float, epochs: int, **_: Any) -> TrainResult:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        for _step in range(STEPS * epochs):
+            optimizer.zero_grad()
+            loss = 0.5 * (model.weight - self.target).square().sum()
+            loss.backward()
+            optimizer.step()
+        return TrainResult(1, float(loss.detach()))
+
+    def evaluate(self, model: Any) -> EvalResult:
+        return EvalResult(None, float(model.weight.detach().square().sum()), 1)
+
+
+def run(
+    config: gradbus.FederatedConfig, targets: Sequence[float], *, at_end: list[float] | None = None
+) -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
+    """A whole run. ``at_end`` gets of each client by how much it has ended after the newest report."""
+    job, domain = f"rules-{os.getpid()}-{next(_jobs)}", new_domain()
+    config = config.replaced("clients.dead_after_s", 30.0)
+
+    reported_s: list[float] = []
+
+    async def one(client_id: int, task: Any) -> None:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            await gradbus.Client(bus, task, client_id=client_id).run()
+            if at_end is not None:
+                at_end.append(time.monotonic() - reported_s[-1])
+
+    async def main() -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
+        async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+            controller = gradbus.Controller(bus, Quadratic(), config)
+            for client_id, target in enumerate(targets):
+                group.create_task(one(client_id, Quadratic(target)))
+            reports = []
+            async for report in controller.rounds():
+                reports.append(report)
+                reported_s.append(time.monotonic())
+        return controller.weights.clone(), reports
+
+    return asyncio.run(main())
+
+
+def test_scaffold_runs_with_its_control_variates_up_and_down() -> None:
+    targets = (2.0, -1.0)
+    config = gradbus.FederatedConfig(
+        rounds=3, clients={"num": 2, "min": 2}, strategy="scaffold", training={"lr": LR, "rule": "scaffold"}
+    )
+    found, reports = run(config, targets)
+    w, c, own = 1.0, 0.0, [0.0, 0.0]
+    for _ in range(3):
+        moves, changes = [], []
+        for i, target in enumerate(targets):
+            y = w
+            for _step in range(STEPS):
+                y -= LR * (y - target - own[i] + c)
+            change = (w - y) / (STEPS * LR) - c
+            moves.append(y - w)
+            changes.append(change)
+            own[i] += change
+        w, c = w + sum(moves) / 2, c + sum(changes) / 2
+    np.testing.assert_allclose(found.numpy(), np.full(WIDTH, w), atol=1e-5)
+    assert [report.clients for report in reports] == [(0, 1)] * 3
+
+
+def test_settings_of_a_round_reach_the_clients_with_its_command() -> None:
+    changes = {2: {"epochs": 2, "mu": 0.0}, 3: {"lr": 0.1}}
+    config = gradbus.FederatedConfig(
+        rounds=3, clients={"num": 1},
+        training={"lr": LR, "rule": {"name": "fedprox", "mu": 1.0}, "from_round": changes},
+    )  # fmt: skip
+    found, _ = run(config, [2.0])
+    w = 1.0
+    for lr, steps, mu in ((LR, STEPS, 1.0), (LR, 2 * STEPS, 0.0), (0.1, 2 * STEPS, 0.0)):
+        y = w
+        for _step in range(steps):
+            y -= lr * (y - 2.0 + mu * (y - w))
+        w = y
+    np.testing.assert_allclose(found.numpy(), np.full(WIDTH, w), atol=1e-5)
+
+
+def test_a_run_without_accuracy_ends_early_and_its_clients_end_at_once() -> None:
+    config = gradbus.FederatedConfig(
+        rounds=1000, clients={"num": 2}, training={"lr": LR}, early_stop={"patience": 2, "min_delta": 100.0}
+    )
+    ended_s: list[float] = []
+    _, reports = run(config, [1.0, 2.0], at_end=ended_s)
+    assert [report.round_id for report in reports] == [1, 2, 3]
+    assert {report.accuracy for report in reports} == {None}
+    assert len(ended_s) == 2
+    assert max(ended_s) < 2.0
+
+
+def test_clients_that_leave_out_a_section_or_lie_about_their_steps_are_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ControlVariates.finish
+
+    def finish(self: ControlVariates, local: torch.Tensor) -> RoundEnd:
+        if float(local[0]) > 3:  # of the client whose target is 50
+            return RoundEnd()
+        if float(local[0]) < -3:
+            self.steps = 1_000_000
+        return honest(self, local)
+
+    monkeypatch.setattr(ControlVariates, "finish", finish)
+    config = gradbus.FederatedConfig(
+        rounds=1, clients={"num": 3}, strategy="scaffold", training={"lr": LR, "rule": "scaffold"}
+    )
+    _, (report,) = run(config, [1.0, 50.0, -50.0])
+    assert report.clients == (0,)
+    assert {strike.client_id: strike.reason for strike in report.strikes} == {1: "malformed", 2: "steps"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"strategy": "scaffold"}, "set the rule to scaffold"),
+        ({"strategy": "qfedavg"}, "set the rule to loss_before"),
+        ({"training": {"rule": "scaffold"}}, "needs updates of the model alone"),
+        ({"strategy": "scaffold", "training": {"rule": "scaffold"}, "downlink_codec": "q8"}, "may not be rounded"),
+        ({"strategy": "scaffold", "training": {"rule": "scaffold"}, "limits": {"clip_norm": 1.0}}, "clip_norm"),
+        ({"clients": {"kind": "sites"}, "training": {"rule": "fedprox", "from_round": {2: {"mu": 1}}}}, "sites"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_together_is_refused_at_the_start(settings: dict[str, Any], text: str) -> None:
+    config = gradbus.FederatedConfig(**{"rounds": 1, "clients": {"num": 1}, **settings})
+    with pytest.raises(ExceptionGroup) as caught:
+        run(config, [])
+    (error,) = caught.value.exceptions
+    assert isinstance(error, ConfigError)
+    assert text in str(error)
+
+
+@pytest.mark.parametrize("changes", [{1: {"epohs": 2}}, {1: {"epochs": 0}}, {0: {"epochs": 1}}, {1: {"mu": -1}}])
+def test_a_setting_of_a_round_that_cannot_be_is_refused(changes: Any) -> None:
+    with pytest.raises(ConfigError):
+        gradbus.FederatedConfig(training={"rule": "fedprox", "from_round": changes})
