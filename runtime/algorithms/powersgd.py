@@ -155,7 +155,7 @@ class PowerSGD(Algorithm):
         kept = self.memory.find("q", name)
         if kept is None or kept.shape[0] != columns:
             return self._first_q(name, rank, columns)
-        q = kept.T
+        q = kept.T.contiguous()  # no copy, but for one of a checkpoint: BLAS adds strided rows in another order
         if len(q) != rank:
             q = torch.zeros(rank, columns)
             q[: kept.shape[1]] = kept.T[:rank]

@@ -45,6 +45,7 @@ def test_a_replica_group_of_torchft_is_killed_and_comes_back(root: Path, domain:
     alone = [number for number, count in enumerate(participants) if count == 1 and number > together[0]]
     assert len(alone) >= 5, participants
     assert together[-1] > alone[-1], participants
-    assert steps == list(range(1, len(steps) + 1))  # it has committed each step once, whoever was there
+    # It has committed each step once, whoever was there, from the one on with which it came: the other may be first.
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
     final = {line["replica"]: line["weights"] for line in lines if "weights" in line}
     assert final["replica_0"] == final["replica_1"]

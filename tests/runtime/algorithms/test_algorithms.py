@@ -132,6 +132,20 @@ def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> Non
     check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q), tolerance=1e-5)
 
 
+def test_powersgd_goes_on_from_a_checkpoint_with_memory_laid_out_as_without_one() -> None:
+    """Processors differ in whether a dot product of strided rows has the bits of one of rows in one piece."""
+    ranks = Ranks("powersgd", 1, rank=2, min_rate=2)
+    ranks.run(gradients(1))
+    algorithm = ranks.algorithms[0]
+    assert isinstance(algorithm, PowerSGD)
+    kinds = frozenset({"q", "error"})
+    saved = {name: tensor.contiguous() for name, tensor in algorithm.memory.tensors(kinds).items()}
+    algorithm.memory.load(saved, kinds)
+    columns = SHAPES["matrix"][1]
+    assert algorithm._q("matrix", 2, columns).is_contiguous()
+    assert algorithm._q("matrix", 1, columns).is_contiguous()
+
+
 @pytest.mark.parametrize(
     ("shape", "most", "expected"),
     [
