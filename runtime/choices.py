@@ -260,6 +260,9 @@ STRATEGIES: Choices[Any] = Choices(
 CLIENT_RULES: Choices[Any] = Choices(
     "gradbus.actors.federated.rules", key="federated.training.rule", what="training rule", default="plain"
 )
+SELECTORS: Choices[Any] = Choices(
+    "gradbus.actors.federated.selectors", key="federated.selection", what="selector", default="uniform"
+)
 CODECS: Choices[Any] = Choices("gradbus.codecs", key="federated.codec", what="codec", default="fp32", own=False)
 ALGORITHMS: Choices[Any] = Choices(
     "gradbus.runtime.algorithms",

@@ -11,7 +11,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +61,7 @@ from gradbus.runtime.wire.messages import (
 )
 
 ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
+FIRST_MODEL_S = 1.0  # so long a reader that was just made may take to be found, and to be sent what is kept for it
 
 log = get_logger("client")
 
@@ -88,6 +88,7 @@ class Client:
         self._compute = ComputeThread(f"client-{client_id}")
         self._decode = ComputeThread(f"client-{client_id}-decode")  # a model may come while the old one still trains
         self._changed = asyncio.Event()
+        self._receiving: asyncio.Task[None] | None = None  # of models
         self._session = ControllerSession(self._config.controller_timeout_s)
         self._status = ClientStatus()
         self._transfers = 0
@@ -147,9 +148,10 @@ class Client:
         try:
             await self._compute.run(self._open)
             self._session.begin()
-            with self._bus.subscribe(TrainCmd, ModelBlob, Control, only=self._concerns) as inbox:
+            with self._bus.subscribe(TrainCmd, Control, only=self._concerns) as inbox:
                 self._bus.open_writer(ClientUpdate)
                 async with asyncio.TaskGroup() as group:
+                    self._receive_models(True, group)
                     helpers = [
                         group.create_task(self._listen(inbox, group), name=f"client-{self.client_id}-listen"),
                         group.create_task(self._heartbeat.run(), name=f"client-{self.client_id}-heartbeat"),
@@ -158,6 +160,7 @@ class Client:
                         await self._work(group)
                         await self._memory.settle()
                     finally:
+                        self._receive_models(False, group)
                         await self._heartbeat.leave("done" if self._session.ended else "stopped")
                         for helper in helpers:
                             helper.cancel()
@@ -172,6 +175,16 @@ class Client:
         return self.summary
 
     # Messages
+
+    def _receive_models(self, wanted: bool, group: asyncio.TaskGroup) -> None:
+        """Receive models from now on, or not any more."""
+        if wanted and self._receiving is None:
+            inbox = self._bus.subscribe(ModelBlob, only=self._concerns, passing=True)
+            self._receiving = group.create_task(self._listen(inbox, group), name=f"client-{self.client_id}-models")
+            self._receiving.add_done_callback(lambda _: inbox.close())
+        elif not wanted and self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
 
     async def _listen(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
         while True:
@@ -214,9 +227,10 @@ class Client:
                 return
         self._changed.set()
 
-    def _start_session(self, session: int, welcome: Welcome) -> None:
+    def _start_session(self, session: int, welcome: Welcome, group: asyncio.TaskGroup) -> None:
         """Follow another controller, or another start of it: work for the one before is of no use."""
         self._session.start_session(session, welcome)
+        self._receive_models(not welcome.fetch_models, group)
         self._sender.interrupt()
         everything, trained = self._model.everything[0], self._model.trained[0]
         self._replica.start(welcome.run_id, trained if welcome.frozen and trained else everything, welcome.broadcast)
@@ -231,7 +245,7 @@ class Client:
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
                 if current.welcome is None or session != current.incarnation:
-                    self._start_session(session, body)
+                    self._start_session(session, body, group)
                 current.welcome = body
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case Refused() if (body.to, body.incarnation) == me:
@@ -242,13 +256,9 @@ class Client:
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
                 self._sender.on_answer(body, group)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
-                if current.terms is None or body.round_id >= current.terms.round_id:
-                    current.terms = body
-            case ModelAvailable() if (
-                session == current.incarnation and (key := self._memory.expect(session, body)) is not None
-            ):
-                name = f"client-{self.client_id}-model"
-                self._memory.note(group.create_task(self._read_model(key, body), name=name))
+                self._take_terms(body)
+            case ModelAvailable() if session == current.incarnation:
+                self._take_notice(session, body, group)
             case RunEnded() if body.run_id == current.run_id and body.ok:
                 current.ended = body
                 self._memory.end()
@@ -258,6 +268,23 @@ class Client:
                 raise self._ended_by_failure(body)
             case _:
                 pass
+
+    def _take_terms(self, terms: RoundTerms) -> None:
+        current = self._session
+        if current.terms is not None and terms.round_id < current.terms.round_id:
+            return
+        current.terms = terms
+        if current.command is not None and not current.takes_part(self.client_id, current.command):
+            self._compute.stop_current()  # others were faster: its update is not needed
+            self._sender.interrupt()
+
+    def _take_notice(self, session: int, notice: ModelAvailable, group: asyncio.TaskGroup) -> None:
+        """A model can be read in memory: that is done now, or when it is needed."""
+        if self._receiving is None:
+            self._memory.put_off(session, notice)
+        elif (key := self._memory.expect(session, notice)) is not None:
+            name = f"client-{self.client_id}-model"
+            self._memory.note(group.create_task(self._read_model(key, notice), name=name))
 
     async def _take_model(self, key: FrameKey, payload: memoryview, copy: ModelReplica) -> None:
         if copy.adopt(key, await self._decode.run(copy.decode, key, payload)):
@@ -286,16 +313,16 @@ class Client:
                 self._prepared = True
                 await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
                 continue
-            if welcome is None or command is None or not current.wanted(welcome, command) or not current.has_terms:
+            if welcome is None or command is None or not current.is_for(self.client_id, welcome, command):
                 await self._wait(self._config.controller_timeout_s)
             elif await self._lacks_frozen(welcome):
-                await self._fetch_frozen(welcome)
+                await self._fetch_frozen(welcome, group)
             elif self._replica.round_id == command.round_id - 1 and self._replica.vector is not None:
                 await self._train_and_send(welcome, command, self._replica.vector, group)
             elif self._replica.round_id >= command.round_id:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
-                await self._fetch(welcome, self._replica, command.round_id - 1, partial(current.is_older, command))
+                await self._fetch_for(welcome, command, group)
 
     async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
         """What has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
@@ -322,13 +349,35 @@ class Client:
             self._frozen_known = key
         return False
 
-    async def _fetch_frozen(self, welcome: Welcome) -> None:
+    async def _fetch_for(self, welcome: Welcome, command: TrainCmd, group: asyncio.TaskGroup) -> None:
+        """Fetch the model that a command starts from, until it is here or no longer wanted."""
+        current = self._session
+
+        def superseded() -> bool:
+            return current.is_older(command) or not current.takes_part(self.client_id, command)
+
+        if not welcome.fetch_models:
+            await self._fetch(welcome, self._replica, command.round_id - 1, superseded)
+            return
+        if (newest := self._memory.expect_newest()) is not None:
+            await self._read_model(*newest)
+            if self._replica.round_id >= command.round_id - 1:
+                return
+        self._receive_models(True, group)
+        try:
+            await self._fetch(welcome, self._replica, command.round_id - 1, superseded, first_after_s=FIRST_MODEL_S)
+        finally:
+            self._receive_models(False, group)
+
+    async def _fetch_frozen(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
         """Fetch the controller's frozen parameters, and put them into the model."""
         session = self._session.incarnation
+        self._receive_models(True, group)
         self._frozen.start(welcome.run_id, self._model.everything[0] - self._model.trained[0])
         await self._fetch(
             welcome, self._frozen, FROZEN_ROUND, lambda: not self._session.is_current(session), first_after_s=0.0
         )
+        self._receive_models(not welcome.fetch_models, group)
         vector = self._frozen.vector
         if vector is not None:
             await self._compute.run(self._training.take_frozen, welcome, vector)

@@ -16,7 +16,7 @@ import statistics
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -28,6 +28,7 @@ from gradbus.actors.aggregation.clipping import CAPPED, sample_cap, within_limit
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.asynchronous import Bases, BufferRound, check_asynchronous
 from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.deadline import RoundDeadline
 from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
 from gradbus.actors.federated.early_stop import EarlyStop
 from gradbus.actors.federated.flat_model import FlatModel
@@ -44,12 +45,14 @@ from gradbus.actors.federated.rounds import (
     CLIENT_LOST,
     CLIENT_SILENT,
     FAILURES,
+    SURPLUS,
     TRAINING_FAILED,
     Outcome,
     Round,
     RoundRules,
 )
-from gradbus.actors.federated.selection import ParticipantSelection
+from gradbus.actors.federated.selection import ParticipantSelection, check_selection
+from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
@@ -66,6 +69,7 @@ from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.id_ranges import format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
 # Steps that a client may announce for each sample and epoch: a batch has at least one sample, and a task of one's own
@@ -85,6 +89,7 @@ def check_choices(config: FederatedConfig) -> None:
     CLIENT_RULES.options(config.training.rule)
     CLIENT_OPTIMIZERS.options(config.training.optimizer)
     CLIENT_SCHEDULES.options(config.training.schedule)
+    check_selection(config, make_selector(config.selection))
 
 
 async def reports_of(
@@ -146,6 +151,8 @@ class Controller:
         self._failures = TrainingFailureLog()
         self._has_commanded = False
         self._bases: Bases | None = None  # of asynchronous rounds
+        self._selector = make_selector(config.selection)
+        self._deadline = RoundDeadline(config.round.timeout_times_median, config.round.timeout_s)
         self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
         self.progress = Progress(rounds=config.rounds, minimum=config.clients.min)
         # Made by _open; the other parts by _wire.
@@ -227,8 +234,9 @@ class Controller:
         )  # fmt: skip
         self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
-            context, self._registry, self.progress, sleep_until=self._sleep_until, changed=self.membership_changed
-        )
+            context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
+            changed=self.membership_changed,
+        )  # fmt: skip
         self._cap = sample_cap(self._strategy, config)
         admission = UpdateAdmission(
             state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
@@ -248,6 +256,7 @@ class Controller:
         self._dispatcher = Dispatcher(
             context, self._registry, self._receiver, self._publisher, self._monitor, self
         )  # fmt: skip
+        self._dispatcher.fetch_models = self._selector.partial
         for report in state.history:
             self.progress.add(report)
         self.progress.round_id = state.round_id
@@ -465,7 +474,7 @@ class Controller:
         for attempt in range(1, self._config.round.max_attempts + 1):
             if len(accepted.union(self._selection.ready(round_id))) < self._config.clients.min:
                 await self._selection.wait_for_start(round_id, accepted, timeout_s=self._time_left()[0])
-            round_, outcome = await self._collect(round_id, accepted)
+            round_, outcome = await self._collect(round_id, accepted, attempt)
             if outcome is not Outcome.TOO_FEW:
                 return round_, outcome, attempt
             self._missed.update(self._why_missed(round_))
@@ -490,13 +499,13 @@ class Controller:
         accepted = len(round_.accepted)
         return RoundTimeout(round_.round_id, accepted, self._config.clients.min, self._config.round.max_attempts)
 
-    async def _collect(self, round_id: int, accepted: set[int]) -> tuple[Round, Outcome]:
+    async def _collect(self, round_id: int, accepted: set[int], attempt: int) -> tuple[Round, Outcome]:
         """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled."""
         config = self._config
         rules = RoundRules(
             minimum=config.clients.min,
             quorum=config.round.quorum,
-            deadline_s=self._time_left()[1],
+            deadline_s=min(self._time_left()[1], self._deadline.seconds(attempt)),
             grace_s=config.round.grace_s,
         )
         round_ = self._new_round(round_id, rules, accepted)
@@ -508,7 +517,7 @@ class Controller:
         self._changed()
         if self._probe.history.on:
             await self._compute.run(self._note_command, round_)
-        command, terms = await self._command(round_id), self._round_terms(round_id)
+        command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected)
         self._admission.steps_per_sample = config.training.steps or STEPS_PER_SAMPLE * command.epochs
         self._receiver.timing.commanded()
         with tolerate_write_timeout("command", round_id):
@@ -531,12 +540,18 @@ class Controller:
             await self._receiver.close()
             accepted.update(round_.accepted)
             self._round = None
+        if self._selector.partial and round_.open and accepted:
+            with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
+                await self._publish_terms(self._round_terms(round_id, accepted))
         # An update that was being added when the round ended counts, too.
         return round_, round_.verdict(time.monotonic()) or outcome
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
-        ready, silent = self._selection.ready(round_id), self._registry.silent_ids(round_id)
+        ready, enough = self._selection.participants(round_id, accepted, self._cap.weight)
+        rules = dataclasses.replace(rules, enough=enough)
+        # Of those that were not asked nobody waits for one that sends again.
+        silent = set() if self._selector.partial else self._registry.silent_ids(round_id)
         if self._bases is None:
             return Round(round_id, ready, rules, now_s=time.monotonic(), accepted=accepted, silent=silent)
         last = self.progress.reports[-1] if self.progress.reports else None
@@ -558,13 +573,13 @@ class Controller:
         changed = training.changes(round_id)
         return dataclasses.replace(command, **{key: changed[key] for key in IN_COMMAND if key in changed})
 
-    def _round_terms(self, round_id: int) -> RoundTerms | None:
+    def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
         """What belongs to the command of a round, and has no field in it; None: there is no such setting."""
-        training = self._config.training
-        if not training.has_terms:
+        training, is_partial = self._config.training, self._selector.partial
+        if not training.has_terms and not is_partial:
             return None
-        changed = training.changes(round_id)
-        return RoundTerms(self.run_id, round_id, {k: value for k, value in changed.items() if k not in IN_COMMAND})
+        options = {key: value for key, value in training.changes(round_id).items() if key not in IN_COMMAND}
+        return RoundTerms(self.run_id, round_id, options, format_ids(participants) if is_partial else "")
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
         if terms is not None:
@@ -581,7 +596,9 @@ class Controller:
         aggregated_s = time.perf_counter()
         self._probe.reached("after_aggregate_before_commit", round_id)
         report = self._report(round_, outcome, attempt, crc32, (started_s, collected_s, aggregated_s))
-        state.participation.commit(round_id, self._receiver.totals.samples, self._why_missed(round_))
+        totals = self._receiver.totals
+        state.participation.commit(round_id, totals.samples, self._why_missed(round_), totals.loss_of)
+        self._deadline.round_done(round_.answered_s)
         self._missed = {}
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._publisher.prepare(round_id)
@@ -599,8 +616,7 @@ class Controller:
             await self._dispatcher.note_speeds(self._receiver.totals.speeds)
         evaluation = await self._evaluate_after(round_id)
         report = state.amend(
-            report, bytes_down=size * max(1, len(self._registry)),
-            bytes_down_shared=size * min(self._publisher.notified, self._registry.sharing),
+            report, **self._bytes_down(round_, size),
             downlink_residual_norm=self._publisher.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
             eval_s=time.perf_counter() - published_s, seconds=published_s - started_s,
@@ -614,6 +630,14 @@ class Controller:
         )  # fmt: skip
         return report
 
+    def _bytes_down(self, round_: Round, size: int) -> dict[str, int]:
+        """Bytes of models that clients get for a round, as a report has them. ``size``: of one."""
+        if not self._selector.partial:
+            shared = size * min(self._publisher.notified, self._registry.sharing)
+            return {"bytes_down": size * max(1, len(self._registry)), "bytes_down_shared": shared}
+        sharing = sum(map(self._registry.shares_memory, round_.asked)) if self._publisher.notified else 0
+        return {"bytes_down": size * len(round_.asked), "bytes_down_shared": size * sharing}
+
     def _report(
         self, round_: Round, outcome: Outcome, attempt: int, crc32: int, times_s: tuple[float, float, float]
     ) -> RoundReport:
@@ -622,7 +646,7 @@ class Controller:
         totals, timing, (started_s, collected_s, aggregated_s) = self._receiver.totals, self._receiver.timing, times_s
         return RoundReport(
             round_id=round_.round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
-            expected=len(round_.expected), num_samples=totals.num_samples, loss=totals.loss(),
+            expected=round_.wanted, num_samples=totals.num_samples, loss=totals.loss(),
             bytes_up=totals.bytes_up, bytes_up_shared=totals.bytes_up_shared, train_s=totals.train_s,
             encode_s=totals.encode_s, dropped=self._receiver.take_dropped(),
             wire_s=max(0.0, collected_s - started_s - totals.train_s - totals.encode_s - totals.aggregate_s),
@@ -640,7 +664,8 @@ class Controller:
     def _why_missed(self, round_: Round) -> dict[int, str]:
         """The reasons of clients that were expected in this round and do not count."""
         missed = {
-            **dict.fromkeys(round_.silent, CLIENT_SILENT), **dict.fromkeys(round_.open, NO_UPDATE), **self._missed,
+            **dict.fromkeys(round_.silent, CLIENT_SILENT),
+            **dict.fromkeys(round_.open, SURPLUS if round_.is_full else NO_UPDATE), **self._missed,
         }  # fmt: skip
         for client_id, reason in round_.failed.items():
             is_own = reason in FAILURES
@@ -649,7 +674,7 @@ class Controller:
 
     def _ids_known_before(self) -> range:
         """Ids of participants that are known before any has come."""
-        return range(self._config.clients.num or 0)
+        return range(0 if self._selector.partial else self._config.clients.num or 0)
 
     def _name_clients_that_never_counted(self) -> None:
         """Log the clients whose updates never counted, at any end of the run."""

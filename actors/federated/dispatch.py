@@ -99,6 +99,7 @@ class Dispatcher:
 
     Attributes:
         has_begun: the clients follow this controller: one that starts now stays away.
+        fetch_models: not all clients take part in a round, and those that do not are not sent its model.
         terms: how to train and to encode, as the level above has it; None: as this controller's settings have it.
     """
 
@@ -116,6 +117,7 @@ class Dispatcher:
         self._speeds: dict[int, float] = {}
         self._steps: dict[int, int] = {}
         self.has_begun = False
+        self.fetch_models = False
         self.terms: Welcome | None = None
 
     async def run(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
@@ -232,7 +234,8 @@ class Dispatcher:
             num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
             rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
-            broadcast=self._publisher.num_broadcast, has_terms=training.has_terms,
+            broadcast=self._publisher.num_broadcast, has_terms=training.has_terms or self.fetch_models,
+            fetch_models=self.fetch_models,
         )  # fmt: skip
         if (terms := self.terms) is not None:
             welcome = replace(

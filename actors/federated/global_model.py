@@ -234,12 +234,23 @@ class SharedModelReader:
         self._client_id = client_id
         self._missed: tuple[FrameKey, int] | None = None  # what was last not there, and how often
         self._ended = False
+        self._newest: tuple[int, ModelAvailable] | None = None  # by the session: what was announced last
         self._reading: set[asyncio.Task[None]] = set()
         self.here = memory.here
 
     def start(self) -> None:
         """Try again with another controller, or another start of it."""
-        self.here, self._missed = self._memory.here, None
+        self.here, self._missed, self._newest = self._memory.here, None, None
+
+    def put_off(self, session: int, notice: ModelAvailable) -> None:
+        """Note a model that may be wanted later."""
+        self._newest = session, notice
+
+    def expect_newest(self) -> tuple[FrameKey, ModelAvailable] | None:
+        """What was put off last, and its key, if it is to be read in memory now."""
+        newest, self._newest = self._newest, None
+        key = None if newest is None else self.expect(*newest)
+        return None if newest is None or key is None else (key, newest[1])
 
     def end(self) -> None:
         """The run is over, and the controller releases its memory."""

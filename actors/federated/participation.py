@@ -7,8 +7,10 @@ failed training, is no strike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -120,7 +122,12 @@ class Quarantine:
 
 
 _Number = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
-Entry = tuple[_Number, _Number, _Number, _Number, Annotated[str, Field(max_length=MAX_TEXT)], _Number]
+_Reason = Annotated[str, Field(max_length=MAX_TEXT)]
+_Loss = Annotated[float, Field(allow_inf_nan=False)] | None
+Entry = (
+    tuple[_Number, _Number, _Number, _Number, _Reason, _Number]  # of a version that knew no losses
+    | tuple[_Number, _Number, _Number, _Number, _Reason, _Number, _Loss]
+)
 """A client in a checkpoint: its id, and the attributes of its :class:`ParticipationRecord`."""
 
 
@@ -132,6 +139,7 @@ class ParticipationRecord:
         counted: rounds in which an update of it counted. num_samples: of the newest of these.
         missed: rounds in which it was expected and did not count. reason: of the newest, ``round_id``; or of its
             refusal, with round 0.
+        loss: mean training loss of the newest update that counted; None: it was not finite, or none has counted.
     """
 
     counted: int = 0
@@ -139,6 +147,7 @@ class ParticipationRecord:
     missed: int = 0
     reason: str = ""
     round_id: int = 0
+    loss: float | None = None
 
 
 class Participation:
@@ -147,14 +156,19 @@ class Participation:
     def __init__(self) -> None:
         self._known: dict[int, ParticipationRecord] = {}
 
-    def commit(self, round_id: int, counted: Mapping[int, int], missed: Mapping[int, str]) -> None:
-        """Note the clients whose updates count in a round, with their samples, and the ``missed`` ones, with the
-        reasons."""
+    def commit(
+        self, round_id: int, counted: Mapping[int, int], missed: Mapping[int, str],
+        losses: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Note the clients whose updates count in a round, with their samples, and their mean training ``losses``, and
+        the ``missed`` ones, with the reasons."""
         for client_id, num_samples in counted.items():
             participant = self._participant(client_id)
             if participant is not None:
                 participant.counted += 1
                 participant.num_samples = num_samples
+                loss = losses.get(client_id, math.nan)
+                participant.loss = loss if math.isfinite(loss) else None
         for client_id, reason in missed.items():
             participant = self._participant(client_id)
             if participant is not None and client_id not in counted:
@@ -176,6 +190,10 @@ class Participation:
         """The newest number of samples of each client that has counted."""
         return {i: participant.num_samples for i, participant in self._known.items() if participant.counted}
 
+    def of(self, client_id: int) -> ParticipationRecord:
+        """What is known of a client; that of a new one if it is not known."""
+        return self._known.get(client_id) or ParticipationRecord()
+
     def never_counted(self, expected: Iterable[int]) -> dict[int, str]:
         """Clients of which no update has counted in the whole run, ascending, with the reasons, for people.
         ``expected``: ids that should have taken part, known or not."""
@@ -196,8 +214,11 @@ class Participation:
         # A copy makes no object for each item. ``list(items())`` does, which may start the garbage collector and with
         # it another thread, in the midst of the iteration.
         known = self._known.copy()
-        return [(i, one.counted, one.num_samples, one.missed, one.reason, one.round_id) for i, one in known.items()]
+        return [
+            (i, one.counted, one.num_samples, one.missed, one.reason, one.round_id, one.loss)
+            for i, one in known.items()
+        ]
 
     def load_state(self, state: Iterable[Entry]) -> None:
         """Restore what :meth:`state` gave."""
-        self._known = {e[0]: ParticipationRecord(e[1], e[2], e[3], e[4], e[5]) for e in state}
+        self._known = {e[0]: ParticipationRecord(*e[1:]) for e in state}

@@ -13,6 +13,7 @@ from gradbus.runtime.wire.control import UploadRequest
 CLIENT_LOST = "client lost"
 CLIENT_SILENT = "client silent"
 REPEATED = "repeated"  # why an update of a client that counts already does not
+SURPLUS = "not needed any more"  # enough others were faster
 STALE = "stale"  # its model is too old, or the round is not open
 TRAINING_FAILED = "training failed"
 NON_FINITE_LOSS = "non-finite loss"
@@ -25,6 +26,7 @@ class Outcome(Enum):
 
     ALL = "all live clients answered"
     QUORUM = "quorum and grace"
+    ENOUGH = "enough updates"
     FULL = "buffer full"
     DEADLINE = "deadline"
     TOO_FEW = "too few updates"
@@ -38,12 +40,14 @@ class RoundRules:
         minimum: updates that suffice at the deadline.
         quorum: share of the clients expected at the start that suffices after the grace.
         deadline_s: how long it may take. grace_s: what follows the quorum.
+        enough: updates that end it at once, where more clients were asked; None: all that were asked are waited for.
     """
 
     minimum: int
     quorum: float
     deadline_s: float
     grace_s: float
+    enough: int | None = None
 
 
 class Round:
@@ -51,6 +55,9 @@ class Round:
 
     It is over when all expected live clients have answered, when the quorum has been there for ``grace_s``, or at the
     deadline, where ``minimum`` updates suffice. With fewer it has failed, or once no client is left that could answer.
+
+    Attributes:
+        asked: clients that were asked at the start. answered_s: from the opening to the last update that counted.
     """
 
     def __init__(
@@ -69,12 +76,16 @@ class Round:
         self.expected = set(expected) | self.accepted
         self.minimum = rules.minimum
         self.failed: dict[int, str] = {}
+        self.asked = frozenset(self.expected)
         self.silent = set(silent) - self.expected
+        self._enough = rules.enough
         # 0.55 * 100 is 55.00000000000001, and 55 of 100 are that share.
-        self._quorum = max(rules.minimum, math.ceil(rules.quorum * len(self.expected) - 1e-9))
+        share = math.ceil(rules.quorum * (rules.enough or len(self.expected)) - 1e-9)
+        self._quorum = max(rules.minimum, share)
         self._grace_s = rules.grace_s
         self._quorum_at_s: float | None = None
         self._offered_at_s: float | None = None
+        self.answered_s = 0.0
         self.opened_at_s = now_s
         self.deadline_at_s = now_s + rules.deadline_s
 
@@ -91,7 +102,7 @@ class Round:
     @property
     def is_full(self) -> bool:
         """Whether no further update is taken, though more may come."""
-        return False
+        return self._enough is not None and len(self.accepted) >= self._enough
 
     def staleness(self, round_id: int) -> int:
         """How many models the base of an update for ``round_id`` is behind that of this round; negative: ahead."""
@@ -99,8 +110,14 @@ class Round:
 
     @property
     def needed(self) -> int:
-        """Number of expected clients that can still count: the X of "ready=n/X"."""
-        return len(self.expected - self.failed.keys())
+        """Number of updates that can still count: the X of "ready=n/X"."""
+        can_count = len(self.expected - self.failed.keys())
+        return can_count if self._enough is None else min(can_count, self._enough)
+
+    @property
+    def wanted(self) -> int:
+        """Number of updates that the round would have had with everybody's help."""
+        return len(self.expected) if self._enough is None else min(self._enough, len(self.expected))
 
     def may_send(self, client_id: int) -> str | None:
         """None if an update of this client would count, else the reason why not."""
@@ -108,6 +125,8 @@ class Round:
             return REPEATED
         if client_id not in self.expected:
             return "not expected"
+        if self.is_full:
+            return SURPLUS
         # A reported failure may be of the attempt before: an update outweighs it.
         return "failed" if self.failed.get(client_id, TRAINING_FAILED) not in FAILURES else None
 
@@ -116,6 +135,7 @@ class Round:
         self.expected.add(client_id)
         self.failed.pop(client_id, None)
         self.accepted.add(client_id)
+        self.answered_s = now_s - self.opened_at_s
         if len(self.accepted) >= self._quorum and self._quorum_at_s is None:
             self._quorum_at_s = now_s
 
@@ -150,6 +170,8 @@ class Round:
         """Why the round is over at this time; None while it goes on."""
         if not self.open:
             return Outcome.ALL if len(self.accepted) >= self.minimum else Outcome.TOO_FEW
+        if self.is_full:
+            return Outcome.ENOUGH
         if self._quorum_at_s is not None and now_s >= self._quorum_at_s + self._grace_s:
             return Outcome.QUORUM
         if now_s >= self.deadline_at_s:
@@ -162,6 +184,8 @@ class Round:
         if self._offered_at_s is None and len(self.accepted.union(offered)) >= self._quorum:
             self._offered_at_s = now_s
         if self._offered_at_s is not None and now_s >= self._offered_at_s + self._grace_s:
+            return True
+        if self._enough is not None and len(self.accepted.union(offered)) >= self._enough:
             return True
         return self.open <= set(offered) or now_s >= (self.opened_at_s + self.deadline_at_s) / 2
 
@@ -180,6 +204,7 @@ class RoundTotals:
     bytes_up_shared: int = 0
     num_samples: int = 0
     speeds: dict[int, float] = field(default_factory=dict)  # steps a second, of each client
+    loss_of: dict[int, float] = field(default_factory=dict)  # mean training loss, of each client
     staleness: list[int] = field(default_factory=list)  # of each update
     samples: dict[int, int] = field(default_factory=dict)  # of each client, as it announced them
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
@@ -207,6 +232,7 @@ class RoundTotals:
         self.num_samples += request.num_samples
         self.samples[client_id] = request.num_samples
         if partial is None:
+            self.loss_of[client_id] = request.loss
             self.losses.append((weight, request.loss))
         else:
             self.sums[client_id] = partial

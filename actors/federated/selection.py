@@ -1,19 +1,25 @@
-"""The start condition of a round, and its participants: clients matched both ways, welcomed, and not in quarantine."""
+"""The start condition of a round, and its participants: of the clients that are matched both ways, welcomed, and not in
+quarantine, those that a selector selects."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import NamedTuple
 
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.participation import FOR_GOOD, Strike
 from gradbus.actors.federated.report import Progress
+from gradbus.actors.federated.selectors.base import ClientFacts, Draw, Selector, selected
 from gradbus.actors.federated.state import RunContext
+from gradbus.runtime.choices import SELECTORS
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.dds.missing_peers import WaitLog
-from gradbus.runtime.errors import BarrierTimeout, BusError
+from gradbus.runtime.errors import BarrierTimeout, BusError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Refused
+from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, TrainCmd
 
 _SHOWN = 20  # clients that a line names
@@ -77,15 +83,56 @@ class StartCondition:
         return self._deadline_at_s if self._grace_until_s is None else self._grace_until_s
 
 
+class Participants(NamedTuple):
+    """Who is asked to take part in a round.
+
+    Attributes:
+        asked: their ids, ascending. enough: updates that end the round at once; None: all that were asked are waited
+            for.
+    """
+
+    asked: list[int]
+    enough: int | None
+
+
+def check_selection(config: FederatedConfig, selector: Selector) -> None:
+    """Raises ConfigError: a part of the clients cannot take part in the rounds of such a run."""
+    if not selector.partial:
+        return
+    what = f"federated.selection ({config.selection.name}) asks a part of the clients"
+    if config.mode == "asynchronous":
+        raise ConfigError(
+            f"{what}, and in federated.mode=asynchronous each takes the newest model when it is free. Use "
+            f"mode=synchronous, or leave selection out and set asynchronous.buffer"
+        )
+    if config.clients.kind == "sites":
+        raise ConfigError(
+            f"{what}, and with federated.clients.kind=sites these are sites, each with the sum of all its clients, "
+            f"which do not hear who is asked. Leave selection out in trees"
+        )
+    if config.downlink_codec.name != "fp32":
+        raise ConfigError(
+            f"{what}, and federated.downlink_codec={config.downlink_codec.name} sends differences from one round to "
+            f"the next, which whoever sat out a round cannot use. Set it to fp32"
+        )
+    if config.clients.num is not None and selector.wanted(config.clients.num) < config.clients.min:
+        raise ConfigError(
+            f"{what}, {selector.wanted(config.clients.num)} of {config.clients.num}, and federated.clients.min is "
+            f"{config.clients.min}, the least number of updates that make a round. Raise fraction or count, or lower "
+            f"clients.min"
+        )
+
+
 class ParticipantSelection:
-    """Waits for clients, and puts those with too many strikes in quarantine."""
+    """Waits for clients, selects those of a round, and puts those with too many strikes in quarantine."""
 
     def __init__(
-        self, context: RunContext, registry: ClientRegistry, progress: Progress, *,
+        self, context: RunContext, registry: ClientRegistry, progress: Progress, selector: Selector, *,
         sleep_until: Callable[[float], Awaitable[None]], changed: Callable[[], None],
     ) -> None:  # fmt: skip
         """``sleep_until`` waits for an event, or until that time by ``time.monotonic``. ``changed`` is called when the
         registry has changed."""
+        self._selector = selector
         self._context = context
         self._registry = registry
         self._progress = progress
@@ -124,6 +171,37 @@ class ParticipantSelection:
         ready, bus = self._registry.ready(round_id), self._context.bus
         # Several clients may share a process and so a reader: this holds back only while DDS sees nobody at all.
         return ready if bus.matched_readers(TrainCmd) and bus.matched_writers(ClientUpdate) else []
+
+    def participants(self, round_id: int, accepted: Collection[int], weigh: Callable[[int], int]) -> Participants:
+        """Who of the ready clients takes part in a round. Those in ``accepted`` do: their updates count already.
+
+        Args:
+            weigh: how much an update of so many samples may weigh.
+
+        Raises:
+            ConfigError: the selector is the user's, and selects others than it may; or there is no room in a message to
+                say who is selected.
+        """
+        ready, selector, config = self.ready(round_id), self._selector, self._context.config
+        if not selector.partial:
+            return Participants(ready, None)
+        facts = [self._facts(client_id, weigh) for client_id in sorted({*ready, *accepted})]
+        wanted = selector.wanted(len(facts), config.clients.min)
+        count = selector.asked(len(facts), wanted)
+        asked = selected(selector, facts, count, Draw(config.seed, round_id))
+        if len(format_ids({*asked, *accepted})) > MAX_CHARS:
+            raise ConfigError(
+                f"{SELECTORS.key}: the ids of {count} of {len(facts)} clients take more than the {MAX_CHARS} "
+                f"characters of a message. Ask fewer, or give the clients consecutive ids"
+            )
+        return Participants(asked, wanted if count > wanted else None)
+
+    def _facts(self, client_id: int, weigh: Callable[[int], int]) -> ClientFacts:
+        known = self._context.state.participation.of(client_id)
+        return ClientFacts(
+            client_id=client_id, num_samples=weigh(known.num_samples), loss=known.loss,
+            rounds=known.counted + known.missed,
+        )  # fmt: skip
 
     async def on_strike(self, strike: Strike) -> None:
         """Log a bad update, and put its client in quarantine where that follows."""

@@ -10,6 +10,7 @@ from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, BusError
 from gradbus.runtime.wire.control import Hello, Leave, RoundTerms, RunEnded, TrainingFailure, Welcome
+from gradbus.runtime.wire.id_ranges import has_id, parse_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is accepted when the known one is silent for so long
@@ -114,6 +115,22 @@ class ControllerSession:
         return self.command != command or self.superseded(command)
 
     @property
+    def fetches_models(self) -> bool:
+        """Whether models come only while one is fetched."""
+        return self.welcome is not None and self.welcome.fetch_models
+
+    def is_for(self, client_id: int, welcome: Welcome, command: TrainCmd) -> bool:
+        """Whether a client is to train for this command now."""
+        return self.wanted(welcome, command) and self.has_terms and self.takes_part(client_id, command)
+
+    def takes_part(self, client_id: int, command: TrainCmd) -> bool:
+        """Whether a client is asked to take part in the round of this command, as far as the terms say."""
+        terms = self.terms
+        if terms is None or terms.round_id != command.round_id or not terms.participants:
+            return True
+        return has_id(parse_ids(terms.participants), client_id)
+
+    @property
     def has_terms(self) -> bool:
         """Whether all is known of the newest command."""
         if self.welcome is None or self.command is None or not self.welcome.has_terms:
@@ -198,7 +215,8 @@ class ClientHeartbeat:
         if self._left:
             return  # the controller would take it for a client that has come back
         matched = self._bus.matched_readers(ClientUpdate) > 0
-        matched = matched and min(self._bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob)) > 0
+        kinds = (TrainCmd,) if self._session.fetches_models else (TrainCmd, ModelBlob)
+        matched = matched and min(map(self._bus.matched_writers, kinds)) > 0
         hello = self._describe(matched)
         with contextlib.suppress(BusError):  # sent again with the next heartbeat
             await self._bus.publish(self._identity, hello)
@@ -218,7 +236,8 @@ class ClientHeartbeat:
 
     def _matching(self) -> tuple[int, ...]:
         bus = self._bus
-        return bus.matched_readers(ClientUpdate), *map(bus.matched_writers, (TrainCmd, ModelBlob, Control))
+        kinds = (TrainCmd, Control) if self._session.fetches_models else (TrainCmd, Control, ModelBlob)
+        return bus.matched_readers(ClientUpdate), *map(bus.matched_writers, kinds)
 
     async def leave(self, reason: str) -> None:
         """Send the client's last message."""

@@ -37,6 +37,7 @@ from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
@@ -138,7 +139,7 @@ class SiteMember(Client):
         """Start the Controller of this site, and wait for its clients."""
         if welcome.frozen:
             if await self._lacks_frozen(welcome):
-                await self._fetch_frozen(welcome)
+                await self._fetch_frozen(welcome, group)
             self._frozen_values = self._model.read_frozen()
         self.controller = await self._make_controller(welcome, self._frozen_values)
         self._serving = group.create_task(self.controller.serve(self._on_report), name="site-controller")
@@ -418,6 +419,11 @@ def check_site(config: FederatedConfig, upstream: UpstreamConfig) -> None:
         raise ConfigError(
             f"federated.downlink_codec is {config.downlink_codec.name}: a site passes models on unchanged. Set it at "
             f"the level above, or leave it out here"
+        )
+    if config.selection != SELECTORS.default:
+        raise ConfigError(
+            f"federated.selection ({config.selection.name}): the rounds of a site are those of the level above, and "
+            f"all of its clients take part. Leave it out here"
         )
     if config.history.payloads:
         raise ConfigError("federated.history.payloads: the rounds of a site cannot be computed again from its updates")

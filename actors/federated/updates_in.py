@@ -30,7 +30,7 @@ from gradbus.actors.aggregation.updates import parse as parse_update
 from gradbus.actors.federated.asynchronous import BaseGone, Bases
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.report import RoundTiming
-from gradbus.actors.federated.rounds import REPEATED, STALE, Round, RoundTotals
+from gradbus.actors.federated.rounds import REPEATED, STALE, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.state import RunContext
 from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.dds.topics import TOPICS
@@ -406,8 +406,8 @@ class UpdateReceiver:
         update, round_ = transfer.update, self._round
         if round_ is None or self._transfers.get(transfer.key) is not transfer:
             return  # the round ended meanwhile
-        if round_.may_send(update.client_id) == REPEATED:
-            self._drop(transfer.key)  # no client counts twice
+        if round_.may_send(update.client_id) in (REPEATED, SURPLUS):
+            self._drop(transfer.key)  # no client counts twice, and no update beyond those that are enough
             return
         staleness = round_.staleness(update.request.round_id)
         started_s = time.perf_counter()

@@ -225,21 +225,26 @@ class Bus:
 
     # Receiving
 
-    def subscribe(self, *kinds: type[Any], only: Callable[[Message], bool] | None = None) -> Subscription:
+    def subscribe(
+        self, *kinds: type[Any], only: Callable[[Message], bool] | None = None, passing: bool = False
+    ) -> Subscription:
         """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerGone).
 
-        ``only``: whether a message is wanted; what is not, wakes none of the many actors that may share a bus.
+        Args:
+            only: whether a message is wanted; what is not, wakes none of the many actors that may share a bus.
+            passing: with the last subscription of a kind its reader goes, so that nothing is sent here any more.
         """
         self._check_open()
         for kind in kinds:
             if kind not in self._channels:
-                reader = self._participant.topic_reader(READABLE[kind])
-                channel = self._channels[kind] = Channel(reader, partial(self._deliver, kind))
+                channel = self._channels[kind] = Channel(self._participant.topic_reader(READABLE[kind]), _no_messages)
+                channel.deliver = partial(self._subscriptions.deliver, kind, channel)
                 self._receiver.add(channel)
-        return self._subscriptions.open(kinds, only)
+        return self._subscriptions.open(kinds, only, on_unused=self._remove_reader if passing else _no_messages)
 
-    def _deliver(self, kind: type[Any], messages: list[Message]) -> None:
-        self._subscriptions.deliver(kind, self._channels[kind], messages)
+    def _remove_reader(self, kind: type[Any]) -> None:
+        if not self._closed:
+            self._receiver.remove(self._channels.pop(kind), lambda: None)
 
     # Who is there
 
@@ -360,6 +365,10 @@ class Bus:
         self._sender.join(3.0)
         self._participant.close()
         self._post(_resolve, finished, 0)
+
+
+def _no_messages(_: Any) -> None:
+    pass
 
 
 def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:

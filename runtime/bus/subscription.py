@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -107,9 +107,13 @@ class Subscriptions:
         self._handover = handover
         self._of: dict[type[Any], list[Subscription]] = {}  # by kind of message
 
-    def open(self, kinds: Sequence[type[Any]], only: Callable[[Message], bool] | None) -> Subscription:
-        """One more, of these kinds. ``only``: see :class:`Subscription`."""
-        subscription = Subscription(self._taken, self._drop, only, self._handover)
+    def open(
+        self, kinds: Sequence[type[Any]], only: Callable[[Message], bool] | None, *,
+        on_unused: Callable[[type[Any]], None],
+    ) -> Subscription:  # fmt: skip
+        """One more, of these kinds. ``only``: see :class:`Subscription`. ``on_unused``: called with each of the kinds
+        when this is closed and no other has it."""
+        subscription = Subscription(self._taken, partial(self._drop, on_unused), only, self._handover)
         for kind in kinds:
             self._of.setdefault(kind, []).append(subscription)
         return subscription
@@ -135,7 +139,9 @@ class Subscriptions:
         if item.left == 0:
             self._consumed(item.channel, 1)
 
-    def _drop(self, subscription: Subscription) -> None:
-        for subscriptions in self._of.values():
-            with contextlib.suppress(ValueError):
+    def _drop(self, on_unused: Callable[[type[Any]], None], subscription: Subscription) -> None:
+        for kind, subscriptions in self._of.items():
+            if subscription in subscriptions:
                 subscriptions.remove(subscription)
+                if not subscriptions:
+                    on_unused(kind)

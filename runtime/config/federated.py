@@ -9,7 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, CODECS, STRATEGIES, Choice
+from gradbus.runtime.choices import (
+    CLIENT_OPTIMIZERS,
+    CLIENT_RULES,
+    CLIENT_SCHEDULES,
+    CODECS,
+    SELECTORS,
+    STRATEGIES,
+    Choice,
+)
 from gradbus.runtime.config.settings import (
     CheckpointSettings,
     Fraction,
@@ -80,6 +88,9 @@ class RoundSettings(Settings):
 
     timeout_s: Positive = 300.0
     """Deadline of a round, in seconds after its command."""
+    timeout_times_median: Annotated[float, Field(ge=1, le=1000)] | None = None
+    """Deadline of a round as a multiple of the median time of the last five, within `timeout_s`, which holds for the
+    first three and for further attempts at a round; see docs/selection.md. null: `timeout_s` holds for all."""
     quorum: Fraction = 1.0
     """Share of the expected clients whose updates suffice before the deadline, once `grace_s` has passed since they
     arrived. 1: wait for all clients that are alive."""
@@ -314,6 +325,9 @@ class FederatedConfig(Settings):
     """Codec of the clients' updates; see docs/codecs.md."""
     downlink_codec: Annotated[Choice, CODECS] = CODECS.default
     """Codec of the global model on its way to the clients, of version 2. A lossy one sends differences."""
+    selection: Annotated[Choice, SELECTORS] = SELECTORS.default
+    """Who takes part in a round, such as uniform with a `fraction` of the clients; see docs/selection.md. Or your own,
+    as package.module:Name."""
     clients: ClientsSettings = ClientsSettings()
     round: RoundSettings = RoundSettings()
     asynchronous: AsynchronousSettings = AsynchronousSettings()

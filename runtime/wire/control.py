@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
+from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
 PROTOCOL = 3
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
@@ -35,6 +36,7 @@ Ranks = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_lengt
 Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
 Incarnations = Annotated[list[U64], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
+IdRanges = Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(checked_ids)]
 Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]
@@ -98,6 +100,7 @@ class Welcome:
         round_s: deadline of a round, in seconds after its command; 0: unknown.
         broadcast: values that follow each model, for the rule: see ``Strategy.broadcast``.
         has_terms: RoundTerms belong to each command, and training waits for them.
+        fetch_models: models are not sent to all: a client takes that of a round only if it takes part in it.
     """
 
     to: U32
@@ -117,6 +120,7 @@ class Welcome:
     round_s: Seconds = 0.0
     broadcast: U64 = 0
     has_terms: bool = False
+    fetch_models: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -127,11 +131,14 @@ class RoundTerms:
     Attributes:
         round_id: of the command.
         options: of the training rule in this round, beside those of the Welcome and instead of those of the same name.
+        participants: ids of the clients that are asked, as ranges; the others sit this round out. Empty: all are asked.
+            A participant that newer terms of the same round do not name stops: its update is no longer needed.
     """
 
     run_id: U64
     round_id: Round
     options: Options
+    participants: IdRanges = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

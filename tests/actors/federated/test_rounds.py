@@ -280,3 +280,35 @@ def test_who_is_dead_is_lost_for_good() -> None:
     assert round_.follow({0}, set()) == ([1], [])
     assert round_.follow({0, 1}, set()) == ([], [])  # another start of it, which takes part in the next round
     assert round_.open == {0}
+
+
+def new_over_selected(asked: int, enough: int, *, minimum: int = 1) -> Round:
+    rules = RoundRules(minimum=minimum, quorum=1.0, deadline_s=DEADLINE_S, grace_s=GRACE_S, enough=enough)
+    return Round(1, range(asked), rules, now_s=0.0)
+
+
+def test_with_more_clients_asked_than_are_needed_the_first_updates_end_the_round() -> None:
+    round_ = new_over_selected(5, 3)
+    assert (round_.wanted, round_.needed) == (3, 3)
+    for client_id in (4, 0):
+        round_.accept(client_id, 1.0)
+    assert round_.verdict(1.0) is None
+    round_.accept(2, 2.0)
+    assert round_.verdict(2.0) is Outcome.ENOUGH
+    assert round_.may_send(1) == "not needed any more"
+    assert round_.answered_s == 2.0
+
+
+def test_with_more_clients_asked_the_round_still_ends_when_no_other_can_answer() -> None:
+    round_ = new_over_selected(4, 3)
+    round_.accept(0, 1.0)
+    round_.lose(1)
+    round_.fail(2, "training failed")
+    round_.accept(3, 1.0)
+    assert round_.verdict(1.0) is Outcome.ALL
+
+
+def test_the_weights_of_a_first_round_need_as_many_requests_as_end_it() -> None:
+    round_ = new_over_selected(5, 3)
+    assert not round_.has_enough_requests([0, 1], 0.0)
+    assert round_.has_enough_requests([0, 1, 4], 0.0)

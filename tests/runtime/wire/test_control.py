@@ -61,7 +61,7 @@ EXAMPLES: list[Body] = [
     TrainingFailure(5, 3, "Traceback ..."),
     Leave("done"),
     RunEnded(5, True, "all rounds are done"),
-    RoundTerms(5, 4, {"mu": 0.5}),
+    RoundTerms(5, 4, {"mu": 0.5}, "0,3-7,12"),
     Closing("its bus was closed"),
     GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
     GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3]),
@@ -97,7 +97,9 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "round_s": 0.0,
         "broadcast": 0,
         "has_terms": False,
+        "fetch_models": False,
     },
+    RoundTerms: {"participants": ""},
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {

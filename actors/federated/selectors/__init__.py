@@ -1,0 +1,1 @@
+"""Selectors: which clients take part in a round. One file for each."""
