@@ -29,6 +29,7 @@ TYPES = {
     "Seqs": "seqs",
     "Ranks": "ranks",
     "Ids": "ids",
+    "IdRanges": "id ranges",
     "Incarnations": "uint64s",
     "Waits": "waits",
     "Counts": "counts",
