@@ -272,9 +272,19 @@ def traffic(host: Host) -> LinkTraffic:
 
 def sent_bytes(interface: str) -> int:
     """What has left by this interface of this thread's network so far, in bytes with all headers."""
+    return _counters(interface)[8]
+
+
+def link_bytes(interface: str) -> int:
+    """What has left and come by this interface of this thread's network so far, in bytes with all headers."""
+    counters = _counters(interface)
+    return counters[0] + counters[8]
+
+
+def _counters(interface: str) -> list[int]:
     with open("/proc/thread-self/net/dev", encoding="ascii") as lines:
         counters = dict(line.split(":") for line in lines if ":" in line)
-    return int(next(text for name, text in counters.items() if name.strip() == interface).split()[8])
+    return [int(count) for count in next(text for name, text in counters.items() if name.strip() == interface).split()]
 
 
 def enter_namespace(name: str) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gradbus.experiments.bench import asynchronous, codecs, sealing
+from gradbus.experiments.bench import asynchronous, codecs, sealing, selection
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
@@ -159,6 +159,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--dds-only", dest="way", action="store_const", const="DDS only", default="one host",
         help="everything over DDS, as between machines",
     )  # fmt: skip
+    parser.add_argument(
+        "--clients", type=int, default=selection.CLIENTS, help="of part selection, each a process; one of 20 takes part"
+    )
 
 
 BENCHMARK = Benchmark(
@@ -172,6 +175,9 @@ BENCHMARK = Benchmark(
         "accuracy": Part(lambda _: measure_accuracy(), "24 runs of 10 rounds on MNIST", 1200, needs_mnist=True),
         "asynchronous": Part(
             lambda _: asynchronous.measure(), "time to 97 % beside a slow client", 420, needs_mnist=True
+        ),
+        "selection": Part(
+            lambda chosen: selection.measure(chosen.clients), "bytes of a round with a part of the clients", 60
         ),
     },
     _options,

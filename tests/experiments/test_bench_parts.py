@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from call_profile import Watched, profile
 
-from gradbus.experiments.bench import collectives, data_parallel, parameter_server, sealing
+from gradbus.experiments.bench import collectives, data_parallel, parameter_server, sealing, selection
 from gradbus.experiments.bench.collectives import (
     SIZES,
     CollectivesPlan,
@@ -24,6 +24,7 @@ from gradbus.experiments.bench.processes import ProcessFailed, run_ranks
 from gradbus.experiments.bench.sealing import CASES, LEVELS, TimedBlock
 from gradbus.experiments.bench.timing import by_turns, in_turns, size_text, slowest_ms
 from gradbus.experiments.bench.training import Training, train
+from gradbus.experiments.namespaces import NoNamespaces
 from gradbus.models import mnist_mlp
 
 KIB_4 = 4096
@@ -144,6 +145,16 @@ def test_rounds_and_collectives_are_timed_at_all_levels_by_turns(name: str) -> N
     counted = 2 if name == "round" else 3  # of four blocks; controllers all had their first one at once
     assert [len(figure.ratios) for figure in figures] == [counted] * 4
     assert all(min(figure.ratios) > 0 for figure in figures)
+
+
+def test_bytes_of_a_round_with_a_part_of_the_clients_are_one_model_and_one_update() -> None:
+    try:
+        found = selection.count_bytes(2, rounds=2, dim=25_000, selection={"count": 1})
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    assert 100_000 <= found.models < 101_000
+    assert 100_000 <= found.updates < 101_000
+    assert all(200_000 <= one < 400_000 for one in found.link)
 
 
 def test_bytes_into_a_parameter_server_are_counted() -> None:

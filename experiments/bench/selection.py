@@ -1,0 +1,113 @@
+"""Bytes of a round in which one client of twenty takes part, beside one of all.
+
+Each client is a process of its own, on a host with at most 100 of them, a network namespace, with a link to that of the
+controller. Nothing is shared in memory. Two things are counted: frames of models and updates, where they are received,
+and everything that passes the link of the controller's host in a round, with all headers. That has heartbeats and
+discovery, too, which are there whether or not anybody trains, and weigh more the smaller the model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import gradbus
+from gradbus.experiments.bench.processes import DOMAIN, Processes
+from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.lab.conditions import LinkConditions
+from gradbus.experiments.namespaces import Host, enter_host, hosts_on_a_switch, link_bytes
+from gradbus.models import NoopTask
+from gradbus.runtime.security import Security
+
+CLIENTS, SHARE = 40, 20  # in all, and for each one that takes part
+DIM = 250_000  # 1 MB
+ON_A_HOST = 100
+WARM_ROUNDS = 1  # who comes then has not found everybody yet
+_LEASE_S = 60.0  # 200 processes on a few cores stand still for long
+_MODELS, _UPDATES = "train/model_blob", "train/client_update"
+
+
+class Place(NamedTuple):
+    """Where a process is. ``hosts``: of all."""
+
+    job: str
+    host: Host
+    hosts: tuple[Host, ...]
+    dim: int
+
+    def connect(self) -> Any:
+        """A bus, from inside the host."""
+        enter_host(self.host)
+        peers = tuple(host.address for host in self.hosts)
+        network = gradbus.NetworkConfig(
+            profile="network", interface=self.host.interface, peers=peers, lease_s=_LEASE_S, shared_memory=False
+        )
+        return gradbus.connect(self.job, domain=DOMAIN, network=network, security=Security(level="none", insecure=True))
+
+
+class Traffic(NamedTuple):
+    """Bytes of a run. ``link``: of each round after the first. ``payload``: of models and updates, of a round."""
+
+    link: list[int]
+    payload: float
+    models: float
+    updates: float
+
+
+async def _controller(place: Place, rules: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Bytes that have passed the link at the end of each round, and those of updates."""
+    async with place.connect() as bus:
+        controller = gradbus.Controller(bus, NoopTask(place.dim), gradbus.FederatedConfig(**rules))
+        passed = [link_bytes(place.host.interface) async for _ in controller.rounds()]
+        return passed, int(bus.received_bytes[_UPDATES])
+
+
+async def _client(place: Place, client_id: int) -> int:
+    """Bytes of models that it has received."""
+    async with place.connect() as bus:
+        await gradbus.Client(bus, NoopTask(place.dim), client_id=client_id).run()
+        return int(bus.received_bytes[_MODELS])
+
+
+def count_bytes(clients: int, rounds: int, *, dim: int = DIM, selection: Mapping[str, Any]) -> Traffic:
+    """Bytes of the rounds of one run.
+
+    Raises:
+        NoNamespaces: none can be made here. ProcessFailed: a process failed, or they have not ended in time.
+    """
+    rules = {
+        "rounds": rounds, "eval_every": 0, "selection": dict(selection), "limits": {"cap_samples": None},
+        "clients": {"num": clients, "min": 1, "start_timeout_s": 240.0, "start_grace_s": 240.0, "dead_after_s": 240.0},
+        "round": {"timeout_s": 240.0},
+    }  # fmt: skip
+    with hosts_on_a_switch(1 + math.ceil(clients / ON_A_HOST), LinkConditions()) as network, Processes() as running:
+        first = Place(f"bench-selection-{os.getpid()}", network.hosts[0], network.hosts, dim)
+        running.start("controller", _controller, first, rules)
+        for client_id in range(clients):
+            host = network.hosts[1 + client_id // ON_A_HOST]
+            running.start(f"client {client_id}", _client, first._replace(host=host), client_id)
+        (passed, updates), *models = running.results(580.0)
+    # Where all take part, all are sent the model that the run begins with, and that of each round.
+    down, up = sum(models) / (rounds + (not selection)), updates / rounds
+    link = [after - before for before, after in pairwise(passed)]
+    return Traffic(link[WARM_ROUNDS - 1 :], down + up, down, up)
+
+
+def measure(clients: int = CLIENTS, rounds: int = 5, dim: int = DIM) -> Iterator[Measurement]:
+    """A part of the clients beside all of them."""
+    asked = max(1, clients // SHARE)
+    everyone = count_bytes(clients, rounds, dim=dim, selection={})
+    some = count_bytes(clients, rounds, dim=dim, selection={"count": asked})
+    what, whole = f"{asked} of {clients} clients, {4 * dim / 1e6:g} MB", f"all {clients}"
+    note = f"{some.models:,.0f} B down and {some.updates:,.0f} B up"
+    yield measurement(
+        f"models and updates of a round, {what}", "MB", [some.payload / 1e6],
+        against=(whole, [everyone.payload / 1e6]), at_most=0.1, note=note,
+    )  # fmt: skip
+    yield measurement(
+        f"everything on the controller's link in a round, {what}", "MB", [one / 1e6 for one in some.link],
+        against=(whole, [one / 1e6 for one in everyone.link]), at_most=0.1,
+    )  # fmt: skip
