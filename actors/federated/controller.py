@@ -540,11 +540,12 @@ class Controller:
             await self._receiver.close()
             accepted.update(round_.accepted)
             self._round = None
-        if self._selector.partial and round_.open and accepted:
+        # An update that was being added when the round ended counts, too.
+        outcome = round_.verdict(time.monotonic()) or outcome
+        if self._selector.partial and round_.open and outcome is not Outcome.TOO_FEW:
             with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
                 await self._publish_terms(self._round_terms(round_id, accepted))
-        # An update that was being added when the round ended counts, too.
-        return round_, round_.verdict(time.monotonic()) or outcome
+        return round_, outcome
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
@@ -598,7 +599,8 @@ class Controller:
         report = self._report(round_, outcome, attempt, crc32, (started_s, collected_s, aggregated_s))
         totals = self._receiver.totals
         state.participation.commit(round_id, totals.samples, self._why_missed(round_), totals.loss_of)
-        self._deadline.round_done(round_.answered_s)
+        if attempt == 1:  # of another one the time says little: some updates were there when it began
+            self._deadline.round_done(round_.answered_s)
         self._missed = {}
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._publisher.prepare(round_id)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple
 
-from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.clients import MAX_MEMBERS, ClientRegistry
 from gradbus.actors.federated.participation import FOR_GOOD, Strike
 from gradbus.actors.federated.report import Progress
 from gradbus.actors.federated.selectors.base import ClientFacts, Draw, Selector, selected
@@ -115,11 +115,10 @@ def check_selection(config: FederatedConfig, selector: Selector) -> None:
             f"{what}, and federated.downlink_codec={config.downlink_codec.name} sends differences from one round to "
             f"the next, which whoever sat out a round cannot use. Set it to fp32"
         )
-    if config.clients.num is not None and selector.wanted(config.clients.num) < config.clients.min:
+    if selector.wanted(MAX_MEMBERS) < config.clients.min:
         raise ConfigError(
-            f"{what}, {selector.wanted(config.clients.num)} of {config.clients.num}, and federated.clients.min is "
-            f"{config.clients.min}, the least number of updates that make a round. Raise fraction or count, or lower "
-            f"clients.min"
+            f"{what}, {selector.wanted(MAX_MEMBERS)} at most, and federated.clients.min is {config.clients.min}, the "
+            f"least number of updates that make a round. Raise selection.count, or lower clients.min"
         )
 
 

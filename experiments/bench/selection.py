@@ -30,7 +30,7 @@ _LEASE_S = 60.0  # 200 processes on a few cores stand still for long
 _MODELS, _UPDATES = "train/model_blob", "train/client_update"
 
 
-class Place(NamedTuple):
+class NetworkedProcess(NamedTuple):
     """Where a process is. ``hosts``: of all."""
 
     job: str
@@ -48,7 +48,7 @@ class Place(NamedTuple):
         return gradbus.connect(self.job, domain=DOMAIN, network=network, security=Security(level="none", insecure=True))
 
 
-class Traffic(NamedTuple):
+class RoundBytes(NamedTuple):
     """Bytes of a run. ``link``: of each round after the first. ``payload``: of models and updates, of a round."""
 
     link: list[int]
@@ -57,7 +57,7 @@ class Traffic(NamedTuple):
     updates: float
 
 
-async def _controller(place: Place, rules: Mapping[str, Any]) -> tuple[list[int], int]:
+async def _controller(place: NetworkedProcess, rules: Mapping[str, Any]) -> tuple[list[int], int]:
     """Bytes that have passed the link at the end of each round, and those of updates."""
     async with place.connect() as bus:
         controller = gradbus.Controller(bus, NoopTask(place.dim), gradbus.FederatedConfig(**rules))
@@ -65,14 +65,14 @@ async def _controller(place: Place, rules: Mapping[str, Any]) -> tuple[list[int]
         return passed, int(bus.received_bytes[_UPDATES])
 
 
-async def _client(place: Place, client_id: int) -> int:
+async def _client(place: NetworkedProcess, client_id: int) -> int:
     """Bytes of models that it has received."""
     async with place.connect() as bus:
         await gradbus.Client(bus, NoopTask(place.dim), client_id=client_id).run()
         return int(bus.received_bytes[_MODELS])
 
 
-def count_bytes(clients: int, rounds: int, *, dim: int = DIM, selection: Mapping[str, Any]) -> Traffic:
+def count_bytes(clients: int, rounds: int, *, dim: int = DIM, selection: Mapping[str, Any]) -> RoundBytes:
     """Bytes of the rounds of one run.
 
     Raises:
@@ -84,7 +84,7 @@ def count_bytes(clients: int, rounds: int, *, dim: int = DIM, selection: Mapping
         "round": {"timeout_s": 240.0},
     }  # fmt: skip
     with hosts_on_a_switch(1 + math.ceil(clients / ON_A_HOST), LinkConditions()) as network, Processes() as running:
-        first = Place(f"bench-selection-{os.getpid()}", network.hosts[0], network.hosts, dim)
+        first = NetworkedProcess(f"bench-selection-{os.getpid()}", network.hosts[0], network.hosts, dim)
         running.start("controller", _controller, first, rules)
         for client_id in range(clients):
             host = network.hosts[1 + client_id // ON_A_HOST]
@@ -93,7 +93,7 @@ def count_bytes(clients: int, rounds: int, *, dim: int = DIM, selection: Mapping
     # Where all take part, all are sent the model that the run begins with, and that of each round.
     down, up = sum(models) / (rounds + (not selection)), updates / rounds
     link = [after - before for before, after in pairwise(passed)]
-    return Traffic(link[WARM_ROUNDS - 1 :], down + up, down, up)
+    return RoundBytes(link[WARM_ROUNDS - 1 :], down + up, down, up)
 
 
 def measure(clients: int = CLIENTS, rounds: int = 5, dim: int = DIM) -> Iterator[Measurement]:

@@ -368,6 +368,10 @@ class FederatedConfig(Settings):
                 "mode = asynchronous takes updates of clients: the sum of a site is of one round, and cannot be "
                 "brought to a newer model. Use mode = synchronous in trees"
             )
+        if self.round.timeout_times_median is not None:
+            raise ValueError(
+                "round.timeout_times_median is of synchronous rounds: leave it out, or use mode=synchronous"
+            )
         if self.round.quorum < 1:
             raise ValueError("round.quorum is of synchronous rounds: with mode = asynchronous set asynchronous.buffer")
         if own.buffer < self.clients.min:

@@ -75,6 +75,16 @@ def test_a_selected_client_that_dies_does_not_stop_the_round(federation: Federat
     assert [report["clients"] for report in reports] == [[0, 1], [0], [0, 1]]
 
 
+def test_who_is_slow_goes_on_in_another_attempt_at_a_round_with_too_few(federation: Federation) -> None:
+    controller = federation.controller(
+        rounds=1, clients__num=2, clients__min=2, selection={"count": 2}, round__timeout_s=0.6
+    )
+    clients = [federation.client(0), federation.client(1, train_s=0.8)]
+    (report,) = finish(controller, *clients)
+    assert (report["attempt"], report["outcome"]) == (2, "all live clients answered")
+    assert [len(client.all("training")) for client in clients] == [1, 1]  # what it had begun was not given up
+
+
 def test_a_resumed_run_selects_as_the_one_that_was_not_interrupted(tmp_path: Path) -> None:
     chosen = []
     for fail_at in ("", "after_command:3"):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gradbus.actors.federated.deadline import FIRST_ROUNDS, LEAST_S, RoundDeadline
+from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import ConfigError
 
 
 def after(*rounds_s: float, times: float | None = 2.0) -> RoundDeadline:
@@ -32,3 +36,8 @@ def test_it_is_never_longer_than_the_fixed_one_and_never_next_to_nothing() -> No
 
 def test_another_attempt_at_a_round_has_all_the_time() -> None:
     assert after(*[10.0] * 5).seconds(attempt=2) == 300.0
+
+
+def test_asynchronous_rounds_which_wait_for_nobody_have_none() -> None:
+    with pytest.raises(ConfigError, match="timeout_times_median is of synchronous rounds"):
+        FederatedConfig(mode="asynchronous", round={"timeout_times_median": 2.0})

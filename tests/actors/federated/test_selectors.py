@@ -179,16 +179,16 @@ def test_wrong_options_are_refused_with_what_to_do(options: dict[str, float], te
         ({"mode": "asynchronous"}, "Use mode=synchronous"),
         ({"clients": {"kind": "sites"}}, "Leave selection out in trees"),
         ({"downlink_codec": "q8"}, "Set it to fp32"),
-        ({"clients": {"num": 20, "min": 3}}, r"2 of 20, and federated\.clients\.min is 3"),
+        ({"clients": {"num": 20, "min": 3}, "selection": {"count": 2}}, r"2 at most, and federated\.clients\.min is 3"),
     ],
 )
 def test_runs_in_which_a_part_of_the_clients_cannot_take_part_are_refused(
     settings: dict[str, object], text: str
 ) -> None:
-    config = FederatedConfig(selection={"fraction": 0.1}, **settings)
+    config = FederatedConfig(**{"selection": {"fraction": 0.1}, **settings})
     with pytest.raises(ConfigError, match=text):
         check_selection(config, make_selector(config.selection))
-    everyone = FederatedConfig(**settings)
+    everyone = FederatedConfig(**{**settings, "selection": "uniform"})
     check_selection(everyone, make_selector(everyone.selection))
 
 
