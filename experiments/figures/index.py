@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from gradbus.experiments.figures import aggregation, federated, ladder, parallel
+from gradbus.experiments.figures import aggregation, federated, ladder, parallel, thin_link
 from gradbus.experiments.figures.canvas import PublishedFile
 from gradbus.experiments.figures.plan import Scale
 from gradbus.experiments.figures.store import StoredRun
@@ -51,6 +51,9 @@ CATALOGUE: Mapping[str, FigureEntry] = {
     ),
     "ladder": FigureEntry(
         "Data parallel: the ladder on a slow link", "ladder", ("ladder",), ladder.draw_ladder
+    ),
+    "thin_link_loss": FigureEntry(
+        "Data parallel: loss over time on a thin link", "thin_link", ("thin_link",), thin_link.draw_loss, in_docs=True
     ),
     "aggregation_resnet50": FigureEntry(
         "Aggregation: ResNet-50 on 8 to 1,024 ranks", "simulations", ("scaling",), aggregation.draw_resnet50,

@@ -15,6 +15,7 @@ EXCHANGES = ("dense", "int8", "dgc")
 WITHOUT_DATA = frozenset({"scaling", "memory", "jobs", "loss"})  # groups of runs that train nothing
 TRACES = {"resnet50": 300_000, "vgg19": 10_000}  # simulated up to so many messages
 RUNGS = ("star", "ring", "compression", "overlap")
+WAYS = ("DDP", "DGC", "DiLoCo", "streaming")
 
 Data = Literal["mnist", "glyphs"]
 
@@ -100,6 +101,27 @@ class LadderRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinLinkRun:
+    """Training on a thin and distant link in one way, see :mod:`gradbus.experiments.bench.thin_link`.
+
+    Attributes:
+        seconds: from the first step on. windows: equal parts of them, each with a mean loss.
+    """
+
+    kind: ClassVar[str] = "thin_link"
+    way: str
+    seconds: float = 60.0
+    windows: int = 24
+    seed: int = 0
+    data: Data = "mnist"
+
+    @property
+    def label(self) -> str:
+        """A short name, good as a part of a file name."""
+        return f"thin-link-{self.way.lower()}-seed{self.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationRun:
     """Ways to sum gradients, compared in the simulator; see :mod:`gradbus.experiments.simulate.comparison`.
 
@@ -135,7 +157,7 @@ def simulation(name: str, *, quick: bool, trace: str | None = None) -> Simulatio
     return SimulationRun(name=name, settings=json.dumps(given, sort_keys=True), trace=trace)
 
 
-AnyRun = FederatedRun | ParallelRun | LadderRun | SimulationRun
+AnyRun = FederatedRun | ParallelRun | LadderRun | ThinLinkRun | SimulationRun
 
 
 def settings_of(run: AnyRun) -> dict[str, Any]:
@@ -150,7 +172,7 @@ class Scale:
     Attributes:
         seeds: of runs with equal shares. skewed_seeds: of those with unequal ones, which are evaluated only in every
             second round. samples: of a client and round. train_samples: of data-parallel training, None for all.
-        ladder_samples, ladder_epochs: of each rung of the ladder.
+        ladder_samples, ladder_epochs: of each rung of the ladder. thin_link_s: of each way on a thin link.
         timed_rounds: of runs that only measure time; 0: take it from those that are evaluated.
     """
 
@@ -165,16 +187,17 @@ class Scale:
     train_samples: int | None
     ladder_samples: int
     ladder_epochs: int
+    thin_link_s: float
     data: Data = "mnist"
 
 
 FULL = Scale(
     name="full", rounds=10, samples=6000, seeds=3, skewed_seeds=2, timed_rounds=6,
-    epochs=10, warmup=3, train_samples=None, ladder_samples=12_800, ladder_epochs=6,
+    epochs=10, warmup=3, train_samples=None, ladder_samples=12_800, ladder_epochs=6, thin_link_s=60.0,
 )  # fmt: skip
 QUICK = Scale(
     name="quick", rounds=2, samples=500, seeds=1, skewed_seeds=1, timed_rounds=0,
-    epochs=3, warmup=1, train_samples=None, ladder_samples=1024, ladder_epochs=2,
+    epochs=3, warmup=1, train_samples=None, ladder_samples=1024, ladder_epochs=2, thin_link_s=10.0,
 )  # fmt: skip
 
 
@@ -214,6 +237,11 @@ def make_plan(scale: Scale) -> Plan:
         "ladder": tuple(
             LadderRun(rung=rung, samples=scale.ladder_samples, epochs=scale.ladder_epochs, data=scale.data)
             for rung in RUNGS
+        ),
+        "thin_link": tuple(
+            ThinLinkRun(way=way, seconds=scale.thin_link_s, seed=seed, data=scale.data)
+            for seed in range(scale.seeds)
+            for way in WAYS
         ),
         "overlapped": (parallel(exchange="dense", overlap=True),),  # as it is by default
         # Every exchange, sending after the backward pass.

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, cast
 import gradbus
 from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.rungs import LadderPlan, Rung, climb
+from gradbus.experiments.bench.thin_link import ThinLinkPlan, Way, train_on_a_thin_link
 from gradbus.experiments.bench.training import Training
-from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, ParallelRun, SimulationRun
+from gradbus.experiments.figures.plan import AnyRun, FederatedRun, LadderRun, ParallelRun, SimulationRun, ThinLinkRun
 from gradbus.experiments.namespaces import NoNamespaces
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.experiments.simulate.command import work_of, written
@@ -48,6 +49,8 @@ def execute(run: AnyRun, folder: Path) -> None:
             run_parallel(run, folder)
         case LadderRun():
             run_ladder(run, folder)
+        case ThinLinkRun():
+            run_thin_link(run, folder)
         case SimulationRun():
             run_simulation(run, folder)
 
@@ -111,6 +114,23 @@ def run_ladder(run: LadderRun, folder: Path) -> None:
     except ProcessFailed as error:
         raise RunFailed(f"{run.label}: {str(error).strip().splitlines()[-1]}") from None
     (folder / "ladder.json").write_text(json_text(found) + "\n", encoding="utf-8")
+
+
+def run_thin_link(run: ThinLinkRun, folder: Path) -> None:
+    """Do the run; ``thin_link.json`` is then in ``folder``: the windows, or why they cannot be had here.
+
+    Raises:
+        RunFailed: a rank failed, or took too long.
+    """
+    plan = ThinLinkPlan(seconds=run.seconds, windows=run.windows, seed=run.seed, data=run.data)
+    try:
+        windows = train_on_a_thin_link(cast(Way, run.way), plan)
+        found: dict[str, Any] = {"windows": [window.to_json() for window in windows]}
+    except NoNamespaces as error:
+        found = {"missing": str(error)}
+    except ProcessFailed as error:
+        raise RunFailed(f"{run.label}: {str(error).strip().splitlines()[-1]}") from None
+    (folder / "thin_link.json").write_text(json_text(found) + "\n", encoding="utf-8")
 
 
 class _Spec(NamedTuple):

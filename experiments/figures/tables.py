@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.report import RoundReport
-from gradbus.experiments.figures.plan import FederatedRun, LadderRun, ParallelRun, SimulationRun
+from gradbus.experiments.figures.plan import FederatedRun, LadderRun, ParallelRun, SimulationRun, ThinLinkRun
 from gradbus.experiments.figures.store import StoredRun
 from gradbus.experiments.simulate.closed_forms import Fabric
 from gradbus.experiments.simulate.comparison import ComparisonRow
@@ -143,6 +143,21 @@ class LadderRow(TableRow):
     load_per_core: float = Field(ge=0)
 
 
+class ThinLinkRow(TableRow):
+    """A window of a training on a thin link: see :class:`gradbus.experiments.bench.thin_link.LossWindow`.
+
+    Attributes:
+        load_per_core: see :class:`RoundRow`.
+    """
+
+    way: str
+    seed: int
+    until_s: float = Field(gt=0)
+    steps: float = Field(ge=0)
+    loss: float | None
+    load_per_core: float = Field(ge=0)
+
+
 class ComparedRow(ComparisonRow, TableRow):
     """A way to sum gradients under one set of conditions, as a run leaves it."""
 
@@ -172,7 +187,7 @@ class DeploymentRow(TableRow):
 
 TABLES: Mapping[str, type[TableRow]] = {
     "rounds": RoundRow, "updates": UpdateRow, "epochs": EpochRow, "ranks": RankRow, "ladder": LadderRow,
-    "simulations": SimulationRow, "deployments": DeploymentRow,
+    "thin_link": ThinLinkRow,    "simulations": SimulationRow, "deployments": DeploymentRow,
 }  # fmt: skip
 
 R = TypeVar("R", bound=BaseModel)
@@ -194,6 +209,8 @@ def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRo
                 _add_rounds(tables, group, run, done.path, load)
             case LadderRun() as run:
                 tables["ladder"] += _ladder_rows(run, done.path, load)
+            case ThinLinkRun() as run:
+                tables["thin_link"] += _thin_link_rows(run, done.path, load)
             case SimulationRun():
                 path = done.path / "comparison.csv"
                 tables["simulations"] += [
@@ -235,12 +252,25 @@ def _epoch_rows(run: ParallelRun, folder: Path, rank: int) -> Iterator[TableRow]
 def _ladder_rows(run: LadderRun, folder: Path, load: float) -> Iterator[TableRow]:
     """One row; none where the run could not be done on this machine."""
     path = folder / "ladder.json"
-    try:
-        found = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadData(f"{path} cannot be read: {error}. Remove {folder} and run again") from None
+    found = _json_of(path)
     if "missing" not in found:
         yield _row(LadderRow, str(path), {**found, "seed": run.seed, "load_per_core": load})
+
+
+def _thin_link_rows(run: ThinLinkRun, folder: Path, load: float) -> Iterator[TableRow]:
+    """A row for each window; none where the run could not be done on this machine."""
+    path = folder / "thin_link.json"
+    shared = {"way": run.way, "seed": run.seed, "load_per_core": load}
+    for window in _json_of(path).get("windows", ()):
+        yield _row(ThinLinkRow, str(path), {**window, **shared})
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """What a run has left as one JSON object. Raises BadData."""
+    try:
+        return dict(parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path} cannot be read: {error}. Remove {path.parent} and run again") from None
 
 
 _PORTS = 64

@@ -1,4 +1,4 @@
-"""The ladder's real runs: ranks in network namespaces with links of a given rate."""
+"""Real runs of ranks in network namespaces with links of a given rate and delay: the ladder, and loss over time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from gradbus.experiments.bench import ladder
 from gradbus.experiments.bench.rungs import climb
+from gradbus.experiments.bench.thin_link import ThinLinkPlan, train_on_a_thin_link
 from gradbus.experiments.namespaces import NoNamespaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns]
@@ -49,3 +50,14 @@ def test_a_step_that_is_late_is_timed_beside_computing_and_exchanging_alone() ->
     assert list(late.against.samples) == [max(*compute.samples, *exchange.samples)]
     assert min(exchange.samples) > 0.9 * 1e3 * 4 * 1_199_882 * 8 / (ladder.PIPELINE_RATE_MBIT_S * 1e6)  # at this rate
     assert min(apart.samples) > min(exchange.samples)
+
+
+@pytest.mark.timeout(240)
+def test_local_steps_go_on_where_an_exchange_in_each_step_would_wait_for_the_link() -> None:
+    plan = ThinLinkPlan(seconds=2.0, windows=2, data="glyphs")
+    try:
+        *_, last = train_on_a_thin_link("DiLoCo", plan)
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    assert last.loss is not None
+    assert last.steps > 5 * plan.seconds / 0.87  # in which 4.8 MB go over 50 Mbit/s, with 0.1 s of delay
