@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ddp_scene import succeeded, train
 from dds_domains import new_domain
 from torch import Tensor, nn
 
@@ -59,6 +60,29 @@ class Lines:
         return TrainResult(8 * steps, 0.0)
 
     def evaluate(self, model: nn.Module) -> None: ...
+
+
+class LinesOfRanks:
+    """The same model and batches for workers: a step is a batch, and rank k has the data of client k."""
+
+    def __init__(self, steps: int) -> None:
+        self._lines, self._steps = Lines(), steps
+
+    def build_model(self) -> nn.Module:
+        return self._lines.build_model()
+
+    def prepare_shard(self, rank: int, world: int) -> None: ...
+
+    def num_batches(self, **where: int) -> int:
+        return self._steps
+
+    def batches(self, *, rank: int, **where: int) -> Iterator[tuple[int, int]]:
+        return ((rank, step) for step in range(self._steps))
+
+    def loss(self, model: nn.Module, batch: tuple[int, int]) -> Tensor:
+        return self._lines.loss(model, *batch)
+
+    def evaluate_shard(self, model: nn.Module, **where: int) -> None: ...
 
 
 def run(
@@ -120,6 +144,18 @@ def test_rounds_of_steps_with_kept_optimizers_and_nesterov_momentum_are_diloco_a
     assert float((whole.double() - diloco(5, 2)).abs().max()) < 2e-6
     run(2, 2, NESTEROV, folder=tmp_path)
     assert torch.equal(run(5, 2, NESTEROV, folder=tmp_path), whole)
+
+
+def test_a_controller_and_its_clients_and_workers_without_one_train_the_same_model_by_diloco() -> None:
+    """But for roundings of float32, and of the controller's sums to multiples of 2^-30."""
+    rounds = 5
+    outcomes = succeeded(train(
+        LinesOfRanks(rounds * STEPS), epochs=1, eval_every_epochs=0, optimizer={"name": "adamw", "lr": 0.01},
+        algorithm={"name": "diloco", "steps": STEPS, "codec": "fp32", "outer_lr": 0.7, "outer_momentum": 0.9},
+    ))  # fmt: skip
+    federated = run(rounds, 2, NESTEROV)
+    for outcome in outcomes:
+        assert float((outcome.parameters - federated).abs().max()) < 1e-6  # of changes by 0.1
 
 
 def test_one_liar_in_eight_does_not_move_the_median_of_rounds_of_steps() -> None:
