@@ -18,6 +18,7 @@ _NAMES = {
     "DDP": "DDP, dense fp32", "DGC": "DGC 0.1 %", "DiLoCo": "DiLoCo q8, H = 50",
     "streaming": "streaming DiLoCo q4, H = 50, 5 fragments, 5 steps late",
 }  # fmt: skip
+_TICKS_S = (1, 2, 5, 10, 20, 30, 60, 120)
 
 
 def draw_loss(rows: Sequence[ThinLinkRow], scale: Scale) -> Figure:
@@ -37,6 +38,9 @@ def draw_loss(rows: Sequence[ThinLinkRow], scale: Scale) -> Figure:
         steps.append(f"{_NAMES[way].split(',')[0]} {made:,.0f}")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    ticks = [at for at in _TICKS_S if at <= last]
+    axes.set_xticks(ticks, [f"{at}" for at in ticks])
+    axes.set_xticks([], minor=True)
     style.label(axes, x="time", x_unit="s", y="training loss")
     axes.legend(fontsize=9)
     return canvas.finish(
