@@ -1,4 +1,4 @@
-"""The commands that look at a run, a job or this machine: ``gradbus report | export | check | status | doctor``.
+"""Commands that look at a run, a job or this machine: ``report``, ``check``, ``status``, ``dashboard`` and others.
 
 None of them takes part in a job. What they need beyond typer is imported when they run.
 """
@@ -15,6 +15,7 @@ from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.options import (
     Domain,
     KeyFile,
+    Level,
     Loop,
     add_current_directory_to_path,
     addresses_of,
@@ -173,7 +174,28 @@ def doctor(
     return ExitCode.OK if well else ExitCode.BUS
 
 
+def dashboard(
+    runs_dir: Annotated[
+        Path, typer.Argument(metavar="RUNS_DIR", help="The folder of the runs, or one run.", show_default=True)
+    ] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="On 127.0.0.1; 0: any free one.")] = 8765,
+    log_level: Level = "warning",
+) -> None:
+    """Show runs in a browser while they go on: rounds, clients, curves, faults, bytes.
+
+    It reads what the runs write to their directories, and serves it to this machine alone, at an address that it
+    prints. For federated and for data-parallel runs. From another machine: ssh -L 8765:127.0.0.1:8765 HOST
+    """
+    from gradbus.experiments.dashboard.server import Dashboard
+    from gradbus.runtime import logs
+
+    logs.configure(level=log_level)
+    serving = Dashboard(runs_dir, port)
+    print(f"runs in {runs_dir}: {serving.url}", flush=True)
+    serving.serve()
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for function in (report, export, check, status, doctor):
+    for function in (report, export, check, status, doctor, dashboard):
         app.command()(command(function.__name__)(function))

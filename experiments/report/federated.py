@@ -43,7 +43,7 @@ def page_of(run: RunFiles) -> Page:
     what = "Federated run" + (", codec {} up and {} down".format(*names) if run.config else "")
     return run_page(
         run, what, ControllerFile(),
-        tiles=_tiles(run) if reports else [],
+        tiles=tiles_of(run) if reports else [],
         notes=[*run.missing, *(_notes(run) if reports else [])],
         sections=[
             Section(title="Learning", figures=[PageFigure(
@@ -72,7 +72,8 @@ def page_of(run: RunFiles) -> Page:
     )  # fmt: skip
 
 
-def _tiles(run: RunFiles) -> list[Tile]:
+def tiles_of(run: RunFiles) -> list[Tile]:
+    """The key numbers of a run with a report."""
     reports = run.rounds
     count, sums = len(reports), totals(reports)
     clients = {client for report in reports for client in report.clients}

@@ -25,6 +25,7 @@ from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from matplotlib.figure import Figure as Drawing
     from pydantic import BaseModel
 
@@ -123,21 +124,36 @@ def need_extras() -> None:
 
 def render(page: Page) -> str:
     """The page as HTML, with its figures drawn. Whatever the files of a run contain is text in it, never markup."""
-    import jinja2
-
-    folder = files("gradbus.experiments.report") / "templates"
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        finalize=lambda value: plain_text(value) if type(value) is str else value,  # safe text is of another type
-    )  # fmt: skip
-    template = environment.from_string((folder / "report.html").read_text(encoding="utf-8"))
     drawn = [
         (section, [(figure, images) for figure in section.figures if (images := images_of(figure)) is not None])
         for section in page.sections
     ]
     sections = [(section, figures) for section, figures in drawn if figures or section.tables or section.text]
-    css = (folder / "report.css").read_text(encoding="utf-8")
-    return template.render(page=page, sections=sections, css=css)
+    return template("report.html").render(page=page, sections=sections, css=style_sheet())
+
+
+def style_sheet() -> str:
+    """The CSS of the pages."""
+    return (files("gradbus.experiments.report") / "templates" / "report.css").read_text(encoding="utf-8")
+
+
+def template(name: str, *packages: str) -> Template:
+    """A template of this package, or of another that has a folder ``templates``. What is put into it is text, never
+    markup."""
+    import jinja2
+
+    folders = [files(package) / "templates" for package in ("gradbus.experiments.report", *packages)]
+
+    def source(wanted: str) -> str | None:
+        found = (folder / wanted for folder in folders)
+        return next((file.read_text(encoding="utf-8") for file in found if file.is_file()), None)
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(source), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: plain_text(value) if type(value) is str else value,  # safe text is of another type
+    )  # fmt: skip
+    return environment.get_template(name)
 
 
 def images_of(figure: PageFigure) -> Images | None:
@@ -149,14 +165,15 @@ def images_of(figure: PageFigure) -> Images | None:
             drawing = figure.draw()
             if drawing is None:
                 return None
-            addresses.append(_address(drawing))
+            kind, data = image_of(drawing)
+            addresses.append(f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}")
             width, height = (round(96 * inches) for inches in drawing.get_size_inches())
     light, dark = addresses
     return Images(light, dark, width, height)
 
 
-def _address(drawing: Drawing) -> str:
-    """The drawing as a ``data:`` address: SVG with its text as text, PNG where that would be large."""
+def image_of(drawing: Drawing) -> tuple[str, bytes]:
+    """The media type and the bytes of a drawing: SVG with its text as text, PNG where that would be large."""
     import matplotlib
 
     matplotlib.rcParams["svg.fonttype"] = "none"
@@ -167,7 +184,7 @@ def _address(drawing: Drawing) -> str:
     if len(buffer.getvalue()) > MAX_SVG_BYTES:
         kind, buffer = "png", io.BytesIO()
         drawing.savefig(buffer, format="png", transparent=True, metadata={"Software": None})
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+    return f"image/{kind}", buffer.getvalue()
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def page_of(run: RunFiles) -> Page:
     what = "Data-parallel run" + (f", {world} ranks" if world else "") + (f", {algorithm}" if algorithm else "")
     return run_page(
         run, what, WorkerFile(),
-        tiles=_tiles(run) if run.epochs else [],
+        tiles=tiles_of(run) if run.epochs else [],
         notes=run.missing,
         sections=[
             Section(title="Learning", figures=[PageFigure(
@@ -60,7 +60,8 @@ def algorithm_of(run: RunFiles) -> str:
     return str(run.summary.get("algorithm") or run.setting("parallel", "algorithm.name") or "")
 
 
-def _tiles(run: RunFiles) -> list[Tile]:
+def tiles_of(run: RunFiles) -> list[Tile]:
+    """The key numbers of a run with a report."""
     epochs, last = run.epochs, run.epochs[-1]
     wanted, skipped = run.setting("parallel", "epochs"), sum(report.skipped_steps for report in epochs)
     tiles = [

@@ -118,7 +118,7 @@ def read_run(path: Path) -> RunFiles:
             rounds = _lines(path / "rounds.jsonl", RoundReport, lambda report: report.round_id, missing)
             return RunFiles(path=path, kind=kind, config=config, summary=summary, rounds=rounds, missing=tuple(missing))
         epochs = _lines(path / "epochs.jsonl", EpochReport, lambda report: report.epoch, missing)
-        profiles, windows = _profiles(path, missing)
+        profiles, windows = profiles_of(path, missing)
         step, spans = _step(path, missing)
         return RunFiles(
             path=path, kind=kind, config=config, summary=summary, epochs=epochs, profiles=profiles, windows=windows,
@@ -175,7 +175,7 @@ def _lines(path: Path, kind: type[T], key: Callable[[T], int], missing: list[str
         if not text.strip():
             continue
         try:
-            report = check.validate_python(_with_gaps(_parsed(text)))
+            report = report_in(text, check)
             found[key(report)] = report
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
@@ -189,6 +189,11 @@ def _lines(path: Path, kind: type[T], key: Callable[[T], int], missing: list[str
     if not found and not bad:
         missing.append(f"{path.name} is empty: nothing was finished.")
     return tuple(found[number] for number in sorted(found))
+
+
+def report_in(text: str, check: TypeAdapter[T]) -> T:
+    """The report in a line of a file. Raises ValueError: there is none; it is a ValidationError where it is JSON."""
+    return check.validate_python(_with_gaps(_parsed(text)))
 
 
 def _with_gaps(entry: Any) -> Any:
@@ -207,7 +212,10 @@ def _with_gaps(entry: Any) -> Any:
     return entry
 
 
-def _profiles(path: Path, missing: list[str]) -> tuple[tuple[ProfileSummary, ...], dict[int, tuple[WindowStats, ...]]]:
+def profiles_of(
+    path: Path, missing: list[str]
+) -> tuple[tuple[ProfileSummary, ...], dict[int, tuple[WindowStats, ...]]]:
+    """The profiles of all ranks, and the windows of each by rank."""
     profiles, windows = [], {}
     files = sorted(path.glob("profile-rank-*.jsonl"))
     for file in files:

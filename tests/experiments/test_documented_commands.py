@@ -54,6 +54,7 @@ ELSEWHERE = {
     ),
     "tests/experiments/report/test_metrics_server.py": ("gradbus * --metrics-port *",),
     "tests/experiments/run/test_status.py": ("gradbus status *",),
+    "tests/experiments/dashboard/test_dashboard.py": ("gradbus dashboard*",),
     "tests/experiments/simulate/test_steps.py": ("gradbus simulate *", "make simulate *"),
     "tests/experiments/test_lab.py": ("gradbus lab *",),
     "tests/experiments/test_history.py": ("gradbus check *",),
@@ -74,6 +75,7 @@ NOT_RUN = {
         "gradbus controller my.json --set *", "gradbus controller controller.json --set *",
     ),
     "it installs": ("make setup*",),
+    "it needs another machine": ("ssh -L *",),
     "it changes the machine, or shows what DDS does": ("echo net.core.*", "export CYCLONEDDS_URI=*"),
 }  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""``gradbus dashboard``: runs as they go on, in a browser of this machine."""
