@@ -110,6 +110,11 @@ class ControllerFile(Settings):
     null: `runs/JOB-TIME`, a new one at each start."""
     tensorboard: Path | None = None
     """Directory of TensorBoard scalars of each round; it needs the package tensorboard. null: none."""
+    mlflow: str | None = None
+    """Address of an MLflow tracking server, such as `http://tracking.local:5000`, that gets the numbers of each round;
+    it needs the package mlflow-skinny. null: none."""
+    wandb: str | None = None
+    """Project of Weights & Biases that gets the numbers of each round; it needs the package wandb. null: none."""
     metrics: MetricsSettings = MetricsSettings()
 
     @model_validator(mode="after")
@@ -157,6 +162,12 @@ class WorkerFile(Settings):
     tensorboard: Path | None = None
     """Directory of TensorBoard scalars of each epoch and window, for rank 0; it needs the package tensorboard. null:
     none."""
+    mlflow: str | None = None
+    """Address of an MLflow tracking server, such as `http://tracking.local:5000`, that gets the numbers of each epoch
+    and window from rank 0; it needs the package mlflow-skinny. null: none."""
+    wandb: str | None = None
+    """Project of Weights & Biases that gets the numbers of each epoch and window from rank 0; it needs the package
+    wandb. null: none."""
     metrics: MetricsSettings = MetricsSettings()
     rank: Annotated[int, Field(ge=0, lt=MAX_WORLD)] | None = None
     """Number of this rank, from 0. Usually given on the command line or in the environment."""

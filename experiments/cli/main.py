@@ -24,11 +24,14 @@ from gradbus.experiments.cli.options import (
     Live,
     Loop,
     MetricsPort,
+    Mlflow,
     Overrides,
     Resume,
     RunDir,
     Style,
     TensorBoard,
+    Trackers,
+    Wandb,
     add_current_directory_to_path,
     command,
     settings_of,
@@ -74,6 +77,8 @@ def demo(
     domain: Domain = 0,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
+    mlflow: Mlflow = None,
+    wandb: Wandb = None,
     live: Live = True,
     overrides: Overrides = None,
     data_root: DataRoot = None,
@@ -87,11 +92,11 @@ def demo(
     from gradbus.experiments.run.demo import DemoOptions
 
     add_current_directory_to_path()
+    own = settings_of(overrides, trackers=Trackers(tensorboard, mlflow, wandb))
     options = DemoOptions(
         rounds=rounds, clients=clients, samples=samples, data=data, data_root=data_root, codec=codec,
         downlink_codec=downlink_codec, partition=partition, seed=seed, domain=domain, run_dir=run_dir,
-        overrides=tuple(settings_of(overrides, tensorboard=tensorboard)), loop=loop, level=log_level,
-        full_traceback=full_traceback,
+        overrides=tuple(own), loop=loop, level=log_level, full_traceback=full_traceback,
     )  # fmt: skip
     demo_run(options, Screen(live=live, level=log_level))
 
@@ -102,6 +107,8 @@ def controller(
     config: Config,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
+    mlflow: Mlflow = None,
+    wandb: Wandb = None,
     metrics_port: MetricsPort = None,
     resume: Resume = None,
     live: Live = True,
@@ -122,7 +129,7 @@ def controller(
         overrides,
         resume=("federated.checkpoint.resume", resume),
         run_dir=run_dir,
-        tensorboard=tensorboard,
+        trackers=Trackers(tensorboard, mlflow, wandb),
         metrics_port=metrics_port,
         insecure=insecure,
     )
@@ -209,6 +216,8 @@ def worker(
     ] = False,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
+    mlflow: Mlflow = None,
+    wandb: Wandb = None,
     metrics_port: MetricsPort = None,
     resume: Resume = None,
     live: Live = True,
@@ -238,7 +247,7 @@ def worker(
         overrides,
         resume=("parallel.checkpoint.resume", resume),
         run_dir=run_dir,
-        tensorboard=tensorboard,
+        trackers=Trackers(tensorboard, mlflow, wandb),
         metrics_port=metrics_port,
         insecure=insecure,
     )

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, NamedTuple, ParamSpec
 
 import typer
 
@@ -41,6 +41,14 @@ RunDir = Annotated[
 TensorBoard = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Write scalars for TensorBoard there. Needs the package tensorboard"),
+]
+Mlflow = Annotated[
+    str | None,
+    typer.Option(metavar="URI", help="MLflow tracking server that gets the numbers. Needs the package mlflow-skinny"),
+]
+Wandb = Annotated[
+    str | None,
+    typer.Option(metavar="PROJECT", help="Project of Weights & Biases that gets the numbers. Needs the package wandb"),
 ]
 MetricsPort = Annotated[
     int | None,
@@ -82,25 +90,33 @@ def command(name: str) -> Callable[[Callable[P, int | None]], Callable[P, None]]
     return decorate
 
 
+class Trackers(NamedTuple):
+    """What the options say of the trackers of a run."""
+
+    tensorboard: Path | None
+    mlflow: str | None
+    wandb: str | None
+
+
 def settings_of(
     overrides: list[str] | None,
     *,
     insecure: bool = False,
     resume: tuple[str, bool | None] = ("", None),
     run_dir: Path | None = None,
-    tensorboard: Path | None = None,
+    trackers: Trackers | None = None,
     metrics_port: int | None = None,
 ) -> list[str]:
     """Options as overrides of settings, behind those of ``--set``: the last one is the strongest.
 
     ``resume``: the name of the setting, and the option. A path like ``2024`` stays a text.
     """
-    folders = {"run_dir": run_dir, "tensorboard": tensorboard}
+    texts = {"run_dir": run_dir, **(trackers._asdict() if trackers is not None else {})}
     key, wanted = resume
     return [
         *(overrides or ()),
         *([] if wanted is None else [f"{key}={json.dumps(wanted)}"]),
-        *(f"{name}={json.dumps(os.fspath(folder))}" for name, folder in folders.items() if folder is not None),
+        *(f"{name}={json.dumps(os.fspath(text))}" for name, text in texts.items() if text is not None),
         *([] if metrics_port is None else [f"metrics.port={metrics_port}"]),
         *(["bus.insecure=true"] if insecure else []),
     ]

@@ -1,7 +1,7 @@
-"""Numbers over rounds or steps, for TensorBoard. tensorboard is an extra, and is imported only where it is asked for.
+"""Numbers over rounds or steps, for the trackers that a run asks for: TensorBoard, MLflow, Weights & Biases.
 
-Files are written by a thread of its own: the event loop and the training never wait for the disk. What that thread
-cannot take in time is dropped and counted.
+Each tracker is written by a thread of its own: the event loop and the training never wait for a disk or a network, nor
+one tracker for another. What a thread cannot take in time is dropped and counted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,19 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gradbus.runtime.errors import ConfigError
+from gradbus.experiments.report.trackers import Mlflow, TensorBoard, Tracker, WeightsAndBiases
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.needs import install_line
-from gradbus.runtime.private_folder import make_private
 
 if TYPE_CHECKING:
     from gradbus.actors.data_parallel.report import EpochReport
     from gradbus.actors.federated.report import RoundReport
+    from gradbus.experiments.files import ControllerFile, WorkerFile
     from gradbus.runtime.profiling.summary import WindowStats
 
 _MAX_WAITING = 1000  # reports and windows
 _CLOSE_S = 5.0
-_FLUSH_S = 5  # TensorBoard sees what is at most so old
 
 Values = dict[str, float | None]
 
@@ -41,53 +38,29 @@ log = get_logger("scalars")
 
 
 class Scalars:
-    """Event files in one folder. A context manager: leaving it writes what is left, for at most 5 s.
+    """What a run tells its trackers. A context manager: leaving it writes what is left, for at most 5 s.
 
-    The horizontal axis is the round, or for workers the number of steps done. A run that goes on in the same folder
-    replaces what was written from there on. NaN and infinity are left out.
-
-    Attributes:
-        folder: where they are. dropped: reports that the thread could not take in time.
+    The horizontal axis is the round, or for workers the number of steps done. NaN and infinity are left out.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Import tensorboard, which takes a second: not on an event loop.
-
-        Raises:
-            ConfigError: there is none, or the folder cannot be written.
-        """
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"--tensorboard needs tensorboard, which cannot be imported here ({error}). "
-                f"Install it: {install_line('tensorboard')}"
-            ) from None
-        try:
-            make_private(folder)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise ConfigError(f"--tensorboard: {folder} cannot be written: {error.strerror}. Name another") from None
-        self.folder = folder
-        self.dropped = 0
-        self._make_writer = SummaryWriter
+    def __init__(self, *trackers: Tracker) -> None:
+        self._feeds = [_Feed(tracker) for tracker in trackers]
         self._rounds: int | None = None
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_WAITING)
-        self._thread = threading.Thread(target=self._run, name="gradbus-scalars", daemon=True)  # a disk may hang
-        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Reports that a thread could not take in time, over all trackers."""
+        return sum(feed.dropped for feed in self._feeds)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(queue.Full):
-            self._jobs.put(None, timeout=_CLOSE_S)
-            self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
-            self.dropped += self._jobs.qsize()
-        if self.dropped:
-            log.warning("scalars not complete", folder=str(self.folder), dropped=self.dropped)
+        until = time.monotonic() + _CLOSE_S
+        for feed in self._feeds:
+            feed.end(until)
+        for feed in self._feeds:
+            feed.join(until)
 
     def rounds(self, reports: Sequence[RoundReport]) -> None:
         """Take the new rounds of a federated run. The first call takes all of its history, also after a resume."""
@@ -98,7 +71,7 @@ class Scalars:
         self._rounds = len(reports)
 
     def begin(self, step: int) -> None:
-        """A data-parallel run goes on from this step: scalars of an earlier start after it are removed."""
+        """A data-parallel run goes on from this step: what TensorBoard has of an earlier start after it is removed."""
         self._put(_Job(step + 1, []))
 
     def epoch(self, report: EpochReport) -> None:
@@ -110,43 +83,86 @@ class Scalars:
         self._put(_Job(None, [(window.last_step + 1, window_values(window))]))
 
     def _put(self, job: _Job) -> None:
+        for feed in self._feeds:
+            feed.put(job)
+
+
+class _Feed:
+    """The thread that writes to one tracker, and what waits for it."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.dropped = 0
+        self._tracker = tracker
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name=f"gradbus-{tracker.name}", daemon=True)  # it may hang
+        self._thread.start()
+
+    def put(self, job: _Job) -> None:
         try:
             self._jobs.put_nowait(job)
-        except queue.Full:  # the disk is slower than the training, which does not wait for it
+        except queue.Full:  # the tracker is slower than the training, which does not wait for it
             self.dropped += 1
 
-    # The thread
+    def end(self, until: float) -> None:
+        """Nothing more comes. ``until``: of the monotonic clock, in seconds."""
+        with contextlib.suppress(queue.Full):
+            self._jobs.put(None, timeout=max(0.0, until - time.monotonic()))
+
+    def join(self, until: float) -> None:
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self.dropped += self._jobs.qsize()
+        if self.dropped:
+            log.warning("scalars not complete", **self._named, dropped=self.dropped)
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        return {"tracker": self._tracker.name, "where": self._tracker.where}
 
     def _run(self) -> None:
         try:
             self._write()
-        except Exception as error:  # the disk is full, for example: training does not stop for it
-            log.warning("scalars not written", folder=str(self.folder), error=f"{type(error).__name__}: {error}")
+        except Exception as error:  # a full disk, a server that is gone: training does not stop for it
+            log.warning("scalars not written", **self._named, error=f"{type(error).__name__}: {error}")
             self.dropped += 1
             while self._jobs.get() is not None:
                 self.dropped += 1
 
     def _write(self) -> None:
-        writer: Any = None
+        opened = False
         while (job := self._jobs.get()) is not None:
-            if writer is None:  # the first job has the step at which the run begins
-                writer = self._make_writer(str(self.folder), purge_step=job.first, flush_secs=_FLUSH_S)
+            if not opened:  # the first job has the step at which the run begins
+                self._tracker.open(job.first)
+                opened = True
             for step, values in job.points:
-                for name, value in values.items():
-                    if value is not None and math.isfinite(value):
-                        writer.add_scalar(name, value, step, walltime=job.unix_s)
-        if writer is not None:
-            writer.close()
+                finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+                if finite:
+                    self._tracker.write(step, finite, job.unix_s)
+        if opened:
+            self._tracker.close()
 
 
-def open_scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
-    """As :class:`Scalars`; without a folder there are none."""
-    return contextlib.nullcontext() if folder is None else Scalars(folder)
+def open_scalars(file: ControllerFile | WorkerFile, run_dir: Path) -> AbstractContextManager[Scalars | None]:
+    """For the trackers that the settings ask for, as :class:`Scalars`; without any there are none.
+
+    Raises:
+        ConfigError: the package of one of them is missing, or it cannot be used here.
+    """
+    trackers: list[Tracker] = []
+    if file.tensorboard is not None:
+        trackers.append(TensorBoard(file.tensorboard))
+    # Of the settings, what makes the run: not addresses, folders and keys.
+    told = file.model_dump(mode="json", include={"task", "federated", "parallel", "parameter_server"})
+    if file.mlflow is not None:
+        trackers.append(Mlflow(file.mlflow, file.bus.job, run_dir, told))
+    if file.wandb is not None:
+        trackers.append(WeightsAndBiases(file.wandb, file.bus.job, run_dir, told))
+    return Scalars(*trackers) if trackers else contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Numbers for the thread, and the first step of the run if it begins with them."""
+    """Numbers for the threads, and the first step of the run if it begins with them."""
 
     first: int | None
     points: list[tuple[int, Values]]
@@ -154,7 +170,7 @@ class _Job:
 
 
 def round_values(report: RoundReport) -> Values:
-    """By the names that TensorBoard shows. None: there is no such number in this round."""
+    """By the names that trackers show. None: there is no such number in this round."""
     return {
         "accuracy": report.accuracy,
         "loss/train": report.loss,

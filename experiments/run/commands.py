@@ -50,7 +50,7 @@ def demo_run(options: DemoOptions, screen: Screen) -> None:
     screen.configure_logs()
     planned = plan(options)
     check(planned.controller.bus)
-    with open_scalars(planned.controller.tensorboard) as scalars, ControllerDirectory(planned.run_dir) as run:
+    with open_scalars(planned.controller, planned.run_dir) as scalars, ControllerDirectory(planned.run_dir) as run:
         if_stopped.append(f"What was done until then is in {run.path}")
         bus = planned.controller.bus
         if planned.note:
@@ -87,7 +87,7 @@ def controller_run(
         )
         return run_loop(lambda: end_again(file, done.run_id), loop)
     with (
-        open_scalars(file.tensorboard) as scalars,
+        open_scalars(file, path) as scalars,
         controller_metrics(file.metrics, file.bus.job) as followed,
         ControllerDirectory(path) as run,
     ):
@@ -205,7 +205,7 @@ def worker_run(
         run(Output(say=screen.say, display=lambda _: lines) if by_hand else Output(display=lambda _: lines))
         return
     if_stopped.append(f"To continue: the same command for all ranks, with --run-dir {path}")
-    with open_scalars(file.tensorboard) as scalars:
+    with open_scalars(file, path) as scalars:
         if screen.table:
             with open_log(path, "rank-0.log") as stream:
                 log_file = screen.log_file(stream)

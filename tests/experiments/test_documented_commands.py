@@ -53,6 +53,8 @@ ELSEWHERE = {
         "gradbus controller experiments/configs/tree-*", "gradbus client experiments/configs/tree-client.conf.json *",
     ),
     "tests/experiments/report/test_metrics_server.py": ("gradbus * --metrics-port *",),
+    "tests/experiments/report/test_trackers.py": ("gradbus * --mlflow *", "gradbus * --wandb *"),
+    "tests/experiments/report/test_scalars.py": ("gradbus controller controller.conf.json --tensorboard *",),
     "tests/experiments/run/test_status.py": ("gradbus status *",),
     "tests/experiments/dashboard/test_dashboard.py": ("gradbus dashboard*",),
     "tests/experiments/simulate/test_steps.py": ("gradbus simulate *", "make simulate *"),

@@ -18,6 +18,7 @@ from gradbus.actors import EpochReport, RoundReport
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile
 from gradbus.experiments.report import scalars as scalars_module
 from gradbus.experiments.report.scalars import _MAX_WAITING, Scalars, open_scalars
+from gradbus.experiments.report.trackers import TensorBoard
 from gradbus.experiments.run.data_parallel import Output, run_worker
 from gradbus.experiments.run.federated import run_client, run_controller
 from gradbus.experiments.run.rank_environment import RankPlace
@@ -63,7 +64,7 @@ def test_a_federated_run_leaves_the_numbers_of_its_reports(domain, tmp_path: Pat
             group.create_task(run_client(client, 0))
             return await group.create_task(run_controller(file, run, scalars=scalars))
 
-    with Scalars(tmp_path / "scalars") as scalars, ControllerDirectory(tmp_path / "run") as run:
+    with Scalars(TensorBoard(tmp_path / "scalars")) as scalars, ControllerDirectory(tmp_path / "run") as run:
         reports = asyncio.run(scenario(run, scalars))
     shown = curves(tmp_path / "scalars")
     for name, key in {
@@ -85,7 +86,7 @@ def test_rank_0_leaves_epochs_and_windows_and_goes_on_after_a_resume(domain, tmp
                 "parallel": {"epochs": epochs, "profile": {"window_steps": 2}},
             }
         )  # fmt: skip
-        with Scalars(tmp_path / "scalars") as scalars:
+        with Scalars(TensorBoard(tmp_path / "scalars")) as scalars:
             asyncio.run(run_worker(file, RankPlace(0, 1), Output(scalars=scalars)))
     epochs_seen = [json.loads(line) for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
     shown = curves(tmp_path / "scalars")
@@ -104,11 +105,11 @@ def test_what_an_earlier_start_did_after_the_checkpoint_is_replaced(tmp_path: Pa
     def epoch(step: int, loss: float) -> EpochReport:
         return EpochReport(epoch=step, step=step, loss=loss)
 
-    with Scalars(tmp_path) as first:
+    with Scalars(TensorBoard(tmp_path)) as first:
         first.begin(0)
         for step in (1, 2, 3):
             first.epoch(epoch(step, 1.0))
-    with Scalars(tmp_path) as again:
+    with Scalars(TensorBoard(tmp_path)) as again:
         again.begin(1)
         again.epoch(epoch(2, 0.5))
     assert curves(tmp_path)["loss/train"] == {1: 1.0, 2: 0.5}
@@ -117,7 +118,7 @@ def test_what_an_earlier_start_did_after_the_checkpoint_is_replaced(tmp_path: Pa
 def test_the_first_report_brings_the_history_of_a_resumed_run(tmp_path: Path) -> None:
     history = [RoundReport(round_id=number, accuracy=number / 4, loss=float("nan")) for number in range(1, 5)]
     for done in (2, 4):
-        with Scalars(tmp_path / str(done)) as scalars:
+        with Scalars(TensorBoard(tmp_path / str(done))) as scalars:
             scalars.rounds(history[:done])
             scalars.rounds(history)
             scalars.rounds(history)
@@ -139,8 +140,9 @@ def test_a_disk_that_hangs_costs_numbers_and_no_time(tmp_path: Path, monkeypatch
 
         def close(self) -> None: ...
 
-    scalars = Scalars(tmp_path)
-    monkeypatch.setattr(scalars, "_make_writer", Disk)
+    board = TensorBoard(tmp_path)
+    monkeypatch.setattr(board, "_make_writer", Disk)
+    scalars = Scalars(board)
     scalars.begin(0)
     assert hangs.wait(10)
     for step in range(_MAX_WAITING + 7):
@@ -157,8 +159,9 @@ def test_a_disk_that_is_full_costs_one_warning(tmp_path: Path, monkeypatch, caps
         def __init__(self, *_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-    with Scalars(tmp_path) as scalars:
-        monkeypatch.setattr(scalars, "_make_writer", Disk)
+    board = TensorBoard(tmp_path)
+    monkeypatch.setattr(board, "_make_writer", Disk)
+    with Scalars(board) as scalars:
         for step in range(5):
             scalars.epoch(EpochReport(epoch=step, step=step, loss=1.0))
     assert scalars.dropped == 5
@@ -173,17 +176,17 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path: Path, monk
             raise ModuleNotFoundError("No module named 'tensorboard'")
         return whole(name, *arguments, **more)
 
-    with open_scalars(None) as none:
+    with open_scalars(ControllerFile(), tmp_path) as none:
         assert none is None
     monkeypatch.setattr(builtins, "__import__", lacking)
     with pytest.raises(ConfigError, match=r"No module named 'tensorboard'.*-m pip install 'tensorboard>=2.16'"):
-        Scalars(tmp_path)
+        TensorBoard(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--tensorboard: .*file/scalars cannot be written: Not a directory"):
-        Scalars(tmp_path / "file" / "scalars")
+        TensorBoard(tmp_path / "file" / "scalars")
 
 
 def test_a_run_without_a_folder_does_not_load_tensorboard() -> None:
@@ -194,11 +197,11 @@ def test_a_run_without_a_folder_does_not_load_tensorboard() -> None:
 
 
 def test_metrics_of_a_task_have_curves_of_their_own(tmp_path: Path) -> None:
-    with Scalars(tmp_path / "epochs") as scalars:
+    with Scalars(TensorBoard(tmp_path / "epochs")) as scalars:
         scalars.begin(0)
         scalars.epoch(EpochReport(epoch=0, step=3, loss=1.0, metrics={"rmse": 0.25}, train_metrics={"mae": 0.5}))
     shown = curves(tmp_path / "epochs")
     assert (shown["metrics/rmse"], shown["metrics/train/mae"]) == ({3: 0.25}, {3: 0.5})
-    with Scalars(tmp_path / "rounds") as scalars:
+    with Scalars(TensorBoard(tmp_path / "rounds")) as scalars:
         scalars.rounds([RoundReport(round_id=1, metrics={"rmse": 0.25})])
     assert curves(tmp_path / "rounds")["metrics/rmse"] == {1: 0.25}
