@@ -241,7 +241,7 @@ class Client:
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
     def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
-        current, me = self._session, (self.client_id, self._identity.incarnation)
+        current, me = self._session, (self._identity.sender, self._identity.incarnation)
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
                 if current.welcome is None or session != current.incarnation:

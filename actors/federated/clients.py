@@ -3,18 +3,24 @@
 Death and silence are two things. The kernel or DDS, whose threads need no interpreter, report a dead process; then its
 client is removed. A silent one hangs, or a call into C holds its interpreter: it stays a member, but is not waited for
 until it sends again. While it reports that it trains, it is waited for even then, until the deadline of the round.
+
+A host (``actors/virtual/``) speaks for many clients. It has one record, with one session and one heartbeat, whose life
+and silence are those of its clients; of each client of its own there is only what differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Identity, is_later
 
 MAX_MEMBERS = 65_536  # any process can send a Hello
+FIRST_HOST = 0x8000_0000  # no client has such an id: a host has the lowest one of its clients, above this
 DOUBT_S = 5.0  # so long a client that may be gone is waited for
 BUSY_PHASES = frozenset({"preparing", "training"})  # the user's own code runs, which may hold the interpreter
 
@@ -71,6 +77,57 @@ class ClientRecord:
 
 
 @dataclass(slots=True)
+class HostedClient:
+    """One of the clients that a host speaks for.
+
+    Attributes:
+        host: the record of the host: what it says of itself holds for all of its clients.
+        from_round, out_until: as of a :class:`ClientRecord`.
+    """
+
+    client_id: int
+    host: ClientRecord
+    from_round: int
+    out_until: int = 0
+
+    @property
+    def incarnation(self) -> int:
+        """That of the host."""
+        return self.host.incarnation
+
+    @property
+    def hello(self) -> Hello:
+        """The newest one of the host."""
+        return self.host.hello
+
+    @property
+    def seen_s(self) -> float:
+        """When the host sent last, for itself or for one of its clients."""
+        return self.host.seen_s
+
+    @property
+    def silent(self) -> bool:
+        """Whether the host is."""
+        return self.host.silent
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the host is."""
+        return self.host.quiet
+
+    def observe(self, now_s: float) -> None:
+        """Something came from it, and so from its host."""
+        self.host.observe(now_s)
+
+    def silent_for_s(self, now_s: float) -> float:
+        """Seconds without a message of the host."""
+        return self.host.silent_for_s(now_s)
+
+
+Member = ClientRecord | HostedClient
+
+
+@dataclass(slots=True)
 class _Duplicate:
     """A second process with the id of a member."""
 
@@ -108,23 +165,33 @@ class ClientRegistry:
         self._dead_after_s = dead_after_s
         self._duplicate_after_s = duplicate_after_s
         self._memory = memory
-        self._members: dict[int, ClientRecord] = {}
+        self._members: dict[int, Member] = {}
+        self._hosts: dict[int, ClientRecord] = {}
         self._duplicates: dict[int, _Duplicate] = {}
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[ClientRecord]:
+    def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
 
-    def get(self, client_id: int, incarnation: int) -> ClientRecord | None:
-        """The client, if this incarnation of it is a member."""
-        member = self._members.get(client_id)
+    @property
+    def has_hosts(self) -> bool:
+        """Whether some process speaks for several clients."""
+        return bool(self._hosts)
+
+    def _records(self) -> list[ClientRecord]:
+        """One for each process: of clients, and of hosts."""
+        return [*(m for m in self._members.values() if isinstance(m, ClientRecord)), *self._hosts.values()]
+
+    def get(self, client_id: int, incarnation: int) -> Member | None:
+        """The client or the host, if this incarnation of it is here."""
+        member = self._hosts.get(client_id) or self._members.get(client_id)
         return member if member is not None and member.incarnation == incarnation else None
 
     def incarnation_of(self, client_id: int) -> int | None:
-        """The incarnation of this client that is a member, if any."""
-        member = self._members.get(client_id)
+        """The incarnation of this client or host that is here, if any."""
+        member = self._hosts.get(client_id) or self._members.get(client_id)
         return None if member is None else member.incarnation
 
     def last_seen_at_s(self, client_id: int) -> float | None:
@@ -146,11 +213,12 @@ class ClientRegistry:
         """A client holds, or has worked from, the model after this round."""
         member = self.get(client_id, incarnation)
         if member is not None and member.hello.session == self._session:
-            member.model_round = max(member.model_round, round_id)
+            record = _record(member)
+            record.model_round = max(record.model_round, round_id)
 
     def all_hold(self, round_id: int) -> bool:
         """Whether all clients that read the controller's memory hold the model after this round, or a newer one."""
-        return all(member.model_round >= round_id for member in self if self.shares_memory(member.client_id))
+        return all(_record(m).model_round >= round_id for m in self if self.shares_memory(m.client_id))
 
     def hello(
         self, sender: Identity, hello: Hello, number: int, *, now_s: float, next_round: int, out_until: int = 0,
@@ -164,18 +232,13 @@ class ClientRegistry:
             next_round: the first round of a new client, but not before ``out_until``.
             is_stalled: the controller stood still just now: messages of that time may not have been handled yet.
         """
-        if hello.protocol != PROTOCOL:
-            return (
-                HelloAnswer.REFUSE,
-                f"it speaks protocol {hello.protocol}, this controller {PROTOCOL}: use one version",
-            )
-        if (detail := self._mismatch(hello)) is not None:
-            return HelloAnswer.REFUSE, f"its model is not the same as the controller's ({detail}): set the same model"
+        if (why := self._unusable(hello)) is not None:
+            return HelloAnswer.REFUSE, why
         client_id, incarnation = sender.sender, sender.incarnation
         member = self._members.get(client_id)
-        if member is not None and incarnation != member.incarnation:
+        if isinstance(member, HostedClient) or (member is not None and incarnation != member.incarnation):
             # Which of the two is older does not matter, and a clock that was set back would get it wrong.
-            answer = self._answer_duplicate(member, _Duplicate(incarnation, now_s, hello.host), is_stalled)
+            answer = self._answer_duplicate(_record(member), _Duplicate(incarnation, now_s, hello.host), is_stalled)
             if answer is not None:
                 return answer
             del self._members[client_id]
@@ -188,13 +251,64 @@ class ClientRegistry:
                 client_id, incarnation, hello, now_s, from_round, number, out_until=out_until
             )
             return HelloAnswer.WELCOME, ""
+        return self._known(member, hello, number, now_s)
+
+    def _known(self, member: ClientRecord, hello: Hello, number: int, now_s: float) -> tuple[HelloAnswer, str]:
+        """The answer to another Hello of one that is here."""
         member.observe(now_s)
         if not is_later(number, member.number):
             return HelloAnswer.NOTHING, ""
         member.hello, member.number = hello, number
-        self.holds(client_id, incarnation, hello.model_round)
+        self.holds(member.client_id, member.incarnation, hello.model_round)
         knows = hello.session == self._session and hello.next_round in (-1, member.from_round)
         return (HelloAnswer.NOTHING if knows else HelloAnswer.WELCOME), ""
+
+    def host_hello(
+        self, sender: Identity, hello: Hello, number: int, *, now_s: float, next_round: int,
+        out_until: Callable[[int], int], is_stalled: bool = False,
+    ) -> tuple[HelloAnswer, str]:  # fmt: skip
+        """The answer to the Hello of a host, which brings all of its clients; as :meth:`hello`.
+
+        Args:
+            out_until: of a client id: the first round in which it may take part.
+        """
+        if (why := self._unusable(hello)) is not None:
+            return HelloAnswer.REFUSE, why
+        ranges, host = parse_ids(hello.ids), self._hosts.get(sender.sender)
+        number_of_host = FIRST_HOST | ranges[0].start
+        if sender.sender != number_of_host:
+            why = f"the host of clients {hello.ids[:40]} is number {sender.sender}: expected {number_of_host}"
+            return HelloAnswer.REFUSE, why
+        if host is not None and host.incarnation == sender.incarnation:
+            if host.hello.ids != hello.ids:
+                return HelloAnswer.REFUSE, f"it spoke for clients {host.hello.ids[:40]} before: start it anew"
+            return self._known(host, hello, number, now_s)
+        if len(self._members) + sum(map(len, ranges)) > MAX_MEMBERS:
+            return HelloAnswer.REFUSE, f"this run takes {MAX_MEMBERS:,} clients, and has {len(self._members):,} already"
+        ids = [client_id for each in ranges for client_id in each]
+        holders = {
+            _record(self._members[one]).client_id: _record(self._members[one]) for one in ids if one in self._members
+        }
+        for holder in holders.values():
+            answer = self._answer_duplicate(holder, _Duplicate(sender.incarnation, now_s, hello.host), is_stalled)
+            if answer is not None:
+                return answer
+        for holder in holders.values():
+            self.remove(holder.client_id, holder.incarnation)
+        host = ClientRecord(sender.sender, sender.incarnation, hello, now_s, next_round, number)
+        self._hosts[sender.sender] = host
+        for client_id in ids:
+            if (until := out_until(client_id)) != FOR_GOOD:
+                self._members[client_id] = HostedClient(client_id, host, max(next_round, until), until)
+        return HelloAnswer.WELCOME, ""
+
+    def _unusable(self, hello: Hello) -> str | None:
+        """Why a process that says this cannot take part; None: it can."""
+        if hello.protocol != PROTOCOL:
+            return f"it speaks protocol {hello.protocol}, this controller {PROTOCOL}: use one version"
+        if (detail := self._mismatch(hello)) is not None:
+            return f"its model is not the same as the controller's ({detail}): set the same model"
+        return None
 
     def _mismatch(self, hello: Hello) -> str | None:
         """How the client's model differs; None: it is the same."""
@@ -227,12 +341,23 @@ class ClientRegistry:
         return None
 
     def remove(self, client_id: int, incarnation: int) -> bool:
-        """Remove a client that has left, or that is dead. True if it was a member."""
-        if self.get(client_id, incarnation) is None:
+        """Remove a client that has left, or that is dead, or a host with its clients. True if it was here."""
+        gone = self.get(client_id, incarnation)
+        if gone is None:
             return False
-        del self._members[client_id]
         self._duplicates.pop(client_id, None)
+        if self._hosts.pop(client_id, None) is None:
+            del self._members[client_id]
+        else:
+            self._members = {one: member for one, member in self._members.items() if _record(member) is not gone}
         return True
+
+    def clients_of(self, host_id: int, incarnation: int) -> list[int]:
+        """Ids of the clients that this start of a host speaks for, as far as they may take part."""
+        host = self._hosts.get(host_id)
+        if host is None or host.incarnation != incarnation:
+            return []
+        return [client_id for client_id, member in self._members.items() if _record(member) is host]
 
     def exclude(self, client_id: int, until: int) -> None:
         """Keep a client out before round ``until``. The Welcome that answers its next Hello names that round."""
@@ -242,17 +367,18 @@ class ClientRegistry:
             member.from_round = max(member.from_round, until)
 
     def admit(self, round_id: int) -> list[ClientRecord]:
-        """Let the clients that came during a failed attempt at this round into the next one. Returns them."""
-        late = [m for m in self._members.values() if m.from_round > round_id >= m.out_until]
+        """Let the clients that came during a failed attempt at this round into the next one. Returns those to welcome
+        anew: of the clients of a host, the host."""
+        late = [m for m in (*self._members.values(), *self._hosts.values()) if m.from_round > round_id >= m.out_until]
         for member in late:
             member.from_round = round_id
-        return late
+        return [member for member in late if isinstance(member, ClientRecord)]
 
     def find_silent(self, now_s: float) -> list[ClientRecord]:
         """Mark the clients that have been silent for too long. Returns those that are not waited for from now on:
         neither those that train nor those that were silent before."""
         found = []
-        for member in self._members.values():
+        for member in self._records():
             limit_s = min(self._dead_after_s, DOUBT_S) if member.is_doubted else self._dead_after_s
             if member.silent or member.silent_for_s(now_s) <= limit_s:
                 continue
@@ -264,13 +390,13 @@ class ClientRegistry:
     def wait_for(self, client_id: int, incarnation: int, now_s: float) -> None:
         """A client is reported as gone, which may be wrong: from now on it has its full time to send something."""
         member = self.get(client_id, incarnation)
-        if member is not None:
+        if isinstance(member, ClientRecord):
             member.excused_s = now_s - member.seen_s
             member.is_doubted = True
 
     def excuse_silence(self, seconds: float, now_s: float) -> None:
         """The controller stood still for so long: its clients' messages of that time are not handled yet."""
-        for member in self._members.values():
+        for member in self._records():
             member.excused_s = min(member.excused_s + seconds, now_s - member.seen_s)
 
     def ready(self, round_id: int) -> list[int]:
@@ -298,5 +424,10 @@ class ClientRegistry:
         """Number of members that are not silent."""
         return sum(not member.silent for member in self._members.values())
 
-    def _may_take_part(self, member: ClientRecord, round_id: int) -> bool:
+    def _may_take_part(self, member: Member, round_id: int) -> bool:
         return member.hello.ready and member.hello.session == self._session and member.from_round <= round_id
+
+
+def _record(member: Member) -> ClientRecord:
+    """What is known of the process of a client."""
+    return member.host if isinstance(member, HostedClient) else member

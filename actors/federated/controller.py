@@ -69,7 +69,7 @@ from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.id_ranges import format_ids
+from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
 # Steps that a client may announce for each sample and epoch: a batch has at least one sample, and a task of one's own
@@ -517,7 +517,7 @@ class Controller:
         self._changed()
         if self._probe.history.on:
             await self._compute.run(self._note_command, round_)
-        command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected)
+        command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected | round_.silent)
         self._admission.steps_per_sample = config.training.steps or STEPS_PER_SAMPLE * command.epochs
         self._receiver.timing.commanded()
         with tolerate_write_timeout("command", round_id):
@@ -576,11 +576,14 @@ class Controller:
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
         """What belongs to the command of a round, and has no field in it; None: there is no such setting."""
-        training, is_partial = self._config.training, self._selector.partial
-        if not training.has_terms and not is_partial:
+        training, is_partial, has_hosts = self._config.training, self._selector.partial, self._registry.has_hosts
+        if not training.has_terms and not is_partial and not has_hosts:
             return None
         options = {key: value for key, value in training.changes(round_id).items() if key not in IN_COMMAND}
-        return RoundTerms(self.run_id, round_id, options, format_ids(participants) if is_partial else "")
+        named = format_ids(participants) if is_partial or has_hosts else ""
+        if len(named) > MAX_CHARS and not is_partial:
+            named = ""  # all are asked; updates of those that may not take part are refused
+        return RoundTerms(self.run_id, round_id, options, named)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
         if terms is not None:

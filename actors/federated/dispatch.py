@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gradbus.actors.federated.asynchronous import proportional_steps
-from gradbus.actors.federated.clients import ClientRecord, ClientRegistry, HelloAnswer
+from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, HelloAnswer, HostedClient, Member
 from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMonitor
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.publish import ModelPublisher
@@ -45,6 +45,10 @@ _OTHER_KIND = {
     "clients": "it is the Controller of a site, and this one takes clients: set its clients.kind to sites",
     "sites": "it is a client, and this Controller takes sites (clients.kind): let it join the Controller of its site",
 }
+_HOST_AND_ASYNCHRONOUS = (
+    "it speaks for several clients, and with federated.mode=asynchronous each client takes the newest model by itself: "
+    "use mode=synchronous, or clients that are processes of their own"
+)
 _SAME_SPEED = 0.2  # a change of the steps by less than this share is none
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -197,6 +201,13 @@ class Dispatcher:
         kind = self._context.config.clients.kind
         if hello.site is not (kind == "sites"):
             answer, why = HelloAnswer.REFUSE, _OTHER_KIND[kind]
+        elif hello.ids and self._context.config.mode == "asynchronous":
+            answer, why = HelloAnswer.REFUSE, _HOST_AND_ASYNCHRONOUS
+        elif hello.ids:
+            answer, why = self._registry.host_hello(
+                Identity(client_id, incarnation), hello, number, now_s=time.monotonic(), next_round=next_round,
+                out_until=quarantine.out_until, is_stalled=self._monitor.is_stalled(),
+            )  # fmt: skip
         elif out_until == FOR_GOOD:
             answer, why = HelloAnswer.REFUSE, quarantine.exclusion_reason(client_id, next_round) or ""
         else:
@@ -216,14 +227,16 @@ class Dispatcher:
         if answer is HelloAnswer.WELCOME and client is not None:
             await self.welcome(client)
         if client is not None and (before is None or was_ready != self._is_ready(client)):
-            if before is None:
+            if before is None and hello.ids:
+                log.info("clients joined", clients=hello.ids[:80], host=hello.host, from_round=client.from_round)
+            elif before is None:
                 log.info("client joined", client=client_id, host=hello.host, from_round=client.from_round)
             self._events.membership_changed()
 
-    def _is_ready(self, client: ClientRecord) -> bool:
+    def _is_ready(self, client: Member) -> bool:
         return client.hello.ready and client.hello.session == self._context.identity.incarnation
 
-    async def welcome(self, client: ClientRecord) -> None:
+    async def welcome(self, client: Member) -> None:
         """Send a client its Welcome."""
         config = self._context.config
         training, codec = config.training, CODECS.options(config.codec)
@@ -234,7 +247,8 @@ class Dispatcher:
             num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
             rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
-            broadcast=self._publisher.num_broadcast, has_terms=training.has_terms or self.fetch_models,
+            broadcast=self._publisher.num_broadcast,
+            has_terms=training.has_terms or self.fetch_models or client.client_id >= FIRST_HOST,
             fetch_models=self.fetch_models,
         )  # fmt: skip
         if (terms := self.terms) is not None:
@@ -268,6 +282,9 @@ class Dispatcher:
                     await self.welcome(client)
 
     def _gone(self, client_id: int, incarnation: int) -> None:
-        self._receiver.forget(client_id, incarnation)
+        if isinstance(self._registry.get(client_id, incarnation), HostedClient):
+            return  # its host goes with all of its clients, or with none
+        for one in (client_id, *self._registry.clients_of(client_id, incarnation)):
+            self._receiver.forget(one, incarnation)
         if self._registry.remove(client_id, incarnation):
             self._events.membership_changed()

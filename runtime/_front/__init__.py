@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Strategy,
         Worker,
     )
+    from gradbus.actors.virtual.simulation import SimulationOptions, SimulationResult, simulate
     from gradbus.runtime.bus.bus import Bus, connect
     from gradbus.runtime.collectives import Group, join_group
     from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -55,6 +56,9 @@ _WHERE = {
     "Worker": "gradbus.actors",
     "connect": "gradbus.runtime.bus.bus",
     "join_group": "gradbus.runtime.collectives",
+    "simulate": "gradbus.actors.virtual.simulation",
+    "SimulationOptions": "gradbus.actors.virtual.simulation",
+    "SimulationResult": "gradbus.actors.virtual.simulation",
 }
 _PACKAGES = ("actors", "codecs", "models", "runtime")
 
@@ -78,6 +82,8 @@ __all__ = [
     "NetworkConfig",
     "Progress",
     "RoundReport",
+    "SimulationOptions",
+    "SimulationResult",
     "Strategy",
     "Worker",
     "actors",
@@ -86,6 +92,7 @@ __all__ = [
     "join_group",
     "models",
     "runtime",
+    "simulate",
 ]
 
 

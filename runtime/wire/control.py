@@ -64,6 +64,7 @@ class Hello:
         phase_s: seconds since the phase began.
         trained_dim, trained_layout: dim and layout of the trained part alone; 0: nothing of its model is frozen.
         site: it is the Controller of a site, whose updates are exact sums.
+        ids: it speaks for the clients with these ids, which have its incarnation and its session; empty: for itself.
     """
 
     protocol: U32
@@ -81,6 +82,7 @@ class Hello:
     trained_dim: U64 = 0
     trained_layout: U64 = 0
     site: bool = False
+    ids: IdRanges = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

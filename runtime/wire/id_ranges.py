@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 MAX_CHARS = 32 * 1024
@@ -50,6 +50,17 @@ def has_id(ranges: tuple[range, ...], number: int) -> bool:
     """Whether this id is in one of the ranges of :func:`parse_ids`."""
     place = bisect_right(ranges, number, key=lambda one: one.start) - 1
     return place >= 0 and number in ranges[place]
+
+
+def common_ids(one: tuple[range, ...], other: tuple[range, ...]) -> Iterator[int]:
+    """The ids that are in both, ascending; each as :func:`parse_ids` gives it."""
+    first = second = 0
+    while first < len(one) and second < len(other):
+        yield from range(max(one[first].start, other[second].start), min(one[first].stop, other[second].stop))
+        if one[first].stop <= other[second].stop:
+            first += 1
+        else:
+            second += 1
 
 
 def checked_ids(text: str) -> str:

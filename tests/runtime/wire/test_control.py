@@ -88,7 +88,7 @@ EXAMPLES: list[Body] = [
 
 
 LATER: dict[type[Any], dict[str, Any]] = {
-    Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0, "site": False},
+    Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0, "site": False, "ids": ""},
     Welcome: {
         "memory": "",
         "frozen": 0,

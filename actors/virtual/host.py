@@ -1,0 +1,329 @@
+"""A host: one actor that speaks for many clients.
+
+To its controller it is many clients with one heartbeat: its Hello names their ids, and RoundTerms those that are asked.
+Their updates go out as those of any client do, each under its own id. They are trained by a few processes, one client
+after the other, and only where they are asked: a client that sits out costs nothing but its entry in the tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradbus.actors.federated.client import Client
+from gradbus.actors.federated.clients import FIRST_HOST
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader
+from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs, codec_of
+from gradbus.actors.federated.report import ClientSummary
+from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.session import ClientHeartbeat, ControllerSession
+from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.federated.updates_out import ANSWERS, UpdateSender
+from gradbus.actors.virtual.pool import ClientFailed, ProcessDied, RoundWork, TrainingPool, TrainingProcess
+from gradbus.actors.virtual.training_process import open_state, vector_bytes
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.wire.control import Hello, Refused, RoundTerms, TrainingFailure, Welcome
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse_ids
+from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, TrainCmd
+
+MAX_DEATHS = 3  # of training processes, in one client's training
+# Updates that wait for their receipts: in a first round the controller adds none before it knows the samples of all.
+WAITING_UPDATES = 2  # for each training process, however large they are
+WAITING_BYTES = 1 << 30
+REPEATED_FAILURES = 64  # that go out with one heartbeat
+
+log = get_logger("host")
+
+
+class HostSession(ControllerSession):
+    """That of many clients: a command is for those that its terms name, and have not answered it.
+
+    Attributes:
+        counted_ids: clients whose update counts in the round of the newest command. refused_ids: those without success.
+    """
+
+    def __init__(self, controller_timeout_s: float, ids: tuple[range, ...]) -> None:
+        super().__init__(controller_timeout_s)
+        self._ids = ids
+        self.counted_ids: set[int] = set()
+        self.refused_ids: set[int] = set()
+        self._asked: tuple[RoundTerms, frozenset[int]] | None = None
+
+    def asked(self, command: TrainCmd) -> frozenset[int]:
+        """Ids of those that are asked to take part in the round of this command."""
+        terms = self.terms
+        if terms is None or terms.round_id != command.round_id:
+            return frozenset()
+        if self._asked is None or self._asked[0] is not terms:
+            named = parse_ids(terms.participants) if terms.participants else self._ids
+            self._asked = terms, frozenset(common_ids(self._ids, named))
+        return self._asked[1]
+
+    def to_train(self, command: TrainCmd) -> frozenset[int]:
+        """Those of them that have not answered."""
+        return self.asked(command) - self.counted_ids - self.refused_ids
+
+    def take(self, command: TrainCmd) -> bool:
+        other = super().take(command)
+        if self.command is command:
+            self.refused_ids.clear()  # given again: those that failed try again
+        if other:
+            self.counted_ids.clear()
+        return other
+
+    def start_session(self, session: int, welcome: Welcome) -> None:
+        if session != self.incarnation:
+            self.counted_ids.clear()
+            self.refused_ids.clear()
+        super().start_session(session, welcome)
+
+    def is_for(self, client_id: int, welcome: Welcome, command: TrainCmd) -> bool:
+        return command.round_id >= welcome.next_round and self.has_terms and bool(self.to_train(command))
+
+    def takes_part(self, client_id: int, command: TrainCmd) -> bool:
+        terms = self.terms
+        return terms is None or terms.round_id != command.round_id or bool(self.to_train(command))
+
+
+class ClientHost(Client):
+    """Trains its clients when commanded, and sends their updates."""
+
+    _session: HostSession
+
+    def __init__(
+        self, bus: Bus, task: FederatedTask, *, ids: Iterable[int], pool: TrainingPool, state_dir: Path,
+        config: ClientConfig | None = None,
+    ) -> None:  # fmt: skip
+        """A host that has not started.
+
+        Args:
+            bus: joined to the job.
+            task: gives the model; the processes of the pool train with it.
+            ids: of the clients. No other process of the job may have one of them.
+            pool: closed by whoever has made it.
+            state_dir: where the clients keep what they need from round to round, that of the pool.
+            config: of all clients.
+        """
+        self._text = format_ids(ids)
+        self._ids = parse_ids(self._text)
+        if not self._ids:
+            raise ValueError("ids: expected at least one client")
+        super().__init__(bus, task, client_id=self._ids[0].start, config=config)
+        self._identity = Identity(FIRST_HOST | self.client_id, self._identity.incarnation)
+        self._session = HostSession(self._config.controller_timeout_s, self._ids)
+        self._pool = pool
+        self._state_dir = state_dir
+        self._sending: dict[int, UpdateSender] = {}  # by client
+        self._failures: dict[int, TrainingFailure] = {}
+        self._numbers = itertools.count(1)  # of transfers
+        self._work_now: RoundWork | None = None
+        self._repeating: asyncio.Task[None] | None = None
+        self._trained_s = 0.0
+        self._bytes_up = 0
+
+    @property
+    def summary(self) -> ClientSummary:
+        """What its clients did so far, in sum."""
+        return ClientSummary(self._rounds, self._refused, self._bytes_up, self._trained_s)
+
+    def _open(self) -> None:
+        """Build the model, off the loop."""
+        self._bus.access_policy.check_client()
+        self._model = FlatModel(self._task.build_model())
+        self._replica = ModelReplica(self._model.dim, probe=self._probe, access_policy=self._bus.access_policy)
+        self._frozen = ModelReplica(self._model.frozen_dim, access_policy=self._bus.access_policy, frozen=True)
+        self._memory = SharedModelReader(self._bus.memory, self._replica, self._decode, self.client_id)
+        self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
+
+    def _describe(self, matched: bool) -> Hello:
+        return replace(super()._describe(matched), ids=self._text)
+
+    # Messages
+
+    def _concerns(self, message: Message) -> bool:
+        if not isinstance(message, Control):
+            return not isinstance(message, PeerGone)
+        to = getattr(message.body, "to", self._identity.sender)
+        return message.sender == CONTROLLER and (to == self._identity.sender or has_id(self._ids, to))
+
+    def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
+        super()._handle(message, group)
+        if self._work_now is None or (isinstance(message, Control) and isinstance(message.body, ANSWERS)):
+            return
+        if not self._is_wanted():
+            self._pool.stop(self._work_now)
+            for sender in self._sending.values():
+                sender.interrupt()
+
+    def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
+        if isinstance(body, ANSWERS):
+            sender = self._sending.get(body.to)
+            if sender is not None and body.incarnation == self._identity.incarnation:
+                sender.on_answer(body, group)
+        elif isinstance(body, Refused) and body.to != self._identity.sender:
+            log.error("client refused", client=body.to, reason=body.why)
+        else:
+            super()._on_controller(session, body, group)
+
+    # RoundWork
+
+    async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
+        await self._pool.open(self.client_id, welcome.num_clients)
+        self._repeating = group.create_task(self._repeat_failures(welcome.heartbeat_s), name="host-failures")
+
+    async def _work(self, group: asyncio.TaskGroup) -> None:
+        try:
+            await super()._work(group)
+        finally:
+            if self._repeating is not None:
+                self._repeating.cancel()
+
+    async def _lacks_frozen(self, welcome: Welcome) -> bool:
+        self._model.arrange("trained" if welcome.frozen else "all")
+        return bool(welcome.frozen) and self._model.frozen != welcome.frozen
+
+    def _is_wanted(self) -> bool:
+        """Whether what is being trained is still asked for by somebody."""
+        current, (command, session) = self._session, self._commanded
+        is_superseded = session != current.incarnation or current.superseded(command)
+        return not is_superseded and bool(current.to_train(command))
+
+    async def _train_and_send(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
+    ) -> None:
+        current = self._session
+        self._commanded = command, current.incarnation
+        queue = deque((client_id, 0) for client_id in sorted(current.to_train(command)))
+        inputs = RoundInputs(
+            welcome=welcome, command=command, base=base, broadcast=self._replica.broadcast, terms=current.terms,
+            commanded_s=current.commanded_s,
+        )  # fmt: skip
+        frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
+        work = self._work_now = self._pool.new_work(inputs, frozen)
+        began_s, asked, before = time.monotonic(), len(queue), self._rounds
+        self._status.set("training")
+        group.create_task(self._heartbeat.send_hello(), name="host-hello")
+        largest = codec_of(welcome).max_bytes(self._model.dim)
+        room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
+        try:
+            async with asyncio.TaskGroup() as trainings:
+                for number in range(min(self._pool.size, asked)):
+                    trainings.create_task(self._train_some(work, queue, room, trainings), name=f"host-train-{number}")
+        finally:
+            self._work_now = None
+            self._status.set("idle")
+        log.info(
+            "round done", round=command.round_id, clients=asked, counted=self._rounds - before,
+            seconds=round(time.monotonic() - began_s, 3),
+        )  # fmt: skip
+
+    async def _train_some(
+        self, work: RoundWork, queue: deque[tuple[int, int]], room: asyncio.Semaphore, group: asyncio.TaskGroup
+    ) -> None:
+        """Train clients of the queue until there are none. Each comes with the number of processes that have died in
+        its training."""
+        while queue and not self._pool.is_stopped(work):
+            client_id, deaths = queue.popleft()
+            if client_id not in self._session.asked(self._commanded[0]):
+                continue  # others were faster
+            await room.acquire()
+            sent = False
+            try:
+                async with self._pool.borrow() as process:
+                    update = await process.train(
+                        work, Identity(client_id, self._identity.incarnation), next(self._numbers)
+                    )
+                if update is not None:
+                    group.create_task(self._deliver(update, process, room), name=f"host-send-{client_id}")
+                    sent = True
+            except ProcessDied:
+                if deaths + 1 < MAX_DEATHS:
+                    queue.append((client_id, deaths + 1))
+                else:
+                    text = f"its training process has died {MAX_DEATHS} times: out of memory, or a crash in native code"
+                    await self._fail(client_id, ClientFailed(text, TRAINING_FAILED, text))
+            except ClientFailed as error:
+                await self._fail(client_id, error)
+            finally:
+                if not sent:
+                    room.release()
+
+    async def _deliver(self, update: EncodedUpdate, process: TrainingProcess, room: asyncio.Semaphore) -> None:
+        """Send an update until there is an answer, and keep what its client keeps if it counts."""
+        current, (command, session) = self._session, self._commanded
+        client_id, request = update.key.sender, update.request
+        sender = self._sending[client_id] = UpdateSender(
+            self._bus, Identity(client_id, self._identity.incarnation), self._probe
+        )
+        try:
+            receipt = await sender.deliver(update, check=lambda: self._same_session(session))
+        finally:
+            del self._sending[client_id]
+            self._bytes_up += sender.bytes_up
+            process.is_read(update)
+            room.release()
+        self._trained_s += request.train_s
+        if receipt is None:
+            return
+        if not receipt.accepted:
+            self._refused += 1
+            current.refused_ids.add(client_id)
+            log.warning("update refused", client=client_id, round=request.round_id, reason=receipt.reason)
+            return
+        self._rounds += 1
+        if session == current.incarnation and current.command == command:
+            current.counted_ids.add(client_id)
+        if update.state:
+            await self._compute.run(self._keep, update)
+
+    def _keep(self, update: EncodedUpdate) -> None:
+        """Save the state of a client whose update counts."""
+        kept = open_state(self._state_dir, update.key.sender, to_write=True)
+        try:
+            kept.start_run(update.key.job, self._model.dim)
+            kept.accepted(update.key.round_id, update.state)
+        finally:
+            kept.close()
+
+    async def _fail(self, client_id: int, error: ClientFailed) -> None:
+        """Report that the training of a client failed."""
+        current, (command, session) = self._session, self._commanded
+        log.error("training failed", client=client_id, round=command.round_id, error=str(error))
+        self._failure = f"{error} (client {client_id})"
+        if session != current.incarnation or current.superseded(command):
+            return
+        current.refused_ids.add(client_id)
+        text = error.text if self._config.report_failures else "training failed"
+        sent = TrainingFailure(current.run_id, command.round_id, text, error.reason)
+        self._failures = {one: before for one, before in self._failures.items() if before.round_id == sent.round_id}
+        self._failures[client_id] = sent
+        await self._send_failure(client_id, sent)
+
+    async def _send_failure(self, client_id: int, sent: TrainingFailure) -> None:
+        with contextlib.suppress(BusError):  # sent again with the next heartbeat
+            await self._bus.publish(Identity(client_id, self._identity.incarnation), sent)
+
+    async def _repeat_failures(self, heartbeat_s: float) -> None:
+        """Send failures of the newest command with each heartbeat, a part of them each time. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(heartbeat_s)
+            command = self._session.command
+            for client_id in list(self._failures)[:REPEATED_FAILURES]:
+                sent = self._failures.pop(client_id)
+                if command is not None and sent.round_id == command.round_id and client_id in self._session.refused_ids:
+                    self._failures[client_id] = sent  # at the end of the line
+                    await self._send_failure(client_id, sent)

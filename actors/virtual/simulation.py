@@ -1,0 +1,309 @@
+"""``gradbus.simulate``: a federated run with all its clients on this machine, in one call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gradbus.actors.federated.controller import Controller, check_choices
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.selectors.base import make_selector
+from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.virtual.host import WAITING_BYTES, ClientHost
+from gradbus.actors.virtual.pool import TrainingPool
+from gradbus.actors.virtual.training_process import PoolSettings
+from gradbus.runtime.bus.bus import connect
+from gradbus.runtime.choices import CODECS
+from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.errors import ConfigError, GradbusError
+from gradbus.runtime.tasks import single_error
+
+MAX_CLIENTS = 65_536
+HOST_END_S = 30.0  # from the end of the run to that of its host
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SimulationResult:
+    """What a simulation has come to.
+
+    Attributes:
+        rounds: the reports of all rounds; see :class:`RoundReport`.
+        model: with the weights after the last round.
+        clients: how many there were. processes: how many have trained them.
+        seconds: of the rounds, without the start. replaced: training processes that have died.
+    """
+
+    rounds: Sequence[RoundReport]
+    model: nn.Module
+    clients: int
+    processes: int
+    seconds: float
+    replaced: int = 0
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Those of the newest round that was evaluated, by name: accuracy, eval_loss, and the task's own."""
+        for report in reversed(self.rounds):
+            if report.eval_loss is not None:
+                own = {"accuracy": report.accuracy, "eval_loss": report.eval_loss, **report.metrics}
+                return {name: value for name, value in own.items() if value is not None}
+        return {}
+
+    @property
+    def trained(self) -> int:
+        """Updates that counted, in all rounds."""
+        return sum(report.updates for report in self.rounds)
+
+    @property
+    def clients_per_s(self) -> float:
+        """Updates that counted for each second of the rounds."""
+        return self.trained / self.seconds if self.seconds else 0.0
+
+    def __repr__(self) -> str:
+        shown = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        return (
+            f"<{len(self.rounds)} rounds of {self.clients:,} clients, {self.trained:,} trainings in "
+            f"{self.seconds:.1f} s by {self.processes} processes{shown}>"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """How a simulation runs, beside the rules of its rounds.
+
+    Attributes:
+        processes: that train; 0: one for each core that this process may use.
+        threads: of torch, in each of them.
+        state_dir: where clients keep their state from round to round; None: in a folder that goes with the run.
+        domain: DDS domain. network: how its two buses are connected; by default over ``lo``.
+        client: settings of the clients.
+    """
+
+    processes: int = 0
+    threads: int = 1
+    state_dir: Path | None = None
+    domain: int = 0
+    network: NetworkConfig | None = None
+    client: ClientConfig = field(default_factory=ClientConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.processes <= 1024 or not 1 <= self.threads <= 1024:
+            raise ConfigError(
+                f"expected processes within 0 .. 1024 and threads within 1 .. 1024, got {self.processes} and "
+                f"{self.threads}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of training processes."""
+        return self.processes or len(os.sched_getaffinity(0))
+
+
+def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -> FederatedConfig:
+    """The settings of a run with so many clients, of which a fraction takes part in each round.
+
+    Raises:
+        ConfigError: virtual clients cannot take part in such a run; or a number is out of range.
+    """
+    if not 1 <= clients <= MAX_CLIENTS:
+        raise ConfigError(f"clients: expected 1 .. {MAX_CLIENTS:,}, got {clients}")
+    if config.mode != "synchronous":
+        raise ConfigError(
+            "federated.mode=asynchronous: each client takes the newest model by itself, which virtual clients do not. "
+            "Use mode=synchronous, or processes of their own for the clients (gradbus client)"
+        )
+    if config.clients.kind != "clients":
+        raise ConfigError("federated.clients.kind=sites: virtual clients are clients, and belong to one controller")
+    changed = config.model_dump(exclude_defaults=True)
+    changed["clients"] = {**changed.get("clients", {}), "num": clients}
+    if fraction is not None:
+        if not 0 < fraction <= 1:
+            raise ConfigError(f"fraction: expected a share of the clients, more than 0 and at most 1, got {fraction}")
+        others = {key: value for key, value in config.selection.options.items() if key not in ("count", "fraction")}
+        changed["selection"] = {"name": config.selection.name, **others, "fraction": fraction}
+    config = FederatedConfig(**changed)
+    check_choices(config)
+    return config
+
+
+def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
+    """Raises ConfigError: the updates of a first round, which wait until the samples of all are known, have no room."""
+    asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
+    size = int(CODECS.make(config.codec).max_bytes(FlatModel(task.build_model(), config.exchange).dim))
+    if config.limits.cap_samples == "median" and asked * size > WAITING_BYTES:
+        raise ConfigError(
+            f"federated.limits.cap_samples=median: no update of the first round is added before the samples of all are "
+            f"known, and {asked:,} updates of {size:,} bytes are more than the {WAITING_BYTES:,} bytes that may wait. "
+            f"Set it to a number of samples or to null, or ask fewer clients in a round"
+        )
+
+
+def simulate(
+    task: FederatedTask, clients: int, *, fraction: float | None = None, config: FederatedConfig | None = None,
+    options: SimulationOptions | None = None, callbacks: Sequence[Any] = (),
+    on_report: Callable[[RoundReport], object] = lambda _: None,
+) -> SimulationResult:  # fmt: skip
+    """Train with many clients on this machine: the Controller, the messages and the bits of a run whose clients are
+    processes of their own, with a few processes that train them in turn.
+
+    It blocks until the run has ended, and may be called from a notebook, too, or wherever an event loop runs.
+
+    Args:
+        task: model, data and training, as those of any client have it. It is not copied: what it has loaded is shared
+            with the processes that train.
+        clients: how many, with ids from 0.
+        fraction: share of them that takes part in a round, at random; None: as ``config.selection`` says, by default
+            all.
+        config: rules of the run.
+        options: processes, directories, network.
+        callbacks: of the Controller.
+        on_report: called with each report as its round is done, on another thread.
+
+    Raises:
+        ConfigError: a setting is wrong. TrainingFailed: too many trainings have raised. And what else ends a
+            Controller.
+    """
+    options = options or SimulationOptions()
+    rules = settings_of(config or FederatedConfig(), clients, fraction)
+    check_first_round(rules, task)
+    run = _Simulation(task, clients, rules, options, callbacks, on_report)
+    with _state_dir(options.state_dir) as state_dir:
+        pool = TrainingPool(
+            task, PoolSettings(
+                state_dir=state_dir, rule=options.client.rule, threads=options.threads,
+                full_traceback=options.client.full_traceback,
+                shared_memory=options.network is None or options.network.shared_memory,
+            ), size=options.size,
+        )  # fmt: skip
+        return _on_a_loop_of_its_own(run.main(pool, state_dir))
+
+
+@contextlib.contextmanager
+def _state_dir(chosen: Path | None) -> Iterator[Path]:
+    if chosen is not None:
+        yield chosen
+        return
+    with tempfile.TemporaryDirectory(prefix="gradbus-clients-") as made:
+        yield Path(made)
+
+
+def _on_a_loop_of_its_own(main: Coroutine[Any, Any, SimulationResult]) -> SimulationResult:
+    """Run a coroutine on a thread with a loop of its own. Ctrl-C here cancels it, and waits until it has ended."""
+    outcome: list[SimulationResult | BaseException] = []
+    started = threading.Event()
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def call() -> SimulationResult:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        started.set()
+        return await main
+
+    def run() -> None:
+        try:
+            outcome.append(asyncio.run(call()))
+        except BaseException as error:  # raised where it was called
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="gradbus-simulate")
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        started.wait(5.0)
+        for loop, task in running:
+            with contextlib.suppress(RuntimeError):  # it has ended just now
+                loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    match outcome[0]:
+        case SimulationResult() as result:
+            return result
+        case BaseExceptionGroup() as errors:
+            raise single_error(errors) from None
+        case error:
+            raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulation:
+    """One run."""
+
+    task: FederatedTask
+    clients: int
+    rules: FederatedConfig
+    options: SimulationOptions
+    callbacks: Sequence[Any]
+    on_report: Callable[[RoundReport], object]
+
+    async def main(self, pool: TrainingPool, state_dir: Path) -> SimulationResult:
+        """The whole run; the pool is closed then."""
+        job = f"simulate-{os.getpid()}-{secrets.token_hex(4)}"
+        network = self.options.network or NetworkConfig()
+        try:
+            async with (
+                connect(job, domain=self.options.domain, network=network) as bus,
+                connect(job, domain=self.options.domain, network=network) as other,
+            ):
+                controller = Controller(bus, self.task, self.rules, callbacks=self.callbacks)
+                host = ClientHost(
+                    other, self.task, ids=range(self.clients), pool=pool, state_dir=state_dir,
+                    config=self.options.client,
+                )  # fmt: skip
+                return await self._run(controller, host, pool)
+        finally:
+            await pool.close()
+
+    async def _run(self, controller: Controller, host: ClientHost, pool: TrainingPool) -> SimulationResult:
+        started_s: float | None = None
+        hosting = asyncio.create_task(host.run(), name="host")
+
+        async def serve() -> None:
+            nonlocal started_s
+            async for report in controller.rounds():
+                if started_s is None:
+                    started_s = time.monotonic() - report.seconds
+                self.on_report(report)
+
+        serving = asyncio.create_task(serve(), name="controller")
+        try:
+            await asyncio.wait({hosting, serving}, return_when=asyncio.FIRST_COMPLETED)
+            ended_s = time.monotonic()
+            if hosting.done() and not serving.done():
+                hosting.result()  # else it has ended because the run has
+            if not serving.done():
+                await asyncio.wait({serving}, timeout=HOST_END_S)
+            try:
+                serving.result()
+            except asyncio.InvalidStateError:
+                raise GradbusError("the clients have ended, and the controller has not") from None
+            await asyncio.wait({hosting}, timeout=HOST_END_S)
+            if hosting.done():
+                hosting.result()
+            model = self.task.build_model()
+            model.load_state_dict(await controller.state_dict())
+            return SimulationResult(
+                rounds=tuple(controller.progress.reports), model=model, clients=self.clients, processes=pool.size,
+                seconds=0.0 if started_s is None else ended_s - started_s, replaced=pool.replaced,
+            )  # fmt: skip
+        finally:
+            for task in (serving, hosting):
+                task.cancel()
+            await asyncio.wait({serving, hosting})
+            for task in (serving, hosting):
+                if not task.cancelled():
+                    task.exception()  # raised above, where it is the reason

@@ -1,0 +1,171 @@
+"""Virtual clients over real DDS: bits, deaths of training processes, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dds_domains import new_domain
+from torch import nn
+
+import gradbus
+from gradbus.models import NoopTask
+from gradbus.runtime.errors import ConfigError, TrainingFailed
+
+DIM = 20_000  # more than fits into a frame that is copied: updates lie in shared memory
+
+_jobs = itertools.count()
+
+
+def rules(**changed: Any) -> gradbus.FederatedConfig:
+    return gradbus.FederatedConfig(**{"rounds": 3, "eval_every": 0, "clients": {"dead_after_s": 30.0}, **changed})
+
+
+def virtual(task: Any, clients: int, config: gradbus.FederatedConfig, **options: Any) -> gradbus.SimulationResult:
+    """A run with virtual clients."""
+    chosen = gradbus.SimulationOptions(domain=new_domain(), processes=2, **options)
+    return gradbus.simulate(task, clients, config=config, options=chosen)
+
+
+def deployed(task: Any, clients: int, config: gradbus.FederatedConfig) -> list[int]:
+    """Checksums of the models of a run in which each client is an actor with a bus of its own."""
+    job, domain = f"deployed-{os.getpid()}-{next(_jobs)}", new_domain()
+
+    async def client(client_id: int) -> None:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            await gradbus.Client(bus, task, client_id=client_id).run()
+
+    async def main() -> Sequence[gradbus.RoundReport]:
+        async with (
+            asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group,
+        ):  # fmt: skip
+            for client_id in range(clients):
+                group.create_task(client(client_id))
+            return await gradbus.Controller(bus, task, config.replaced("clients.num", clients)).run()
+
+    return [report.weights_crc32 for report in asyncio.run(main())]
+
+
+def checksums(result: gradbus.SimulationResult) -> list[int]:
+    return [report.weights_crc32 for report in result.rounds]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"codec": "sq8"}, {"selection": {"name": "uniform", "fraction": 0.5}, "codec": "sq8"}],
+    ids=["all of them", "with residuals", "half of them, with residuals"],
+)
+def test_virtual_clients_make_the_models_of_clients_with_a_process_of_their_own(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    task, config = NoopTask(DIM, delta="seeded"), rules(**changed)
+    result = virtual(task, 6, config, state_dir=tmp_path)
+    assert checksums(result) == deployed(task, 6, config)
+    assert len({*checksums(result)}) == 3, "each round has made another model"
+    kept = {path.name for path in tmp_path.iterdir()}
+    counted = {f"client-{one}" for report in result.rounds for one in report.clients}
+    assert kept == (counted if "codec" in changed else set()), "only what has a state has a directory"
+
+
+class DiesOnce(NoopTask):
+    """Its process is killed in the training of client 2 in round 2, as often as there are files to take away."""
+
+    def __init__(self, folder: Path, times: int) -> None:
+        super().__init__(DIM, delta="seeded")
+        for number in range(times):
+            (folder / f"death-{number}").touch()
+        self._folder = folder
+
+    def train(self, model: nn.Module, **arguments: Any) -> Any:
+        deaths = sorted(self._folder.glob("death-*"))
+        if deaths and arguments["client_id"] == 2 and arguments["round_id"] == 2:
+            deaths[0].unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train(model, **arguments)
+
+
+def test_a_killed_training_process_is_replaced_and_its_client_trained_again(tmp_path: Path) -> None:
+    result = virtual(DiesOnce(tmp_path, 1), 5, rules())
+    assert result.replaced == 1
+    assert [report.clients for report in result.rounds] == [(0, 1, 2, 3, 4)] * 3
+    assert checksums(result) == checksums(virtual(NoopTask(DIM, delta="seeded"), 5, rules()))
+
+
+def test_a_client_whose_training_always_kills_its_process_fails_and_the_others_count(tmp_path: Path) -> None:
+    result = virtual(DiesOnce(tmp_path, 3), 4, rules())
+    assert [report.clients for report in result.rounds] == [(0, 1, 2, 3), (0, 1, 3), (0, 1, 2, 3)]
+    assert result.rounds[1].dropped == {"training failed": 1}
+    assert result.replaced == 3
+
+
+class FailsSometimes(NoopTask):
+    def __init__(self, clients: Sequence[int]) -> None:
+        super().__init__(DIM, delta="seeded")
+        self._clients = clients
+
+    def train(self, model: nn.Module, **arguments: Any) -> Any:
+        if arguments["client_id"] in self._clients:
+            raise ValueError("no such file: patients.csv")
+        return super().train(model, **arguments)
+
+
+def test_a_client_whose_training_raises_is_left_out() -> None:
+    result = virtual(FailsSometimes([1]), 3, rules())
+    assert [report.clients for report in result.rounds] == [(0, 2)] * 3
+
+
+def test_a_run_in_which_all_trainings_raise_ends_with_the_error_of_the_task() -> None:
+    with pytest.raises(TrainingFailed, match=r"no such file: patients\.csv"):
+        virtual(FailsSometimes([0, 1]), 2, rules())
+
+
+def test_it_works_where_an_event_loop_runs_as_in_a_notebook() -> None:
+    class Tiny(NoopTask):  # of a class that no other process could import
+        def __init__(self) -> None:
+            super().__init__(7, delta="constant")
+
+    async def cell() -> gradbus.SimulationResult:
+        return virtual(Tiny(), 3, rules(rounds=2))
+
+    result = asyncio.run(cell())
+    assert torch.allclose(result.model.vector, torch.full((7,), 2e-3))
+    assert result.trained == 6
+    assert "2 rounds of 3 clients" in repr(result)
+
+
+class NoData(NoopTask):
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        raise FileNotFoundError("images.npy")
+
+
+def test_a_task_that_cannot_load_its_data_ends_the_run_with_that_error() -> None:
+    with pytest.raises(TrainingFailed, match=r"images\.npy"):
+        virtual(NoData(3), 2, rules())
+
+
+@pytest.mark.parametrize(
+    ("clients", "changed", "reason"),
+    [
+        (0, {}, "expected 1"),
+        (70_000, {}, "expected 1"),
+        (2, {"mode": "asynchronous"}, "asynchronous"),
+        (2, {"clients": {"kind": "sites"}}, "sites"),
+    ],
+)
+def test_what_virtual_clients_cannot_do_is_refused_before_anything_starts(
+    clients: int, changed: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        gradbus.simulate(NoopTask(3), clients, config=rules(**changed))
+
+
+def test_a_first_round_with_more_updates_than_may_wait_is_refused_with_what_to_change() -> None:
+    with pytest.raises(ConfigError, match="cap_samples"):
+        gradbus.simulate(NoopTask(10_000_000), 100)
