@@ -21,8 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-portable check lint format typecheck wheel smoke \
-	fuzz setup-fuzz setup-integrations bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-sealing bench-profile bench-pauses \
-	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic conformance figures faults soak lock clean distclean
+	fuzz setup-fuzz setup-integrations setup-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-sealing bench-profile bench-pauses \
+	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -232,6 +232,9 @@ bench-parameter-server: $(STAMP)  ## parameter servers: bytes, steps, accuracy w
 bench-ladder: $(STAMP)  ## what star, ring, compression and overlap make of a slow link, in namespaces and simulated
 	@$(PY) -m gradbus.experiments.bench ladder $(ARGS)
 
+bench-flower: $(STAMP)  ## rounds of Flower apps over the bus and with Flower's SuperLink; make setup-flower first
+	@$(PY) -m gradbus.experiments.bench flower $(ARGS)
+
 # As of bench-compression: what was trained before is kept in runs/.
 bench-local: $(STAMP)  ## local steps: accuracy, loss and bytes beside synchronous training; utilisation of slow links
 	@$(PY) -m gradbus.experiments.bench local $(ARGS)
@@ -269,6 +272,21 @@ $(INTEGRATIONS)/.set-up: pyproject.toml constraints.txt | $(STAMP)
 		echo "make setup-integrations: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
 	@touch $@
 
+# A .venv of its own: flwr asks for packages older than the pins, which are left out of these.
+FLOWER := .venv-flower
+FLOWER_FREE := certifi|click|cryptography|grpcio|markdown-it-py|packaging|protobuf|pydantic|pydantic-core|pyyaml|requests|rich|sympy|typer
+setup-flower: $(FLOWER)/.set-up  ## Flower and scikit-learn, for gradbus flower and its tests
+$(FLOWER)/.set-up: pyproject.toml constraints.txt | $(STAMP)
+	@if [ -n "$(UV_NOW)" ]; then \
+		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(FLOWER) && \
+		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(FLOWER)/bin/python"; \
+	else \
+		$(PY) -m venv $(FLOWER) && install="$(FLOWER)/bin/python -m pip install -q --disable-pip-version-check"; \
+	fi && grep -vE '^($(FLOWER_FREE))==' constraints.txt >$(FLOWER)/constraints.txt && \
+	eval "$$install -c $(FLOWER)/constraints.txt -e '.[flower]' scikit-learn" || { \
+		echo "make setup-flower: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
+	@touch $@
+
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
 	@$(TOOL) conformance $(ARGS)
 
@@ -292,4 +310,4 @@ clean:  ## remove what building and testing left behind
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## the same, and .venv too
-	rm -rf $(VENV) $(INTEGRATIONS)
+	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER)

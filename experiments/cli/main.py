@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import gradbus
-from gradbus.experiments.cli import inspection, keys, settings
+from gradbus.experiments.cli import flower, inspection, keys, settings
 from gradbus.experiments.cli.choices import DATA_HELP, PARTITION_HELP, CodecName, LogLevel
 from gradbus.experiments.cli.options import (
     Bind,
@@ -401,7 +401,7 @@ def simulate(
     run(read_simulation(config, overrides or ()), out)
 
 
-for _commands in (inspection, settings, keys):
+for _commands in (inspection, settings, keys, flower):
     _commands.add_to(app)
 
 

@@ -48,24 +48,27 @@ class SharedPayload(MemoryFile):
         payload: its bytes, where they lie.
     """
 
-    def __init__(self, payload: Any) -> None:
-        """Copy a contiguous bytes-like object. Takes its time, and lets other threads run meanwhile.
+    def __init__(self, *parts: Any) -> None:
+        """Copy contiguous bytes-like objects, one behind the other. Takes its time, and lets other threads run
+        meanwhile.
 
         Raises:
             SharedMemoryFault: this system has no such memory, or has no more.
         """
-        view = memoryview(payload).cast("B")
+        views = [memoryview(part).cast("B") for part in parts]
+        size = sum(map(len, views))
         token = secrets.token_bytes(TOKEN_BYTES)
         self._file = make_file()
         try:
             head = (_MAGIC + token).ljust(FREE_FROM, b"\0")
             _write(self._file, memoryview(head))
-            _write(self._file, view)  # not through a mapping: that would fill each page with zeros first
+            for view in views:
+                _write(self._file, view)  # not through a mapping: that would fill each page with zeros first
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _seals() | fcntl.F_SEAL_SEAL)
-            self.payload = _payload(self._file, len(view))
+            self.payload = _payload(self._file, size)
         except OSError as error:
             self.hide()
-            raise SharedMemoryFault(f"no shared memory of {len(view)} bytes: {error}") from None
+            raise SharedMemoryFault(f"no shared memory of {size} bytes: {error}") from None
         self.place = place_of(self._file, token)
 
 
@@ -108,12 +111,13 @@ class PayloadMemory:
         self._gives = bool(self.here)
         self._lock = threading.Lock()
 
-    def put(self, payload: Any) -> SharedPayload | None:
-        """Put a payload where others find it; None: there is no such memory, or it is too small to be worth it."""
-        if not self._gives or memoryview(payload).nbytes < SHARED_BYTES:
+    def put(self, *parts: Any) -> SharedPayload | None:
+        """Put a payload, in one or more parts, where others find it; None: there is no such memory, or it is too small
+        to be worth it."""
+        if not self._gives or sum(memoryview(part).nbytes for part in parts) < SHARED_BYTES:
             return None
         try:
-            return SharedPayload(payload)
+            return SharedPayload(*parts)
         except SharedMemoryFault as error:
             with self._lock:
                 first, self._gives = self._gives, False

@@ -49,6 +49,7 @@ ELSEWHERE = {
         "gradbus worker experiments/configs/parameter-server.conf.json *", "export TF_CONFIG=*",
         "gradbus worker my.json",
     ),
+    "tests/experiments/run/test_flower.py": (".venv-flower/bin/gradbus flower *",),
     "tests/experiments/run/test_tree_commands.py": (
         "gradbus controller experiments/configs/tree-*", "gradbus client experiments/configs/tree-client.conf.json *",
     ),

@@ -1,0 +1,578 @@
+"""The hub: sends instructions to nodes, and collects their replies.
+
+All methods are called on the loop of the bus. Which nodes there are is known from their Hellos, who is gone from the
+bus; an instruction to a node that is gone is answered at once with a failure, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
+from gradbus.actors.federated.publish import RESEND_FRAMES, RESEND_TIMES, ResendQueue
+from gradbus.actors.federated.updates_in import REPAIR_AFTER_S, STALL_AFTER_S
+from gradbus.actors.flower.protocol import (
+    CODEC,
+    DEFAULT_MAX_BYTES,
+    HEARTBEAT_S,
+    MAX_NODES,
+    MAX_OPEN,
+    MAX_PARTITIONS,
+    Payload,
+    check_max_bytes,
+    instruction_key,
+    partitions_of,
+    reply_key,
+)
+from gradbus.runtime.bus.bus import Bus, Subscription
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.dds.topics import TOPICS
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, FrameError
+from gradbus.runtime.logs import get_logger, process_name
+from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
+from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.tasks import single_error
+from gradbus.runtime.wire.assembler import Assembler, Verdict
+from gradbus.runtime.wire.control import (
+    Body,
+    Grant,
+    Hello,
+    Leave,
+    ModelAvailable,
+    ModelRequest,
+    Receipt,
+    Refused,
+    RetransmitRequest,
+    RoundTerms,
+    RunEnded,
+    Status,
+    UploadRequest,
+    Welcome,
+)
+from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, chunk_count
+from gradbus.runtime.wire.id_ranges import format_ids
+from gradbus.runtime.wire.messages import (
+    ClientUpdate,
+    Control,
+    Identity,
+    ModelBlob,
+    PeerGone,
+    TrainCmd,
+    new_incarnation,
+)
+
+NAMED_AT_ONCE = 64  # open instructions that a heartbeat names
+MATCHED_S = 0.25  # so long a reader that requests frames may take to be found
+FAREWELL_S = 5.0  # how long the end of a run is announced to nodes that have not left
+_KEPT_RECEIPTS = 16_384
+
+log = get_logger("hub")
+
+Address = tuple[int, int]  # number of an instruction, and the node
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of an instruction at one node.
+
+    Attributes:
+        payload: of the reply; None: there is none.
+        failure: why not, for people.
+        kind: ``gone``: the node is; ``expired``: its time was over; ``refused``: the reply is out of limits.
+    """
+
+    payload: memoryview | None = None
+    failure: str = ""
+    kind: Literal["reply", "gone", "expired", "refused"] = "reply"
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An instruction that some nodes have not answered. ``awaited``: these, with the incarnation it was sent to."""
+
+    number: int
+    payload: Payload
+    awaited: dict[int, int]
+    expires_s: float
+    signature: str = ""
+    queue: ResendQueue = field(default_factory=ResendQueue)
+
+
+@dataclass(slots=True, eq=False)
+class _Upload:
+    """A reply on its way in, once it is granted."""
+
+    request: UploadRequest
+    key: FrameKey
+    progress_s: float
+    asked_s: float = 0.0
+
+
+class MessageHub:
+    """Instructions out, replies in.
+
+    Attributes:
+        started: set once this process holds the job. run_id: of the run. bytes_up, bytes_down: of payloads: of replies,
+            and of instructions, once for each node.
+    """
+
+    def __init__(
+        self, bus: Bus, *, run_id: int, options: Mapping[str, bool | int | float | str] | None = None,
+        max_bytes: int = DEFAULT_MAX_BYTES, dead_after_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        """A hub that has not started.
+
+        Args:
+            options: for the nodes, in their Welcome; at most 32.
+            max_bytes: the largest reply that is accepted; as many bytes of replies are under way at most, or one reply.
+            dead_after_s: a node that is silent for so long while it has nothing to do gets no new instructions.
+        """
+        check_max_bytes(max_bytes)
+        self.run_id = run_id
+        self.started = asyncio.Event()
+        self.bytes_up = self.bytes_down = 0
+        self._bus = bus
+        self._options = dict(options or {})
+        self._max_bytes = max_bytes
+        self._identity = Identity(CONTROLLER, new_incarnation())
+        self._registry = ClientRegistry(
+            dim=0, layout=0, session=self._identity.incarnation, dead_after_s=dead_after_s, duplicate_after_s=3.0,
+            memory=bus.memory.here,
+        )  # fmt: skip
+        self._others = DuplicateControllers(bus.job, self._identity)
+        self._partitions: tuple[int, str] | None = None  # their number, and the node that said so first
+        self._compute = ComputeThread("hub")
+        self._assembler = Assembler()
+        self._numbers = 0
+        self._open: dict[int, _Open] = {}
+        self._next_named = 0
+        self._uploads: dict[FrameKey, _Upload] = {}
+        self._requests: OrderedDict[FrameKey, _Upload] = OrderedDict()
+        self._reading: set[FrameKey] = set()
+        self._unreadable: set[Identity] = set()  # nodes whose memory cannot be read from here
+        self._accepted: OrderedDict[FrameKey, None] = OrderedDict()
+        self._answers: dict[Address, Answer] = {}
+        self._news = asyncio.Event()
+        self._resending: asyncio.Task[None] | None = None
+
+    # What the grid calls
+
+    def nodes(self) -> list[int]:
+        """Partitions of the nodes that can take an instruction now, ascending."""
+        return self._registry.ready(0)
+
+    async def push(self, nodes: Collection[int], payload: Payload, ttl_s: float) -> int:
+        """Send an instruction to these nodes. Returns its number.
+
+        Args:
+            ttl_s: what is not answered after so long fails.
+
+        Raises:
+            ConfigError: too many instructions are open.
+        """
+        if len(self._open) >= MAX_OPEN:
+            raise ConfigError(f"{MAX_OPEN} messages wait for replies: pull replies before more are pushed")
+        self._numbers += 1
+        number = self._numbers
+        awaited = {node: self._registry.incarnation_of(node) for node in nodes}
+        for node in [node for node, incarnation in awaited.items() if incarnation is None]:
+            self._settle((number, node), Answer(failure=f"node {node} is not connected", kind="gone"))
+        present = {node: incarnation for node, incarnation in awaited.items() if incarnation is not None}
+        if present:
+            instruction = _Open(number, payload, present, time.monotonic() + ttl_s)
+            await self._sign(instruction)
+            self._open[number] = instruction
+            for node in [node for node in present if self._registry.get(node, present[node]) is None]:
+                self._fail(instruction, node, "gone", f"node {node} is gone")  # while it was signed
+            self.bytes_down += len(payload.data) * len(present)
+            await self._name(instruction)
+        return number
+
+    async def collect(self, wanted: Collection[Address], timeout_s: float) -> dict[Address, Answer]:
+        """Take the answers that are there, and wait for the first, at most so long. Each is taken once."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            self._news.clear()
+            found = {address: self._answers.pop(address) for address in wanted if address in self._answers}
+            left_s = until_s - time.monotonic()
+            if found or left_s <= 0:
+                return found
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._news.wait()
+
+    async def withdraw(self, addresses: Iterable[Address]) -> None:
+        """Nobody waits for these answers any more: nodes that have not begun need not."""
+        for number, node in addresses:
+            self._answers.pop((number, node), None)
+            instruction = self._open.get(number)
+            if instruction is not None:
+                incarnation = instruction.awaited.pop(node, None)
+                if incarnation is not None:
+                    self._forget(reply_key(self.run_id, number, node, incarnation))
+                self._drop_if_done(instruction)
+
+    # The run
+
+    async def run(self) -> None:
+        """Serve the nodes until cancelled.
+
+        Raises:
+            JobInUse: another controller has the job.
+        """
+        bus = self._bus
+        try:
+            await claim_job(bus, self._identity, HEARTBEAT_S)
+            with bus.subscribe(Control, ClientUpdate) as inbox:
+                bus.open_writer(ModelBlob)
+                bus.open_writer(TrainCmd)  # nothing is sent there: by it, others see that the job has a controller
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._listen(inbox, group), name="hub-listen")
+                    group.create_task(self._repair(), name="hub-repair")
+                    self.started.set()
+                    while True:
+                        await self._beat()
+                        await asyncio.sleep(HEARTBEAT_S)
+        except BaseExceptionGroup as errors:
+            raise single_error(errors) from None
+        finally:
+            self._compute.close()
+
+    async def end(self, *, ok: bool, reason: str) -> None:
+        """Announce the end of the run until all nodes have left, for a bounded time."""
+        with contextlib.suppress(BusError, TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                while True:
+                    await self._publish(RunEnded(self.run_id, ok, reason[:4096], final=True))
+                    if not len(self._registry):
+                        return
+                    await asyncio.sleep(0.2)
+
+    async def _beat(self) -> None:
+        now_s = time.monotonic()
+        for instruction in [one for one in self._open.values() if one.expires_s <= now_s]:
+            for node in list(instruction.awaited):
+                self._fail(instruction, node, "expired", "no reply within the message's time to live")
+        self._registry.find_silent(now_s)
+        newest = max(self._open, default=0)
+        awaited = sum(len(one.awaited) for one in self._open.values())
+        await self._publish(
+            Status(
+                self.run_id, newest, "training" if awaited else "waiting", 0, awaited, process_name(),
+                clients=len(self._registry),
+            )
+        )  # fmt: skip
+        numbers = sorted(self._open)
+        start = self._next_named % max(1, len(numbers))
+        for number in (numbers[start:] + numbers[:start])[:NAMED_AT_ONCE]:
+            if number in self._open:
+                await self._name(self._open[number])
+        self._next_named = start + NAMED_AT_ONCE
+
+    async def _name(self, instruction: _Open) -> None:
+        """Send which nodes an instruction is for, and where it lies."""
+        await self._publish(RoundTerms(self.run_id, instruction.number, {}, format_ids(instruction.awaited)))
+        await self._publish(
+            ModelAvailable(
+                self.run_id, instruction.number, instruction.number, False, len(instruction.payload.data),
+                instruction.payload.place, instruction.signature,
+            )
+        )  # fmt: skip
+
+    async def _sign(self, instruction: _Open) -> None:
+        policy = self._bus.access_policy
+        if policy.signs_models:
+            key = instruction_key(self.run_id, instruction.number, self._identity.incarnation)
+            instruction.signature = await self._compute.run(
+                policy.sign_model, key, int(Flags.NONE), instruction.payload.data
+            )
+
+    # Messages
+
+    async def _listen(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
+        while True:
+            try:
+                message = await inbox.get()
+            except BusClosed:
+                raise BusClosed(inbox.fault or "the bus was closed under a running hub: stop the hub first") from None
+            if (in_use := self._others.observe(message)) is not None:
+                raise in_use
+            match message:
+                case ClientUpdate():
+                    self._on_frame(message, group)
+                case PeerGone(sender=node, incarnation=incarnation) if node != CONTROLLER:
+                    self._lose(node, incarnation, "its process has ended, or cannot be reached")
+                case Control(sender=node) if node != CONTROLLER:
+                    await self._on_control(message, group)
+                case _:
+                    pass
+
+    async def _on_control(self, message: Control, group: asyncio.TaskGroup) -> None:
+        node, incarnation, body = message.sender, message.incarnation, message.body
+        match body:
+            case Hello():
+                await self._on_hello(message, body)
+            case Leave():
+                self._lose(node, incarnation, f"it has left: {body.reason}")
+            case UploadRequest() if body.run_id == self.run_id:
+                await self._on_request(Identity(node, incarnation), body, group)
+            case ModelRequest() if body.run_id == self.run_id:
+                self._on_model_request(node, body, group)
+            case _:
+                pass
+
+    async def _on_hello(self, message: Control, hello: Hello) -> None:
+        sender = Identity(message.sender, message.incarnation)
+        if (why := self._mismatch(sender.sender, hello)) is not None:
+            await self._publish(Refused(*_of(sender), why))
+            return
+        known = self._registry.incarnation_of(sender.sender)
+        answer, why = self._registry.hello(
+            sender, dataclasses.replace(hello, layout=0), message.number, now_s=time.monotonic(), next_round=0
+        )
+        if answer is HelloAnswer.REFUSE:
+            await self._publish(Refused(*_of(sender), why.replace("client id", "partition")))
+            return
+        if known not in (None, sender.incarnation) and self._registry.get(*_of(sender)) is not None:
+            self._fail_all(sender.sender, known, "it has started anew")
+        if answer is HelloAnswer.WELCOME:
+            log.info("node welcomed", node=sender.sender, host=hello.host)
+            await self._publish(
+                Welcome(
+                    *_of(sender), self.run_id, 0, CODEC, 1.0, 1, 1, self._partitions[0] if self._partitions else 0,
+                    HEARTBEAT_S, memory=self._bus.memory.here, options=self._options, fetch_models=True,
+                )
+            )  # fmt: skip
+            for instruction in list(self._open.values()):
+                if sender.sender in instruction.awaited:  # to this start of it: it was out of reach for a while
+                    await self._name(instruction)
+
+    def _mismatch(self, node: int, hello: Hello) -> str | None:
+        """Why this process is no node of the run; None: it is one. Notes how many partitions there are."""
+        partitions = partitions_of(hello.layout)
+        if partitions is None or hello.site:
+            return "this job runs a Flower app: start 'gradbus flower node', or choose another job (bus.job)"
+        if not node < partitions <= MAX_PARTITIONS:
+            return f"partition {node} of {partitions}: expected 0 to {min(partitions, MAX_PARTITIONS) - 1}"
+        if self._partitions is not None and self._partitions[0] != partitions and len(self._registry):
+            return (
+                f"it says that there are {partitions} partitions, and node {self._partitions[1]} says "
+                f"{self._partitions[0]}: give all nodes the same --of"
+            )
+        if node not in {one.client_id for one in self._registry} and len(self._registry) >= MAX_NODES:
+            return f"this run has {MAX_NODES} nodes already"
+        if self._partitions is None or self._partitions[0] != partitions:
+            self._partitions = partitions, str(node)
+        return None
+
+    def _lose(self, node: int, incarnation: int, why: str) -> None:
+        if self._registry.remove(node, incarnation):
+            log.info("node gone", node=node, reason=why)
+        self._fail_all(node, incarnation, why)
+        self._unreadable.discard(Identity(node, incarnation))
+
+    def _fail_all(self, node: int, incarnation: int, why: str) -> None:
+        for instruction in list(self._open.values()):
+            if instruction.awaited.get(node) == incarnation:
+                self._fail(instruction, node, "gone", f"node {node} is gone: {why}")
+        for key in [key for key in [*self._uploads, *self._requests] if key[3:5] == (node, incarnation)]:
+            self._forget(key)
+
+    # Answers
+
+    def _settle(self, address: Address, answer: Answer) -> None:
+        self._answers[address] = answer
+        self._news.set()
+
+    def _fail(self, instruction: _Open, node: int, kind: Literal["gone", "expired", "refused"], why: str) -> None:
+        del instruction.awaited[node]
+        self._drop_if_done(instruction)
+        log.warning("no reply", node=node, number=instruction.number, reason=why)
+        self._settle((instruction.number, node), Answer(failure=why, kind=kind))
+
+    def _drop_if_done(self, instruction: _Open) -> None:
+        if not instruction.awaited:
+            self._open.pop(instruction.number, None)
+            if instruction.payload.shared is not None:
+                instruction.payload.shared.hide()
+
+    def _accept(self, key: FrameKey, payload: memoryview) -> bool:
+        """Take a complete reply. False: it is no longer awaited."""
+        instruction = self._open.get(key.round_id)
+        if instruction is None or instruction.awaited.get(key.sender) != key.incarnation:
+            return False
+        del instruction.awaited[key.sender]
+        self._drop_if_done(instruction)
+        self.bytes_up += len(payload)
+        self._accepted[key] = None
+        while len(self._accepted) > _KEPT_RECEIPTS:
+            self._accepted.popitem(last=False)
+        return True
+
+    async def _conclude(self, key: FrameKey, payload: memoryview) -> None:
+        """Take a complete reply, and send its receipt: first, as the run may end with this reply."""
+        if self._accept(key, payload):
+            await self._receipt(key)
+            self._settle((key.round_id, key.sender), Answer(payload))
+        else:
+            await self._receipt(key, "nobody waits for this reply any more")
+
+    # Replies in
+
+    async def _on_request(self, sender: Identity, request: UploadRequest, group: asyncio.TaskGroup) -> None:
+        number = request.round_id
+        key = reply_key(self.run_id, number, *_of(sender))
+        if request.transfer != key.transfer:
+            return
+        if key in self._accepted:
+            await self._receipt(key)
+            return
+        instruction = self._open.get(number)
+        if instruction is None or instruction.awaited.get(sender.sender) != sender.incarnation:
+            await self._receipt(key, "nobody waits for this reply any more")
+            return
+        if not 0 < request.total_bytes <= self._max_bytes:
+            why = f"a reply of {request.total_bytes} bytes, at most {self._max_bytes} are accepted (flower.max_bytes)"
+            self._fail(instruction, sender.sender, "refused", f"node {sender.sender}: {why}")
+            await self._receipt(key, why)
+            return
+        if key in self._uploads or key in self._requests or key in self._reading:
+            return
+        upload = _Upload(request, key, time.monotonic())
+        if self._bus.memory.here and is_here(request.memory) and sender not in self._unreadable:
+            self._reading.add(key)
+            group.create_task(self._read(upload), name="hub-read")
+        else:
+            self._requests[key] = upload
+            await self._grant_more()
+
+    async def _read(self, upload: _Upload) -> None:
+        """Take a reply where it lies in its node's memory."""
+        request, key = upload.request, upload.key
+        try:
+            payload = await self._compute.run(read, request.memory, request.total_bytes)
+        except SharedMemoryFault as error:
+            log.warning("no shared memory", node=key.sender, reason=str(error), effect="its replies go over DDS")
+            self._unreadable.add(Identity(key.sender, key.incarnation))
+            self._requests[key] = upload
+            await self._grant_more()
+        else:
+            self._bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(payload)
+            await self._conclude(key, payload)
+        finally:
+            self._reading.discard(key)
+
+    async def _grant_more(self) -> None:
+        while self._requests:
+            key, upload = next(iter(self._requests.items()))
+            in_flight = sum(other.request.total_bytes for other in self._uploads.values())
+            if in_flight and in_flight + upload.request.total_bytes > self._max_bytes:
+                return
+            del self._requests[key]
+            self._uploads[key] = upload
+            upload.progress_s = upload.asked_s = time.monotonic()
+            self._assembler.expect(key, max_bytes=upload.request.total_bytes)
+            await self._publish(Grant(key.sender, key.incarnation, key.round_id, key.transfer))
+
+    def _on_frame(self, message: ClientUpdate, group: asyncio.TaskGroup) -> None:
+        upload = self._uploads.get(message.frame.key)
+        if upload is None or message.frame.total_bytes != upload.request.total_bytes:
+            return
+        try:
+            verdict = self._assembler.feed(message.frame)
+        except FrameError as error:
+            log.warning("frame dropped", node=message.client_id, reason=str(error))
+            return
+        if verdict is not Verdict.REPEATED:
+            upload.progress_s = time.monotonic()
+        if verdict is Verdict.COMPLETE:
+            payload = self._assembler.take(upload.key)
+            del self._uploads[upload.key]
+            self._reading.add(upload.key)
+            group.create_task(self._receive(upload.key, payload), name="hub-receive")
+
+    async def _receive(self, key: FrameKey, payload: memoryview) -> None:
+        try:
+            await self._conclude(key, payload)
+        finally:
+            self._reading.discard(key)
+        await self._grant_more()
+
+    async def _repair(self) -> None:
+        """Request frames that are missing. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(REPAIR_AFTER_S / 2)
+            now_s = time.monotonic()
+            for upload in list(self._uploads.values()):
+                if now_s - max(upload.progress_s, upload.asked_s) < REPAIR_AFTER_S:
+                    continue
+                if now_s - upload.progress_s > STALL_AFTER_S:
+                    self._forget(upload.key)  # its node repeats the request when it can
+                    continue
+                upload.asked_s = now_s
+                key, missing = upload.key, self._assembler.missing(upload.key)
+                if missing is None:
+                    await self._publish(Grant(key.sender, key.incarnation, key.round_id, key.transfer))
+                else:
+                    await self._publish(
+                        RetransmitRequest(key.sender, key.incarnation, key.round_id, key.transfer, list(missing))
+                    )
+            await self._grant_more()
+
+    def _forget(self, key: FrameKey) -> None:
+        self._uploads.pop(key, None)
+        self._requests.pop(key, None)
+        self._assembler.forget(key)
+
+    async def _receipt(self, key: FrameKey, refusal: str = "") -> None:
+        await self._publish(
+            Receipt(key.sender, key.incarnation, self.run_id, key.round_id, key.transfer, not refusal, refusal)
+        )
+
+    # Instructions over DDS
+
+    def _on_model_request(self, node: int, need: ModelRequest, group: asyncio.TaskGroup) -> None:
+        instruction = self._open.get(need.round_id)
+        if instruction is None or node not in instruction.awaited:
+            return
+        frames = chunk_count(len(instruction.payload.data))
+        wanted = [seq for seq in need.seqs if seq < frames] if need.seqs else range(frames)
+        quota = max(RESEND_TIMES * frames, RESEND_FRAMES)
+        if not instruction.queue.request(node, instruction.number, wanted, quota):
+            if instruction.queue.exhaust(node, quota) is not None:
+                log.warning("too many requests for frames", node=node, number=instruction.number, limit=quota)
+            return
+        if self._resending is None or self._resending.done():
+            self._resending = group.create_task(self._resend(), name="hub-resend")
+
+    async def _resend(self) -> None:
+        while (instruction := next((one for one in self._open.values() if one.queue), None)) is not None:
+            _, seqs = instruction.queue.begin()
+            key = instruction_key(self.run_id, instruction.number, self._identity.incarnation, instruction.signature)
+            with contextlib.suppress(BarrierTimeout):  # who asks has just opened its reader
+                await self._bus.matched(lambda: self._bus.matched_readers(ModelBlob) > 0, timeout_s=MATCHED_S)
+            try:
+                await self._bus.send_model(key, instruction.payload.data, only=sorted(seqs))
+            except BusError as error:  # who misses it requests it again
+                log.warning("message not sent", number=instruction.number, reason=str(error))
+            finally:
+                instruction.queue.done()
+
+    async def _publish(self, body: Body) -> None:
+        with contextlib.suppress(BusError):  # everything is repeated, by this side or the other
+            await self._bus.publish(self._identity, body)
+
+
+def _of(identity: Identity) -> tuple[int, int]:
+    return identity.sender, identity.incarnation
+
+
+__all__ = ["Address", "Answer", "MessageHub"]

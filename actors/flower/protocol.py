@@ -1,0 +1,78 @@
+"""What hub and nodes agree on: which control messages mean what, sizes, and how often things are repeated.
+
+The messages are those of a federated run. An *instruction* is a payload for one or more nodes. It has a number, which
+stands where a round's stands: RoundTerms name its nodes, ModelAvailable its size and where it lies in shared memory,
+frames of a model carry it elsewhere. A reply is an update of that round.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
+from gradbus.runtime.wire.frames import CHUNK_BYTES, CONTROLLER, MAX_FRAMES, FrameKey, Kind
+
+CODEC = "flower"  # of a Welcome: what updates hold
+HEARTBEAT_S = 1.0
+MAX_NODES = 4096
+MAX_PARTITIONS = 1 << 20
+MAX_OPEN = 4096  # instructions without all their replies
+DEFAULT_MAX_BYTES = 8 << 30
+_MARK = zlib.crc32(b"gradbus.flower.1") << 32
+
+
+def layout_of(num_partitions: int) -> int:
+    """The ``layout`` of a node's Hello: it marks a node of Flower apps, and has the number of partitions, 32 bits."""
+    return _MARK | num_partitions
+
+
+def partitions_of(layout: int) -> int | None:
+    """The number of partitions that a layout names; None: it is not that of a node of Flower apps."""
+    return layout & 0xFFFF_FFFF if layout & ~0xFFFF_FFFF == _MARK else None
+
+
+def instruction_key(run_id: int, number: int, session: int, signature: str = "") -> FrameKey:
+    """The key of an instruction's frames. ``session``: the incarnation of the hub."""
+    return FrameKey(Kind.MODEL, run_id, number, CONTROLLER, session, number, signature)
+
+
+def reply_key(run_id: int, number: int, node: int, incarnation: int) -> FrameKey:
+    """The key of a reply's frames."""
+    return FrameKey(Kind.UPDATE, run_id, number, node, incarnation, number)
+
+
+def check_max_bytes(max_bytes: int) -> None:
+    """Raises ConfigError: a payload of this size cannot be sent."""
+    limit = CHUNK_BYTES * MAX_FRAMES
+    if not 1 << 10 <= max_bytes <= limit:
+        raise ConfigError(
+            f"the largest message must have 1 KiB to {limit >> 40} TiB, got {max_bytes} bytes: set flower.max_bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A payload to send.
+
+    Attributes:
+        data: its bytes, contiguous.
+        shared: the same in memory that processes of this machine may read; None: there is none.
+    """
+
+    data: memoryview
+    shared: SharedPayload | None
+
+    @property
+    def place(self) -> str:
+        """Where it lies in shared memory; empty: nowhere."""
+        return "" if self.shared is None else self.shared.place
+
+
+def make_payload(memory: PayloadMemory, parts: list[bytes | memoryview]) -> Payload:
+    """Put the parts of a payload together, with one copy: into shared memory where there is some."""
+    shared = memory.put(*parts)
+    if shared is not None:
+        return Payload(shared.payload, shared)
+    return Payload(memoryview(b"".join(parts)), None)

@@ -1,0 +1,199 @@
+"""How long rounds of a Flower app take, over the bus and with Flower's own SuperLink and SuperNodes, by turns.
+
+The app has one array of the given size, and clients that return it at once, so a round is what lies between. FedAvg of
+Flower aggregates in both. It runs in the environment that ``make setup-flower`` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.bench.timing import by_turns
+from gradbus.experiments.cli.exit_codes import NoData
+
+PROGRAMS = Path(".venv-flower/bin")
+SIZES = (4_800_000, 100_000_000, 500_000_000)  # bytes of the model
+CLIENTS = 2
+ROUNDS = 3
+ENDS_S = 500.0
+_PROJECT = """
+[project]
+name = "echo"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[tool.flwr.app]
+publisher = "gradbus"
+[tool.flwr.app.components]
+serverapp = "echo.server_app:app"
+clientapp = "echo.client_app:app"
+[tool.flwr.app.config]
+rounds = 3
+values = 10
+"""
+_CLIENT = """
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+app = ClientApp()
+@app.train()
+def train(message, context):
+    metrics = MetricRecord({"num-examples": 1})
+    return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+"""
+_SERVER = """
+import time
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+app = ServerApp()
+@app.main()
+def main(grid, context):
+    while len(list(grid.get_node_ids())) < 2:
+        time.sleep(0.2)
+    arrays = ArrayRecord([np.arange(context.run_config["values"], dtype=np.float32)])
+    clock = lambda number, arrays: print(f"round {number} at {time.monotonic():.4f}", flush=True)
+    FedAvg(fraction_evaluate=0.0).start(
+        grid=grid, initial_arrays=arrays, num_rounds=context.run_config["rounds"], evaluate_fn=clock
+    )
+"""
+_CONFIG = """
+[superlink]
+default = "here"
+[superlink.here]
+address = "127.0.0.1:8000"
+insecure = true
+"""
+
+
+def write_app(folder: Path) -> Path:
+    """Write the app. Returns its folder."""
+    app = folder / "echo"
+    (app / "echo").mkdir(parents=True)
+    for name, text in {
+        "pyproject.toml": _PROJECT, "echo/__init__.py": "", "echo/client_app.py": _CLIENT,
+        "echo/server_app.py": _SERVER,
+    }.items():  # fmt: skip
+        (app / name).write_text(text, encoding="utf-8")
+    return app
+
+
+@contextmanager
+def process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A program of the environment, with what it prints in a file; ended afterwards."""
+    with log.open("wb") as output:
+        running = subprocess.Popen(
+            [str(PROGRAMS.resolve() / command[0]), *command[1:]], stdout=output, stderr=subprocess.STDOUT,
+            env=environment,
+        )  # fmt: skip
+        try:
+            yield running
+        finally:
+            running.terminate()
+            try:
+                running.wait(20)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+
+
+def round_seconds(printed: str) -> list[float]:
+    """Seconds of each round, from the times that the app has printed."""
+    at_s = [float(text) for text in re.findall(r"round \d+ at ([\d.]+)", printed)]
+    if len(at_s) != ROUNDS + 1:
+        raise RuntimeError(f"expected {ROUNDS} rounds, got {len(at_s) - 1}: {printed[-2000:]}")
+    return [after - before for before, after in pairwise(at_s)]
+
+
+def over_the_bus(size_bytes: int, *, shared_memory: bool = True) -> float:
+    """Median seconds of a round with ``gradbus flower``."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        app = write_app(folder)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        options = ["--set", f"bus.shared_memory={str(shared_memory).lower()}", "--set", f"bus.job=bench-{os.getpid()}"]
+        config = f"values={size_bytes // 4} rounds={ROUNDS}"
+        command = ["gradbus", "flower", "run", str(app), "--run-config", config, *options]
+        server = stack.enter_context(process(command, folder / "run.txt", environment))
+        for one in range(CLIENTS):
+            node = ["gradbus", "flower", "node", str(app), "--partition", str(one), "--of", str(CLIENTS), *options]
+            stack.enter_context(process(node, folder / f"node-{one}.txt", environment))
+        server.wait(ENDS_S)
+        return statistics.median(round_seconds((folder / "run.txt").read_text(encoding="utf-8")))
+
+
+def over_superlink(size_bytes: int) -> float:
+    """Median seconds of a round with SuperLink, SuperNodes and ``flwr run``, on this machine without encryption."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        app = write_app(folder)
+        (folder / "config.toml").write_text(_CONFIG, encoding="utf-8")
+        path = f"{PROGRAMS.resolve()}{os.pathsep}{os.environ['PATH']}"
+        own = {"FLWR_HOME": name, "FLWR_TELEMETRY_ENABLED": "0", "PATH": path, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **own}
+        link = ["flower-superlink", "--insecure", "--disable-runtime-dependency-installation"]
+        stack.enter_context(process(link, folder / "link.txt", environment))
+        _until_printed(folder / "link.txt", "Uvicorn running")
+        for one in range(CLIENTS):
+            node = ["flower-supernode", "--insecure", "--superlink", "127.0.0.1:8000", "--host", "127.0.0.1"]
+            node += ["--port", str(9194 + one), "--node-config", f"partition-id={one} num-partitions={CLIENTS}"]
+            stack.enter_context(process(node, folder / f"node-{one}.txt", environment))
+        config = f"values={size_bytes // 4} rounds={ROUNDS}"
+        command = ["flwr", "run", str(app), "here", "--stream", "--run-config", config]
+        running = stack.enter_context(process(command, folder / "run.txt", environment))
+        running.wait(ENDS_S)
+        return statistics.median(round_seconds((folder / "run.txt").read_text(encoding="utf-8")))
+
+
+def _until_printed(log: Path, text: str, limit_s: float = 60.0) -> None:
+    until_s = time.monotonic() + limit_s
+    while text not in log.read_text(encoding="utf-8", errors="replace"):
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"not printed within {limit_s:g} s: {text}")
+        time.sleep(0.1)
+
+
+def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Each size both ways, by turns, and over DDS alone. Raises NoData: Flower is not set up."""
+    if not (PROGRAMS / "flwr").exists():
+        raise NoData("Flower is not set up here: make setup-flower")
+    for size_bytes in chosen.bytes or SIZES:
+        taken = by_turns(
+            {
+                "one host": partial(over_the_bus, size_bytes),
+                "DDS only": partial(over_the_bus, size_bytes, shared_memory=False),
+                "SuperLink": partial(over_superlink, size_bytes),
+            },
+            chosen.launches,
+        )
+        for way in ("one host", "DDS only"):
+            yield measurement(
+                f"round of a Flower app, {size_bytes / 1e6:.3g} MB, {CLIENTS} nodes, {way}", "s", taken[way],
+                against=("SuperLink", taken["SuperLink"]), note=f"median of {ROUNDS} rounds in each launch",
+            )  # fmt: skip
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bytes", type=int, action="append", help="of the model; may be repeated")
+    parser.add_argument("--launches", type=int, default=1, help="of each way")
+
+
+BENCHMARK = Benchmark(__doc__ or "", {"rounds": Part(measure, "rounds of Flower apps", 300)}, _options)

@@ -1,0 +1,122 @@
+"""``gradbus flower run`` and ``gradbus flower node``: a Flower app over the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from gradbus.experiments.amounts import size
+from gradbus.experiments.buses import check, open_bus
+from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.settings import Positive, Settings, load_settings
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.tasks import single_error
+
+if TYPE_CHECKING:
+    from gradbus.actors.flower.apps import FlowerApp
+    from gradbus.actors.flower.node import NodeSummary
+
+log = get_logger("flower")
+
+
+class FlowerSettings(Settings):
+    """Of a Flower app; see docs/flower.md."""
+
+    max_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 40)] = 8 << 30
+    """The largest message that is accepted, bytes. At most so many bytes of replies are under way at the same time."""
+    controller_timeout_s: Positive = 120.0
+    """Seconds without a message of a controller after which a node gives up."""
+    dead_after_s: Positive = 30.0
+    """Silence, in seconds, after which a node that has nothing to do gets no new messages."""
+
+
+class FlowerFile(Settings):
+    """Settings of ``gradbus flower``."""
+
+    bus: BusSettings = Field(default_factory=BusSettings)
+    flower: FlowerSettings = Field(default_factory=FlowerSettings)
+
+
+def read_flower_file(path: Path | None, overrides: Sequence[str]) -> FlowerFile:
+    """Settings from a file, the environment and ``--set``. Raises ConfigError."""
+    ours = ("GRADBUS_BUS__", "GRADBUS_FLOWER__")
+    environment = {name: text for name, text in os.environ.items() if name.upper().startswith(ours)}
+    file = load_settings(FlowerFile, path, overrides=overrides, environment=environment)
+    check(file.bus)
+    return file
+
+
+def open_app(path: Path) -> FlowerApp:
+    """The Flower app in a folder. Raises ConfigError: there is none, or no Flower."""
+    if find_spec("flwr") is None:
+        raise ConfigError(
+            "gradbus flower needs the package flwr, which is not installed here. It asks for older packages than "
+            "gradbus does, so give it an environment of its own, with the extra gradbus[flower]: in a checkout, "
+            "make setup-flower, then .venv-flower/bin/gradbus; see docs/flower.md"
+        )
+    from gradbus.actors.flower.apps import read_app, without_telemetry
+
+    without_telemetry()
+    return read_app(path)
+
+
+async def run_server(file: FlowerFile, app: FlowerApp, server_app: Any, overrides: dict[str, Any]) -> str:
+    """Run a ServerApp for the nodes of the job. Returns a summary.
+
+    Raises:
+        JobInUse: the job has a controller. And what the ServerApp raises.
+    """
+    from flwr.supercore.run import Run
+
+    from gradbus.actors.flower.apps import make_context
+    from gradbus.actors.flower.grid import BusGrid
+    from gradbus.actors.flower.hub import MessageHub
+
+    run_id = secrets.randbits(62) + 1
+    context = make_context(app, run_id, overrides, None)
+    async with open_bus(file.bus) as bus:
+        hub = MessageHub(
+            bus, run_id=run_id, options=overrides, max_bytes=file.flower.max_bytes,
+            dead_after_s=file.flower.dead_after_s,
+        )  # fmt: skip
+        grid = BusGrid(hub, bus.memory, asyncio.get_running_loop(), Run.create_empty(run_id))
+        try:
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(hub.run(), name="hub")
+                await hub.started.wait()
+                log.info("waiting for nodes", job=bus.job, run=f"{run_id:016x}")
+                try:
+                    await off_the_loop(lambda: server_app(grid=grid, context=context), "serverapp")
+                except Exception as error:
+                    await hub.end(ok=False, reason=f"the ServerApp failed: {type(error).__name__}: {error}")
+                    raise
+                await hub.end(ok=True, reason="the ServerApp has ended")
+                serving.cancel()
+        except BaseExceptionGroup as errors:
+            raise single_error(errors) from None
+        return f"messages down {size(hub.bytes_down)}, up {size(hub.bytes_up)}"
+
+
+async def run_node(
+    file: FlowerFile, app: FlowerApp, client_app: Any, partition: int, num_partitions: int
+) -> NodeSummary:
+    """Run a node until the run has ended. Raises as :meth:`.MessageNode.run`."""
+    from gradbus.actors.flower.apps import ClientAppAnswering
+    from gradbus.actors.flower.node import MessageNode
+
+    async with open_bus(file.bus) as bus:
+        node = MessageNode(
+            bus, ClientAppAnswering(app, client_app, partition, num_partitions), partition=partition,
+            num_partitions=num_partitions, controller_timeout_s=file.flower.controller_timeout_s,
+            max_bytes=file.flower.max_bytes,
+        )  # fmt: skip
+        return await node.run()

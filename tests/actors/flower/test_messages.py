@@ -1,0 +1,246 @@
+"""Instructions and replies between a hub and its nodes, over real DDS; without Flower."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+from dds_domains import new_domain
+from patience import eventually
+
+import gradbus
+from gradbus.actors.flower.hub import Answer, MessageHub
+from gradbus.actors.flower.node import MessageNode, NodeSummary
+from gradbus.actors.flower.protocol import layout_of, make_payload, partitions_of
+from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
+from gradbus.runtime.fast_paths import has_memfd
+
+RUN = 77
+_jobs = itertools.count()
+
+
+class Reversing:
+    """Answers with the payload's bytes reversed, and its own name before them. ``gate``: what it waits for."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name.encode()
+        self.runs: list[tuple[int, dict[str, Any]]] = []
+        self.asked: list[int] = []
+        self.gate: Callable[[], object] = lambda: None
+
+    def begin(self, run_id: int, options: Mapping[str, Any]) -> None:
+        self.runs.append((run_id, dict(options)))
+
+    def answer(self, payload: memoryview, number: int) -> list[bytes | memoryview]:
+        self.asked.append(number)
+        self.gate()
+        return [self.name, payload[::-1].tobytes()]
+
+    def refuse(self, reason: str) -> list[bytes | memoryview]:
+        return [f"refused: {reason}".encode()]
+
+
+class Scene:
+    """A hub, and nodes that come and go, each with a bus of its own."""
+
+    def __init__(self, *, shared_memory: bool = True) -> None:
+        self.place = {"job": f"hub-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), "shared_memory": shared_memory}
+        self.tasks: dict[int, asyncio.Task[NodeSummary]] = {}
+
+    @contextlib.asynccontextmanager
+    async def hub(self, **settings: Any) -> AsyncIterator[MessageHub]:
+        """A hub that serves; at the end it tells its nodes that all is done."""
+        async with gradbus.connect(**self.place) as bus:
+            hub = MessageHub(bus, run_id=RUN, **settings)
+            serving = asyncio.create_task(hub.run())
+            try:
+                await hub.started.wait()
+                yield hub
+                await hub.end(ok=True, reason="done")
+                await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+            finally:
+                for task in (serving, *self.tasks.values()):
+                    task.cancel()
+                await asyncio.gather(serving, *self.tasks.values(), return_exceptions=True)
+
+    def start(self, partition: int, answering: Any, *, of: int = 2, **settings: Any) -> asyncio.Task[NodeSummary]:
+        """Start a node."""
+
+        async def run() -> NodeSummary:
+            async with gradbus.connect(**self.place) as bus:
+                return await MessageNode(bus, answering, partition=partition, num_partitions=of, **settings).run()
+
+        self.tasks[partition] = asyncio.create_task(run())
+        return self.tasks[partition]
+
+
+async def ready(hub: MessageHub, *nodes: int) -> None:
+    await eventually(lambda: hub.nodes() == list(nodes))
+
+
+async def push(hub: MessageHub, nodes: list[int], data: bytes, ttl_s: float = 60.0) -> int:
+    return await hub.push(nodes, make_payload(hub._bus.memory, [data[:5], data[5:]]), ttl_s)
+
+
+async def answers(hub: MessageHub, number: int, *nodes: int) -> dict[int, Answer]:
+    """The answers of these nodes."""
+    found: dict[int, Answer] = {}
+    async with asyncio.timeout(30):
+        while len(found) < len(nodes):
+            came = await hub.collect([(number, node) for node in nodes if node not in found], 1.0)
+            found |= {node: answer for (_, node), answer in came.items()}
+    return found
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("size_bytes", [100, 3_000_001])
+def test_each_node_answers_and_the_bytes_arrive(size_bytes: int, shared_memory: bool) -> None:
+    async def run() -> None:
+        scene, data = Scene(shared_memory=shared_memory), os.urandom(size_bytes)
+        async with scene.hub(options={"lr": 0.5}) as hub:
+            answering = [Reversing("zero"), Reversing("one")]
+            nodes = [scene.start(index, one) for index, one in enumerate(answering)]
+            await ready(hub, 0, 1)
+            for number in (1, 2):
+                assert await push(hub, [0, 1], data) == number
+                found = await answers(hub, number, 0, 1)
+                assert bytes(found[0].payload or b"") == b"zero" + data[::-1]
+                assert bytes(found[1].payload or b"") == b"one" + data[::-1]
+            if has_memfd() and size_bytes > 100_000:
+                assert bool(hub._bus.memory.read_bytes) is shared_memory
+        assert answering[0].runs == [(RUN, {"lr": 0.5})]
+        assert [node.result().answered for node in nodes] == [2, 2]
+
+    asyncio.run(run())
+
+
+def test_a_node_that_is_gone_fails_at_once_and_answers_again_when_it_is_back() -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            stuck, other = Reversing("old"), Reversing("other")
+            release = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            stuck.gate = lambda: asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+            scene.start(0, stuck)
+            scene.start(1, other)
+            await ready(hub, 0, 1)
+            number = await push(hub, [0, 1], b"instruction")
+            await eventually(lambda: stuck.asked == [number])
+            scene.tasks[0].cancel()
+            release.set()
+            found = await answers(hub, number, 0, 1)
+            assert found[0].kind == "gone"
+            assert "node 0 is gone" in found[0].failure
+            assert bytes(found[1].payload or b"") == b"other" + b"instruction"[::-1]
+            missing = await push(hub, [0], b"instruction")
+            assert (await answers(hub, missing, 0))[0].kind == "gone"
+            scene.start(0, Reversing("new"))
+            await ready(hub, 0, 1)
+            again = await push(hub, [0], b"instruction")
+            assert bytes((await answers(hub, again, 0))[0].payload or b"") == b"new" + b"instruction"[::-1]
+
+    asyncio.run(run())
+
+
+def test_a_message_without_a_reply_in_its_time_fails() -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            slow = Reversing()
+            release = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            slow.gate = lambda: asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+            scene.start(0, slow)
+            await ready(hub, 0)
+            number = await push(hub, [0], b"instruction", ttl_s=0.2)
+            assert (await answers(hub, number, 0))[0].kind == "expired"
+            release.set()
+            slow.gate = lambda: None
+            again = await push(hub, [0], b"another")
+            assert bytes((await answers(hub, again, 0))[0].payload or b"") == b"rehtona"
+
+    asyncio.run(run())
+
+
+def test_messages_beyond_the_limits_are_refused_on_both_sides_before_they_are_read() -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub(max_bytes=20_000) as hub:
+            scene.start(0, Reversing(), max_bytes=30_000)
+            await ready(hub, 0)
+            number = await push(hub, [0], bytes(40_000))
+            refusal = bytes((await answers(hub, number, 0))[0].payload or b"")
+            assert b"a message of 40000 bytes, at most 30000 are accepted" in refusal
+            number = await push(hub, [0], bytes(25_000))
+            answer = (await answers(hub, number, 0))[0]
+            assert answer.kind == "refused"
+            assert "a reply of 25000 bytes, at most 20000" in answer.failure
+
+    asyncio.run(run())
+
+
+def test_nodes_that_do_not_fit_are_refused_with_the_reason() -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            scene.start(0, Reversing(), of=2)
+            await ready(hub, 0)
+            with pytest.raises(JoinRefused, match=r"3 partitions, and node 0 says 2: give all nodes the same --of"):
+                await scene.start(1, Reversing(), of=3)
+
+    asyncio.run(run())
+
+
+def test_a_node_outlives_its_hub_and_takes_part_in_the_next_run() -> None:
+    async def run() -> None:
+        scene, answering = Scene(), Reversing("same")
+        async with gradbus.connect(**scene.place) as bus:
+            first = MessageHub(bus, run_id=1)
+            serving = asyncio.create_task(first.run())
+            await first.started.wait()
+            node = scene.start(0, answering)
+            await ready(first, 0)
+            assert (await answers(first, await push(first, [0], b"1"), 0))[0].payload is not None
+            serving.cancel()
+        async with scene.hub() as hub:
+            await ready(hub, 0)
+            assert (await answers(hub, await push(hub, [0], b"2"), 0))[0].payload is not None
+        assert [run_id for run_id, _ in answering.runs] == [1, RUN]
+        assert node.result().answered == 2
+
+    asyncio.run(run())
+
+
+def test_the_error_of_the_server_ends_its_nodes_with_the_reason() -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            node = scene.start(0, Reversing())
+            await ready(hub, 0)
+            await hub.end(ok=False, reason="the ServerApp failed: ValueError: no")
+            with pytest.raises(TrainingFailed, match="the ServerApp failed: ValueError: no"):
+                await node
+
+    asyncio.run(run())
+
+
+def test_wrong_settings_of_a_node_are_refused_at_the_start() -> None:
+    async def run() -> None:
+        async with gradbus.connect(**Scene().place) as bus:
+            with pytest.raises(ConfigError, match="partition 2 of 2: partitions count from 0, so give one of 0 to 1"):
+                MessageNode(bus, Reversing(), partition=2, num_partitions=2)
+            with pytest.raises(ConfigError, match=r"set flower\.max_bytes"):
+                MessageHub(bus, run_id=1, max_bytes=5)
+
+    asyncio.run(run())
+
+
+def test_the_layout_of_a_hello_tells_nodes_of_flower_apps_from_clients() -> None:
+    assert partitions_of(layout_of(5)) == 5
+    assert partitions_of(5) is None

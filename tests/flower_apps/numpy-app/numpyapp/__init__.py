@@ -1,0 +1,1 @@
+"""A Flower app with NumPy, by client_fn and NumPyClient."""

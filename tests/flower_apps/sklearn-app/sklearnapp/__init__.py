@@ -1,0 +1,1 @@
+"""A Flower app with scikit-learn, by messages."""

@@ -1,0 +1,174 @@
+"""Checks that need flwr, for an environment that has it: ``PYTHON flower_checks.py DOMAIN``. Prints ``ok``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.run import Run
+from typer.testing import CliRunner
+
+import gradbus
+from gradbus.actors.flower.apps import ClientAppAnswering, FlowerApp, make_context
+from gradbus.actors.flower.grid import NODE_ID_BASE, BusGrid
+from gradbus.actors.flower.hub import MessageHub
+from gradbus.actors.flower.node import MessageNode
+from gradbus.actors.flower.payload import decode, encode
+from gradbus.experiments.cli.main import app as command_line
+from gradbus.runtime.errors import FrameError
+
+APPS = Path(__file__).parents[1] / "flower_apps"
+APP = FlowerApp(Path("/nowhere"), "s:app", "c:app", {"lr": 0.1})
+
+
+def a_message(content: RecordDict | None = None, node: int = NODE_ID_BASE) -> Message:
+    make_context(APP, 5, {}, None)
+    return Message(content if content is not None else some_content(), node, "train")
+
+
+def some_content() -> RecordDict:
+    rng = np.random.default_rng(1)
+    arrays = [rng.normal(size=(7, 5)), np.zeros(0), np.arange(9, dtype=np.int64)]
+    return RecordDict(
+        {
+            "arrays": ArrayRecord(arrays),
+            "config": ConfigRecord({"round": 3, "name": "x", "raw": b"\0\1", "list": [1.5, 2.5]}),
+            "more": ArrayRecord([np.ones((2, 2), np.float32)]),
+            "metrics": MetricRecord({"loss": 0.25, "counts": [1, 2]}),
+        }
+    )
+
+
+def payload() -> None:
+    """Messages survive as payloads, and what is altered is refused, never taken apart further."""
+    message = a_message()
+    whole = b"".join(encode(message))
+    found = decode(whole)
+    assert found.content == message.content
+    assert vars(found.metadata).items() >= {"_run_id": 5, "_message_type": "train", "_dst_node_id": 1000}.items()
+    assert decode(b"".join(encode(a_message(RecordDict())))).content == RecordDict()
+    generator, refused = random.Random(2), 0
+    for _ in range(300):
+        altered = bytearray(whole[: generator.choice([len(whole), generator.randrange(len(whole))])])
+        for _ in range(generator.randrange(4)):
+            if altered:
+                altered[generator.randrange(min(len(altered), 200))] = generator.randrange(256)
+        try:
+            decode(bytes(altered))
+        except FrameError:
+            refused += 1
+    assert refused > 200, refused
+
+
+def grid() -> None:
+    """The grid with two nodes: replies, errors of the app, state, nodes that are not there, time-outs, late pulls."""
+    os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+    app = ClientApp()
+    release = threading.Event()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        counts = context.state.get("counts", MetricRecord({"seen": 0}))
+        context.state["counts"] = MetricRecord({"seen": counts["seen"] + 1})
+        if message.content["config"].get("fail"):
+            raise ValueError("no such data")
+        if message.content["config"].get("wait"):
+            release.wait(20)
+        told = {"seen": context.state["counts"]["seen"], "partition": context.node_config["partition-id"]}
+        content = RecordDict({"arrays": message.content["arrays"], "metrics": MetricRecord(told)})
+        return Message(content, reply_to=message)
+
+    async def run() -> None:
+        place = {"job": f"grid-{os.getpid()}", "domain": int(sys.argv[1])}
+        async with (
+            gradbus.connect(**place) as bus,
+            gradbus.connect(**place) as first,
+            gradbus.connect(**place) as second,
+        ):
+            hub = MessageHub(bus, run_id=5)
+            serving = asyncio.create_task(hub.run())
+            await hub.started.wait()
+            nodes = [
+                asyncio.create_task(
+                    MessageNode(one, ClientAppAnswering(APP, app, index, 2), partition=index, num_partitions=2).run()
+                )
+                for index, one in enumerate((first, second))
+            ]
+            over = BusGrid(hub, bus.memory, asyncio.get_running_loop(), Run.create_empty(5))
+            await asyncio.to_thread(calls, over, release)
+            await hub.end(ok=True, reason="done")
+            await asyncio.gather(*nodes)
+            serving.cancel()
+
+    asyncio.run(run())
+
+
+def calls(over: BusGrid, release: threading.Event) -> None:
+    both = [NODE_ID_BASE, NODE_ID_BASE + 1]
+    while list(over.get_node_ids()) != both:
+        release.wait(0.02)
+    assert [node.node_id for node in over.get_nodes()] == both
+    assert over.run.run_id == 5
+
+    def content(**config: Any) -> RecordDict:
+        arrays = ArrayRecord([np.arange(30_000, dtype=np.float64)])
+        return RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
+
+    same = content(ok=True)
+    for seen in (1, 2):  # the state of a node lasts from one message to the next
+        sent = [a_message(same, node) for node in reversed(both)]
+        replies = list(over.send_and_receive(sent))
+        assert [reply.content["metrics"]["partition"] for reply in replies] == [1, 0]
+        assert [reply.content["metrics"]["seen"] for reply in replies] == [seen, seen]
+        assert [reply.metadata.reply_to_message_id for reply in replies] == [one.metadata.message_id for one in sent]
+        assert [reply.metadata.src_node_id for reply in replies] == list(reversed(both))
+        assert all(reply.content["arrays"] == same["arrays"] for reply in replies)
+    failed, fine, absent = over.send_and_receive(
+        [a_message(content(fail=True)), a_message(same, both[1]), a_message(same, NODE_ID_BASE + 7)]
+    )
+    assert failed.has_error()
+    assert failed.error.reason == "ValueError: no such data"
+    assert fine.has_content()
+    assert absent.error.code == 5, absent.error  # NODE_UNAVAILABLE
+    assert list(over.send_and_receive([a_message(content(wait=True))], timeout=0.2)) == []
+    release.set()
+    ids = list(over.push_messages([over.create_message(same, "train", both[1], "group")]))
+    pulled: list[Message] = []
+    while not pulled:
+        pulled = list(over.pull_messages(ids))
+    assert pulled[0].metadata.group_id == "group"
+    assert list(over.pull_messages(ids)) == []
+    refusal = ""
+    try:
+        over.push_messages([Message(same, reply_to=pulled[0])])
+    except ValueError as error:
+        refusal = str(error)
+    assert "no reply_to_message_id" in refusal
+
+
+def refusals() -> None:
+    """What is no app, and values for keys that the app does not have, are refused with what was expected."""
+    for app, options, said in (
+        ("nowhere", [], "expected the folder of a Flower app"),
+        (".", [], "is no Flower app"),
+        ("numpy-app", ["--run-config", "rounds=5"], "has no key 'rounds' in [tool.flwr.app.config]; it has learning"),
+        ("numpy-app", ["--run-config", "5"], "expected keys and values"),
+    ):
+        ended = CliRunner().invoke(command_line, ["flower", "run", str(APPS / app), *options])
+        assert ended.exit_code == 2, ended.output
+        assert said in " ".join(ended.output.split()), ended.output
+
+
+if __name__ == "__main__":
+    payload()
+    refusals()
+    grid()
+    print("ok")
