@@ -52,8 +52,8 @@ class TaskSettings(Settings):
     download: bool = True
     """Whether MNIST is fetched if it is missing."""
     partition: str | dict[str, Any] = "iid"
-    """How the training set is divided: iid, dirichlet, shards, by_label, or an object with a `kind` and its options,
-    such as {"kind": "dirichlet", "alpha": 0.5}."""
+    """How the training set is divided: iid, dirichlet, shards, by_label, quantity, feature, natural, or an object with
+    a `kind` and its options, such as {"kind": "dirichlet", "alpha": 0.5}; see docs/partitions.md."""
     num_clients: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Number of shares that the training set is cut into, if the controller expects fewer clients or does not know how
     many."""

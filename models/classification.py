@@ -167,12 +167,15 @@ class ClassificationTask(ShardedTraining):
 
     def share(self, client_id: int) -> Tensor:
         """Indices of this client's samples in ``data.train``: int64 (K,), sorted."""
-        labels = self.data.train.labels.cpu()
+        train = self.data.train
+        labels = train.labels.cpu()
         with self._lock:
             if not 0 <= client_id < self.num_clients:
                 raise ValueError(f"client_id must be in 0..{self.num_clients - 1}, got {client_id}")
             if self._shares is None:
-                self._shares = partitions.make(self._partition, labels, self.num_clients, self.seed)
+                self._shares = partitions.make(
+                    self._partition, labels, self.num_clients, self.seed, samples=train.images
+                )
             return self._shares[client_id]
 
     def train(  # noqa: PLR0913 (the public signature)

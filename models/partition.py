@@ -1,9 +1,9 @@
 """Partitions of the training set among the clients.
 
-A partitioner is a pure function of the labels, the number of clients and a seed. Every process computes the whole
-partition (a few milliseconds) and takes its own share; the random numbers come from PyTorch and NumPy, whose versions
-should therefore be the same on all nodes. Each returns one int64 tensor of sorted indices per client. No index appears
-twice, and all appear, except with ``by_label``.
+A partitioner is a pure function of the labels, the number of clients and a seed; ``feature`` looks at the samples, too.
+Every process computes the whole partition (a few milliseconds) and takes its own share; the random numbers come from
+PyTorch and NumPy, whose versions should therefore be the same on all nodes. Each returns one int64 tensor of sorted
+indices per client. No index appears twice, and all appear, except with ``by_label``.
 """
 
 from __future__ import annotations
@@ -132,22 +132,120 @@ def by_label(
     return _sorted([torch.cat(pieces) for pieces in shares])
 
 
+def quantity(labels: Tensor, clients: int, seed: int = 0, *, alpha: float = 0.5, min_samples: int = 1) -> list[Tensor]:
+    """Shuffle, then cut into parts whose sizes are drawn from a symmetric Dirichlet distribution: clients differ in
+    how many samples they have, and not in which.
+
+    Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos (arXiv:2102.02079), "quantity skew"; here each client
+    has ``min_samples`` first, and what is left is divided by the proportions. A small ``alpha`` > 0 gives few clients
+    most of the samples.
+
+    Raises:
+        ValueError: arguments out of range, or fewer samples than all need.
+    """
+    _check_clients(labels, clients)
+    if not alpha > 0 or min_samples < 1:
+        raise ValueError(f"quantity: need alpha > 0 and min_samples >= 1, got {alpha} and {min_samples}")
+    left = len(labels) - min_samples * clients
+    if left < 0:
+        raise ValueError(f"quantity: {clients} clients need {min_samples} samples each, there are {len(labels)}")
+    # Of gamma variates, whose sum may be 0 with a tiny alpha: then one client has all that is left.
+    drawn = np.random.default_rng(derive_seed("quantity", seed)).standard_gamma(alpha, clients)
+    proportions = drawn / drawn.sum() if drawn.sum() > 0 else np.eye(1, clients)[0]
+    ends = np.floor(np.cumsum(proportions) * left).astype(int).clip(max=left)
+    ends[-1] = left
+    sizes = np.diff(ends, prepend=0) + min_samples
+    order = torch.randperm(len(labels), generator=seeded_generator("quantity", seed))
+    return _sorted(torch.split(order, sizes.tolist()))
+
+
+def feature(
+    labels: Tensor, clients: int, seed: int = 0, *, samples: Tensor, by: str = "mean", skew: float = 1.0
+) -> list[Tensor]:
+    """Give each client samples that look alike: sort by a feature, and cut into equal parts, which are dealt out at
+    random.
+
+    As where sites have different scanners or cameras; Li et al. (arXiv:2102.02079), "feature distribution skew", make
+    it by noise instead, where here no sample is changed.
+
+    Args:
+        samples: (N, ...), of the data set.
+        by: ``mean`` of the values of a sample, which is the brightness of an image, or their ``spread``, its contrast.
+        skew: 1: all is sorted; 0: nothing, as ``iid``. Between them the place of a sample is so much that in the sorted
+            order, and for the rest one at random.
+
+    Raises:
+        ValueError: arguments out of range.
+    """
+    _check_clients(labels, clients)
+    if by not in _FEATURES or not 0 <= skew <= 1:
+        raise ValueError(f"feature: need by among {', '.join(_FEATURES)} and 0 <= skew <= 1, got {by!r} and {skew}")
+    generator = seeded_generator("feature", seed)
+    values = _FEATURES[by](samples.detach().cpu().reshape(len(samples), -1).double())
+    count = len(labels)
+    place = torch.empty(count, dtype=torch.float64)
+    place[torch.argsort(values, stable=True)] = torch.arange(count, dtype=torch.float64)
+    elsewhere = torch.randperm(count, generator=generator).double()
+    parts = torch.argsort(skew * place + (1 - skew) * elsewhere, stable=True).tensor_split(clients)
+    return _sorted([parts[number] for number in torch.randperm(clients, generator=generator).tolist()])
+
+
+_FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda values: values.mean(1),
+    "spread": lambda values: values.std(1, correction=0),
+}
+
+
+def natural(labels: Tensor, clients: int, seed: int = 0, *, ids: Sequence[int | str]) -> list[Tensor]:
+    """Keep together what belongs together: samples with one id, of a writer, a patient or a site, are one client's.
+
+    Args:
+        ids: of each sample, in the order of the data set. With as many ids as clients the first one that occurs is
+            client 0 and so on; with more, they are dealt out at random, equally many to each.
+
+    Raises:
+        ValueError: not one id for each sample, or fewer ids than clients.
+    """
+    _check_clients(labels, clients)
+    if len(ids) != len(labels):
+        raise ValueError(f"natural: {len(ids)} ids for {len(labels)} samples of the training set: one for each")
+    places: dict[int | str, list[int]] = {}
+    for place, one in enumerate(ids):
+        places.setdefault(one, []).append(place)
+    if len(places) < clients:
+        raise ValueError(f"natural: {len(places)} ids are too few for {clients} clients: set so many clients at most")
+    groups = [torch.tensor(group) for group in places.values()]
+    order: Sequence[int] = range(clients)
+    if len(groups) > clients:
+        order = torch.randperm(len(groups), generator=seeded_generator("natural", seed)).tolist()
+    return _sorted([torch.cat([groups[i] for i in order[client::clients]]) for client in range(clients)])
+
+
 KINDS: dict[str, Callable[..., list[Tensor]]] = {
     "iid": iid,
     "dirichlet": dirichlet,
     "shards": shards,
     "by_label": by_label,
+    "quantity": quantity,
+    "feature": feature,
+    "natural": natural,
 }
 
 
-def make(spec: PartitionSpec, labels: Tensor, clients: int, seed: int = 0) -> list[Tensor]:
-    """Partition as ``spec`` says; a ``seed`` in the spec goes before the argument.
+def make(
+    spec: PartitionSpec, labels: Tensor, clients: int, seed: int = 0, *, samples: Tensor | None = None
+) -> list[Tensor]:
+    """Partition as ``spec`` says; a ``seed`` in the spec goes before the argument. ``samples``: of the data set, for
+    the kinds that look at them.
 
     Raises:
         ValueError: unknown kind or option (the message names the nearest), or what the partitioner itself refuses.
     """
     kind, options = parse(spec)
-    return KINDS[kind](labels, clients, **{"seed": seed, **options})
+    own = {"samples": samples} if "samples" in inspect.signature(KINDS[kind]).parameters else {}
+    if own and samples is None:
+        raise ValueError(f"partition {kind} looks at the samples, which are not given")
+    return KINDS[kind](labels, clients, **{"seed": seed, **options, **own})
 
 
 def parse(spec: PartitionSpec) -> tuple[str, dict[str, Any]]:
@@ -160,13 +258,18 @@ def parse(spec: PartitionSpec) -> tuple[str, dict[str, Any]]:
     kind = options.pop("kind", None)
     if kind not in KINDS:
         raise ValueError(f"partition: no kind {kind!r}{_nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
-    known = [name for name in inspect.signature(KINDS[kind]).parameters if name not in ("labels", "clients")]
+    known = [name for name in inspect.signature(KINDS[kind]).parameters if name not in _GIVEN]
     for name in options:
         if name not in known:
             raise ValueError(
                 f"partition {kind}: no option {name!r}{_nearest(name, known)}; there are {', '.join(known)}"
             )
+    if kind == "natural" and "ids" not in options:
+        raise ValueError("partition natural: needs ids, one for each sample (or, in a file of settings, path)")
     return kind, options
+
+
+_GIVEN = ("labels", "clients", "samples")  # by the task, and not by the settings
 
 
 def _check_clients(labels: Tensor, clients: int) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gradbus.experiments.bench import asynchronous, codecs, sealing, selection
+from gradbus.experiments.bench import asynchronous, codecs, sealing, selection, virtual
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
@@ -162,6 +162,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clients", type=int, default=selection.CLIENTS, help="of part selection, each a process; one of 20 takes part"
     )
+    parser.add_argument(
+        "--flower", metavar="PYTHON", default="", help="of part virtual: a Python with flwr[simulation] and gradbus"
+    )
 
 
 BENCHMARK = Benchmark(
@@ -178,6 +181,9 @@ BENCHMARK = Benchmark(
         ),
         "selection": Part(
             lambda chosen: selection.measure(chosen.clients), "bytes of a round with a part of the clients", 60
+        ),
+        "virtual": Part(
+            lambda chosen: virtual.measure(chosen.flower), "many clients in a few processes", 300, needs_mnist=True
         ),
     },
     _options,

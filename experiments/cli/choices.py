@@ -19,5 +19,5 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 # Options that take other texts besides, such as package.module:attribute.
 DATA_HELP = "mnist, glyphs, auto, or package.module:attribute."
-PARTITION_HELP = "iid, dirichlet:ALPHA, shards, by_label, or JSON."
+PARTITION_HELP = "iid, dirichlet:ALPHA, quantity:ALPHA, shards, by_label, feature, natural, or JSON."
 ROLE_HELP = "client, observer, controller or worker; see docs/security.md."

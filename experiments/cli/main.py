@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import gradbus
-from gradbus.experiments.cli import flower, inspection, keys, settings
+from gradbus.experiments.cli import data, flower, inspection, keys, settings
 from gradbus.experiments.cli.choices import DATA_HELP, PARTITION_HELP, CodecName, LogLevel
 from gradbus.experiments.cli.options import (
     Bind,
@@ -169,6 +169,81 @@ def client(
     from gradbus.experiments.run.federated import run_client
 
     run_loop(lambda: run_client(file, client_id), loop)
+
+
+Processes = Annotated[
+    int, typer.Option(min=0, max=1024, help="Processes that train; 0: one for each core of this machine.")
+]
+
+
+@app.command()
+@command("virtual")
+def virtual(
+    config: Config,
+    clients: Annotated[int, typer.Option(min=1, max=65_536, help="Clients, with ids from 0.", show_default=False)],
+    fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the clients that trains in a round, at random. [default: as federated.selection says]",
+            show_default=False,
+        ),
+    ] = None,
+    processes: Processes = 0,
+    run_dir: RunDir = None,
+    live: Live = True,
+    overrides: Overrides = None,
+    data_root: DataRoot = None,
+    log_level: Level = "info",
+    log_style: Style = "auto",
+    loop: Loop = "uvloop",
+    full_traceback: FullTraceback = False,
+) -> None:
+    """A controller and thousands of virtual clients on this machine, which a few processes train in turn.
+
+    CONFIG is that of a controller. The models have the bits of a run whose clients are processes of their own.
+    """
+    from gradbus.experiments.run.commands import VirtualOptions, controller_run
+    from gradbus.experiments.run.console import Screen
+
+    add_current_directory_to_path()
+    screen = Screen(live=live, level=log_level, style=log_style)
+    own = settings_of(overrides, run_dir=run_dir)
+    controller_run(config, own, data_root, screen, loop, virtual=VirtualOptions(clients, fraction, processes))
+
+
+@app.command()
+@command("host")
+def host(
+    config: Config,
+    ids: Annotated[
+        str, typer.Option(metavar="IDS", help="Ids of its clients, as in 0-999 or 0,3-7,12.", show_default=False)
+    ],
+    processes: Processes = 0,
+    insecure: Insecure = False,
+    overrides: Overrides = None,
+    data_root: DataRoot = None,
+    log_level: Level = "info",
+    log_style: Style = "auto",
+    loop: Loop = "uvloop",
+    full_traceback: FullTraceback = False,
+) -> None:
+    """Many clients of a job as one process of the network: a few processes of this machine train them in turn.
+
+    CONFIG is that of a client. Several machines may each have a part of the ids.
+    """
+    from gradbus.experiments.buses import check
+    from gradbus.experiments.files import ClientFile, load
+    from gradbus.runtime import logs
+
+    logs.configure(level=log_level, style=log_style)
+    add_current_directory_to_path()
+    own = settings_of(overrides, insecure=insecure)
+    own += ["client.full_traceback=true"] if full_traceback else []
+    file = load(ClientFile, config, overrides=own, data_root=data_root)
+    check(file.bus)
+    from gradbus.experiments.run.virtual import host_run
+
+    host_run(file, ids, processes, lambda main: run_loop(main, loop))
 
 
 @app.command()
@@ -401,7 +476,7 @@ def simulate(
     run(read_simulation(config, overrides or ()), out)
 
 
-for _commands in (inspection, settings, keys, flower):
+for _commands in (inspection, settings, keys, flower, data):
     _commands.add_to(app)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradbus.experiments.amounts import size
 from gradbus.experiments.buses import check
@@ -45,6 +45,14 @@ log = get_logger("cli")
 # -- a federated run ---------------------------------------------------------------------------------------------------
 
 
+class VirtualOptions(NamedTuple):
+    """Of ``gradbus virtual``, as :class:`.virtual.VirtualClients` has them."""
+
+    clients: int
+    fraction: float | None
+    processes: int
+
+
 def demo_run(options: DemoOptions, screen: Screen) -> None:
     """``gradbus demo``."""
     screen.configure_logs()
@@ -61,11 +69,19 @@ def demo_run(options: DemoOptions, screen: Screen) -> None:
 
 
 def controller_run(
-    config: Path, overrides: Sequence[str], data_root: Path | None, screen: Screen, loop: LoopName
-) -> None:
-    """``gradbus controller``."""
+    config: Path, overrides: Sequence[str], data_root: Path | None, screen: Screen, loop: LoopName, *,
+    virtual: VirtualOptions | None = None,
+) -> None:  # fmt: skip
+    """``gradbus controller``, and ``gradbus virtual``, which brings its clients."""
     file = load(ControllerFile, config, overrides=overrides, data_root=data_root)
     check(file.bus)
+    clients = None
+    if virtual is not None:
+        from gradbus.experiments.run.virtual import VirtualClients
+
+        clients = VirtualClients(*virtual)
+        file = clients.settle(file)
+    command = "controller" if virtual is None else "virtual"
     is_site = file.upstream.site is not None
     if is_site:
         check(file.upstream.bus)
@@ -82,7 +98,7 @@ def controller_run(
     if done is not None:
         screen.say(
             f"finished: all {done.rounds} rounds of this run are done, and {path} stays as it is. For more rounds: "
-            f"gradbus controller {config} --run-dir {path} --set federated.rounds={2 * done.rounds}. "
+            f"gradbus {command} {config} --run-dir {path} --set federated.rounds={2 * done.rounds}. "
             f"To begin anew: another --run-dir"
         )
         return run_loop(lambda: end_again(file, done.run_id), loop)
@@ -91,16 +107,20 @@ def controller_run(
         controller_metrics(file.metrics, file.bus.job) as followed,
         ControllerDirectory(path) as run,
     ):
-        if_stopped.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
+        if_stopped.append(f"To continue: gradbus {command} {config} --run-dir {run.path}")
+        hosted = None if clients is None else clients.start(file, run.path / "clients")
+
+        def serve(*shown: Any, **more: Any) -> Coroutine[Any, Any, list[RoundReport]]:
+            serving = run_controller(file, run, *shown, scalars=scalars, followed=followed, **more)
+            return serving if hosted is None else hosted.beside(serving)
+
         if screen.table:
             log_file = screen.log_file(run.log)
             display = round_display(screen, log_file, f"job {file.bus.job}", federated.clients.num or 0)
             with screen.logging_to(log_file):
-                reports = run_loop(
-                    lambda: run_controller(file, run, display, say=screen.say, scalars=scalars, followed=followed), loop
-                )
+                reports = run_loop(lambda: serve(display, say=screen.say), loop)
         else:  # each round is a line of the log
-            reports = run_loop(lambda: run_controller(file, run, scalars=scalars, followed=followed), loop)
+            reports = run_loop(serve, loop)
         _conclude_rounds(screen, run, reports, title=file.bus.job)
 
 

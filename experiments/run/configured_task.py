@@ -25,6 +25,7 @@ from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutco
 from gradbus.experiments.cli.exit_codes import NoData
 from gradbus.experiments.files import TaskSettings
 from gradbus.experiments.run.lifecycle import stopping
+from gradbus.experiments.run.sample_ids import with_ids
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
 
@@ -77,6 +78,15 @@ class ConfiguredTask(_Configured):
     def prepare(self, client_id: int, num_clients: int) -> None:
         with _settings_errors():
             self._task.prepare(client_id, max(num_clients, self._settings.num_clients))
+
+    def shares(self) -> tuple[models.Dataset, list[Tensor]] | None:
+        """The training set, and the indices of each client's samples in it; None: the task is the user's own, and
+        does not tell. Raises NoData, ConfigError."""
+        task = self._task
+        if not isinstance(task, models.ClassificationTask):
+            return None
+        with _settings_errors():
+            return task.data.train, [task.share(client_id) for client_id in range(task.num_clients)]
 
     def train(self, model: nn.Module, **command: Any) -> TrainOutcome:
         if "make_optimizer" in command and not takes(self._task.train, "make_optimizer"):
@@ -163,7 +173,7 @@ def _classification(settings: TaskSettings) -> models.ClassificationTask:
         model = partial(model, **settings.model_options)
     train_fn = None if settings.train_fn is None else _train_fn(settings.train_fn)
     return models.ClassificationTask(
-        model, _source(settings), settings.partition, settings.num_clients, train_fn=train_fn,
+        model, _source(settings), with_ids(settings.partition), settings.num_clients, train_fn=train_fn,
         batch_size=settings.batch_size, momentum=settings.momentum, weight_decay=settings.weight_decay,
         seed=settings.seed, device=local_device(settings.device, os.environ.get("LOCAL_RANK", "")),
     )  # fmt: skip

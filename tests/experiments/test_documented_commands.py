@@ -53,6 +53,10 @@ ELSEWHERE = {
     "tests/experiments/run/test_tree_commands.py": (
         "gradbus controller experiments/configs/tree-*", "gradbus client experiments/configs/tree-client.conf.json *",
     ),
+    "tests/experiments/run/test_virtual_commands.py": (
+        "gradbus virtual *", "gradbus host *", "gradbus controller experiments/configs/controller.conf.json --set *",
+    ),
+    "tests/experiments/run/test_data_inspect.py": ("gradbus data inspect *",),
     "tests/experiments/report/test_metrics_server.py": ("gradbus * --metrics-port *",),
     "tests/experiments/report/test_trackers.py": ("gradbus * --mlflow *", "gradbus * --wandb *"),
     "tests/experiments/report/test_scalars.py": ("gradbus controller controller.conf.json --tensorboard *",),

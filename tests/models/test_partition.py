@@ -14,14 +14,19 @@ COMPLETE = [
     {"kind": "dirichlet", "alpha": 0.5},
     {"kind": "dirichlet", "alpha": 100.0},
     {"kind": "shards", "shards_per_client": 2},
+    {"kind": "quantity", "alpha": 0.3},
+    {"kind": "feature"},
+    {"kind": "feature", "by": "spread", "skew": 0.5},
+    {"kind": "natural", "ids": [f"writer {place % 9}" for place in range(2000)]},
     {"kind": "by_label", "labels_per_client": 2},
 ]
+SAMPLES = torch.rand(2000, 3, 4, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("spec", COMPLETE, ids=str)
 @pytest.mark.parametrize("clients", [1, 5, 7])
 def test_no_index_is_given_twice_and_none_by_chance_left_out(spec: partition.PartitionSpec, clients: int) -> None:
-    shares = partition.make(spec, LABELS, clients, seed=3)
+    shares = partition.make(spec, LABELS, clients, seed=3, samples=SAMPLES)
     given = torch.cat(shares)
     assert len(shares) == clients
     assert all(share.dtype == torch.int64 and len(share) for share in shares)
@@ -35,7 +40,7 @@ def test_no_index_is_given_twice_and_none_by_chance_left_out(spec: partition.Par
 def test_the_seed_alone_decides(spec: partition.PartitionSpec) -> None:
     def shares(seed: int) -> list[Tensor]:
         torch.rand(1)
-        return partition.make(spec, LABELS, 4, seed=seed)
+        return partition.make(spec, LABELS, 4, seed=seed, samples=SAMPLES)
 
     assert all(torch.equal(a, b) for a, b in zip(shares(1), shares(1), strict=True))
     if spec != COMPLETE[-1]:  # by_label: with each label held by one client there is nothing to choose
@@ -92,7 +97,8 @@ def test_clients_with_a_label_in_common_share_its_samples_and_unheld_labels_stay
 def test_a_missing_label_in_the_middle_is_no_trouble() -> None:
     labels = torch.tensor([0, 0, 2, 2] * 10)
     for spec in COMPLETE:
-        assert sum(map(len, partition.make(spec, labels, 2))) == 40
+        if spec == "iid" or spec["kind"] != "natural":  # which has an id for each of other samples
+            assert sum(map(len, partition.make(spec, labels, 2, samples=SAMPLES[:40]))) == 40
 
 
 @pytest.mark.parametrize(
@@ -126,3 +132,56 @@ def test_a_seed_in_the_spec_goes_before_the_argument() -> None:
     a = partition.make({"kind": "iid", "seed": 9}, LABELS, 2, seed=1)
     b = partition.make("iid", LABELS, 2, seed=9)
     assert torch.equal(a[0], b[0])
+
+
+def test_quantity_makes_clients_of_different_sizes_with_the_same_labels() -> None:
+    shares = partition.quantity(LABELS, 20, alpha=0.3, min_samples=5)
+    sizes = [len(share) for share in shares]
+    assert min(sizes) >= 5
+    assert max(sizes) > 5 * sorted(sizes)[10]
+    largest = torch.bincount(LABELS[shares[sizes.index(max(sizes))]], minlength=10) / max(sizes)
+    assert float((largest - torch.bincount(LABELS) / len(LABELS)).abs().max()) < 0.05
+
+
+def test_with_a_tiny_alpha_one_client_has_all_that_is_left() -> None:
+    sizes = sorted(len(share) for share in partition.quantity(LABELS, 10, alpha=1e-6, min_samples=2))
+    assert sizes == [2] * 9 + [1982]
+
+
+@pytest.mark.parametrize(("skew", "least", "most"), [(1.0, 0.9, 1.0), (0.5, 0.2, 0.9), (0.0, 0.0, 0.05)])
+def test_feature_gives_each_client_samples_of_like_brightness(skew: float, least: float, most: float) -> None:
+    brightness = SAMPLES.reshape(2000, -1).mean(1)
+    shares = partition.feature(LABELS, 10, samples=SAMPLES, skew=skew)
+    between = torch.stack([brightness[share].mean() for share in shares]).var(correction=0)
+    assert least <= float(between / brightness.var(correction=0)) <= most, "share of the variance between clients"
+
+
+def test_natural_keeps_the_samples_of_an_id_together_and_deals_out_more_ids_than_clients() -> None:
+    ids = [f"patient {place % 7}" for place in range(2000)]
+    for clients in (3, 7):
+        shares = partition.natural(LABELS, clients, ids=ids)
+        held = [{ids[place] for place in share.tolist()} for share in shares]
+        assert sum(map(len, held)) == 7
+    assert [sorted(names) for names in held] == [[f"patient {client}"] for client in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"kind": "quantity", "alpha": 0}, "alpha > 0"),
+        ({"kind": "quantity", "min_samples": 1000}, "need 1000 samples each"),
+        ({"kind": "feature", "by": "colour"}, "among mean, spread"),
+        ({"kind": "feature", "skew": 1.5}, "skew <= 1"),
+        ({"kind": "natural"}, "needs ids"),
+        ({"kind": "natural", "ids": ["a", "b"]}, "2 ids for 2000 samples"),
+        ({"kind": "natural", "ids": ["a"] * 2000}, "1 ids are too few for 4"),
+    ],
+)
+def test_wrong_options_of_a_skew_are_refused_with_what_is_expected(spec: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        partition.make(spec, LABELS, 4, samples=SAMPLES)
+
+
+def test_a_kind_that_looks_at_the_samples_says_so_where_there_are_none() -> None:
+    with pytest.raises(ValueError, match="looks at the samples"):
+        partition.make("feature", LABELS, 4)

@@ -1,0 +1,130 @@
+"""``gradbus virtual`` and ``gradbus host``: many clients of a federated run in a few processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradbus.actors import RoundReport
+from gradbus.actors.virtual.host import ClientHost
+from gradbus.actors.virtual.pool import TrainingPool
+from gradbus.actors.virtual.simulation import HOST_END_S, SimulationOptions, check_first_round, settings_of
+from gradbus.actors.virtual.training_process import PoolSettings
+from gradbus.experiments.buses import open_bus
+from gradbus.experiments.files import ClientFile, ControllerFile
+from gradbus.experiments.run.configured_task import ConfiguredTask
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.errors import ConfigError, GradbusError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.wire.id_ranges import parse_ids
+
+log = get_logger("cli")
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualClients:
+    """The options of ``gradbus virtual``. ``fraction``: share of them in each round; None: as the file says.
+    ``processes``: that train; 0: one for each core."""
+
+    clients: int
+    fraction: float | None = None
+    processes: int = 0
+
+    def settle(self, file: ControllerFile) -> ControllerFile:
+        """The file with these clients. Raises ConfigError: they cannot take part in such a run."""
+        if file.upstream.site is not None:
+            raise ConfigError("upstream.site: a site passes no names of participants on, which virtual clients need")
+        return file.model_copy(update={"federated": settings_of(file.federated, self.clients, self.fraction)})
+
+    def start(self, file: ControllerFile, state_dir: Path) -> Hosted:
+        """Fork the process that training processes come from: before there is DDS, or a loop, in this one."""
+        task = ConfiguredTask(file.task)
+        check_first_round(file.federated, task)
+        bus = file.bus.model_copy(update={"faults": ""})
+        client = ClientConfig(state_dir=state_dir)
+        return Hosted.start(bus, task, range(self.clients), client, state_dir, self.processes)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """Clients that this process is about to speak for."""
+
+    bus: BusSettings
+    task: ConfiguredTask
+    ids: Iterable[int]
+    client: ClientConfig
+    state_dir: Path
+    pool: TrainingPool
+
+    @classmethod
+    def start(
+        cls, bus: BusSettings, task: ConfiguredTask, ids: Iterable[int], client: ClientConfig, state_dir: Path,
+        processes: int,
+    ) -> Hosted:  # fmt: skip
+        """Fork the process that training processes come from."""
+        settings = PoolSettings(
+            state_dir=state_dir, rule=client.rule, full_traceback=client.full_traceback, shared_memory=bus.shared_memory
+        )
+        pool = TrainingPool(task, settings, size=SimulationOptions(processes=processes).size)
+        return cls(bus, task, ids, client, state_dir, pool)
+
+    async def run(self) -> None:
+        """Take part until all rounds are done."""
+        try:
+            async with open_bus(self.bus) as bus:
+                host = ClientHost(
+                    bus, self.task, ids=self.ids, pool=self.pool, state_dir=self.state_dir, config=self.client
+                )
+                summary = await host.run()
+            log.info(
+                "clients done", updates=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
+                train_s=round(summary.train_s, 3), processes=self.pool.size, replaced=self.pool.replaced,
+            )  # fmt: skip
+        finally:
+            await self.pool.close()
+
+    async def beside(self, controller: Coroutine[Any, Any, list[RoundReport]]) -> list[RoundReport]:
+        """Take part in the run of a controller of this process, and return its reports."""
+        serving, hosting = asyncio.create_task(controller, name="controller"), asyncio.create_task(self.run())
+        try:
+            await asyncio.wait({serving, hosting}, return_when=asyncio.FIRST_COMPLETED)
+            if hosting.done():
+                hosting.result()
+                await asyncio.wait({serving}, timeout=HOST_END_S)
+            if not serving.done():
+                raise GradbusError("the clients have ended, and the controller has not")
+            reports = serving.result()
+            await asyncio.wait({hosting}, timeout=HOST_END_S)
+            return reports
+        finally:
+            for task in (serving, hosting):
+                task.cancel()
+            await asyncio.wait({serving, hosting})
+            for task in (serving, hosting):
+                if not task.cancelled():
+                    task.exception()  # raised above, where it is the reason
+
+
+def host_run(
+    file: ClientFile, ids: str, processes: int, run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+) -> None:
+    """``gradbus host``. ``run``: runs a loop to its end."""
+    try:
+        ranges: Sequence[range] = parse_ids(ids)
+    except ValueError as error:
+        raise ConfigError(f"--ids: {error}") from None
+    if not ranges:
+        raise ConfigError("--ids: expected ids of clients, as in 0-999 or 0,3-7,12")
+    with contextlib.ExitStack() as stack:
+        state_dir = file.client.state_dir
+        if state_dir is None:
+            state_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradbus-clients-")))
+        every = [client_id for each in ranges for client_id in each]
+        hosted = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, processes)
+        run(hosted.run)

@@ -1,0 +1,76 @@
+"""The commands of docs/virtual-clients.md as real processes, beside clients that are processes of their own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from commands import Forked
+from fresh_shells import command_lines, write_mnist
+
+from gradbus.experiments.cli.exit_codes import ExitCode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def variables(tmp_path: Path, domain: int) -> dict[str, str]:
+    write_mnist(tmp_path / "data")
+    return {"GRADBUS_DATA": str(tmp_path / "data"), "GRADBUS_BUS__DOMAIN": str(domain)}
+
+
+def run_all(commands: Sequence[Sequence[str]], root: Path, variables: dict[str, str]) -> None:
+    """Run them at once; all end well."""
+    running = [Forked(words, root, variables) for words in commands]
+    try:
+        for process in running:
+            out, errors = process.communicate(timeout=100.0)
+            assert process.returncode == 0, out + errors
+    finally:
+        for process in running:
+            process.kill()
+
+
+def weights(folder: Path) -> list[int]:
+    return [json.loads(line)["weights_crc32"] for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_virtual_clients_hosts_and_processes_make_the_same_models(
+    root: Path, tmp_path: Path, variables: dict[str, str]
+) -> None:
+    lines = [shlex.split(line)[1:] for line in command_lines((root / "docs/virtual-clients.md").read_text("utf-8"))]
+    virtual, controller, *hosts = (words for words in lines if words[0] in ("virtual", "controller", "host"))
+    assert [words[0] for words in hosts] == ["host", "host"]
+    few = ["--set", "federated.rounds=2", "--set", "federated.training.subset_size=8", "--no-live"]
+    few += ["--set", "federated.codec=sq8"]
+    whole = ["--set", "federated.selection.fraction=1", "--set", "federated.clients.num=3"]
+
+    virtual[virtual.index("--clients") + 1], virtual[virtual.index("--fraction") + 1] = "3", "1"
+    virtual += ["--processes", "1"]
+    for words, ids in zip(hosts, ("0-1", "2"), strict=True):
+        words[words.index("--ids") + 1] = ids
+        words += ["--processes", "1"]
+    clients = [["client", "experiments/configs/client.conf.json", "--id", str(number)] for number in range(3)]
+
+    runs = {"virtual": [[*virtual, *few]], "hosts": [[*controller, *few, *whole], *hosts]}
+    runs["processes"] = [[*controller, *few, *whole], *clients]
+    commands = []
+    for name, (first, *others) in runs.items():
+        own = ["--set", f"bus.job={name}", "--set", "task.model=gradbus.models:mnist_mlp"]
+        commands.append([*first, "--run-dir", str(tmp_path / name), *own])
+        commands += [[*words, *own] for words in others]
+    run_all(commands, root, variables)
+
+    found = [weights(tmp_path / name) for name in runs]
+    assert found == [found[0]] * 3
+    assert len(set(found[0])) == 2
+
+
+def test_ids_that_are_none_are_refused_in_one_line(root: Path, variables: dict[str, str]) -> None:
+    process = Forked(["host", "experiments/configs/client.conf.json", "--ids", "5-3"], root, variables)
+    _, errors = process.communicate()
+    assert process.returncode == ExitCode.CONFIG
+    assert errors.strip() == "gradbus host: --ids: ids '5-3': expected an ascending range up to 2147483647"
