@@ -97,9 +97,13 @@ def load_component(app: FlowerApp, reference: str, kind: type[Any]) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ConfigError(f"{app.path / 'pyproject.toml'}: {reference}: no module {error.name!r}") from None
-        raise
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise ConfigError(f"{app.path / 'pyproject.toml'}: {reference}: no module {missing!r}") from None
+        raise ConfigError(
+            f"{app.path}: the app needs the module {missing!r}, which is not installed here. Install it into the "
+            f"environment of {sys.executable}: nothing is installed at run time"
+        ) from None
     for name in attribute.split("."):
         found = getattr(found, name, None)
     if not isinstance(found, kind):

@@ -339,7 +339,8 @@ class MessageHub:
             sender, dataclasses.replace(hello, layout=0), message.number, now_s=time.monotonic(), next_round=0
         )
         if answer is HelloAnswer.REFUSE:
-            await self._publish(Refused(*_of(sender), why.replace("client id", "partition")))
+            why = why.replace("client id", "partition").replace("give each its own id", "give each node its own")
+            await self._publish(Refused(*_of(sender), why))
             return
         if known not in (None, sender.incarnation) and self._registry.get(*_of(sender)) is not None:
             self._fail_all(sender.sender, known, "it has started anew")

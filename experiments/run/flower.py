@@ -17,9 +17,11 @@ from gradbus.experiments.buses import check, open_bus
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Positive, Settings, load_settings
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.tasks import single_error
+from gradbus.runtime.user_errors import traceback_with_place
 
 if TYPE_CHECKING:
     from gradbus.actors.flower.apps import FlowerApp
@@ -73,7 +75,7 @@ async def run_server(file: FlowerFile, app: FlowerApp, server_app: Any, override
     """Run a ServerApp for the nodes of the job. Returns a summary.
 
     Raises:
-        JobInUse: the job has a controller. And what the ServerApp raises.
+        JobInUse: the job has a controller. TrainingFailed: the ServerApp has raised something.
     """
     from flwr.supercore.run import Run
 
@@ -96,9 +98,11 @@ async def run_server(file: FlowerFile, app: FlowerApp, server_app: Any, override
                 log.info("waiting for nodes", job=bus.job, run=f"{run_id:016x}")
                 try:
                     await off_the_loop(lambda: server_app(grid=grid, context=context), "serverapp")
-                except Exception as error:
-                    await hub.end(ok=False, reason=f"the ServerApp failed: {type(error).__name__}: {error}")
-                    raise
+                except Exception as error:  # also where it is Flower that raises: what the app does is the reason
+                    what = f"the ServerApp failed: {type(error).__name__}: {error}"
+                    log.error("the ServerApp failed", traceback=traceback_with_place(error))
+                    await hub.end(ok=False, reason=what)
+                    raise TrainingFailed(plain_line(what)) from None
                 await hub.end(ok=True, reason="the ServerApp has ended")
                 serving.cancel()
         except BaseExceptionGroup as errors:

@@ -7,10 +7,15 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
+import flower_node
 import pytest
+import warm
 from dds_domains import new_domain
+from identities import Identities
 from patience import eventually
 
 import gradbus
@@ -19,6 +24,7 @@ from gradbus.actors.flower.node import MessageNode, NodeSummary
 from gradbus.actors.flower.protocol import layout_of, make_payload, partitions_of
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
+from gradbus.runtime.security import Security
 
 RUN = 77
 _jobs = itertools.count()
@@ -48,14 +54,22 @@ class Reversing:
 class Scene:
     """A hub, and nodes that come and go, each with a bus of its own."""
 
-    def __init__(self, *, shared_memory: bool = True) -> None:
+    def __init__(self, *, shared_memory: bool = True, known: Identities | None = None) -> None:
+        """``known``: each process has a key of its own, and what the hub sends is signed."""
         self.place = {"job": f"hub-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), "shared_memory": shared_memory}
+        self._known = known
         self.tasks: dict[int, asyncio.Task[NodeSummary]] = {}
+
+    def bus(self, name: str) -> AbstractAsyncContextManager[gradbus.Bus]:
+        """A bus for the process with this name."""
+        if self._known is None:
+            return gradbus.connect(**self.place)
+        return gradbus.connect(**self.place, security=Security(**self._known.security(name)))
 
     @contextlib.asynccontextmanager
     async def hub(self, **settings: Any) -> AsyncIterator[MessageHub]:
         """A hub that serves; at the end it tells its nodes that all is done."""
-        async with gradbus.connect(**self.place) as bus:
+        async with self.bus("server") as bus:
             hub = MessageHub(bus, run_id=RUN, **settings)
             serving = asyncio.create_task(hub.run())
             try:
@@ -72,7 +86,7 @@ class Scene:
         """Start a node."""
 
         async def run() -> NodeSummary:
-            async with gradbus.connect(**self.place) as bus:
+            async with self.bus(f"robot-{partition}") as bus:
                 return await MessageNode(bus, answering, partition=partition, num_partitions=of, **settings).run()
 
         self.tasks[partition] = asyncio.create_task(run())
@@ -115,6 +129,37 @@ def test_each_node_answers_and_the_bytes_arrive(size_bytes: int, shared_memory: 
                 assert bool(hub._bus.memory.read_bytes) is shared_memory
         assert answering[0].runs == [(RUN, {"lr": 0.5})]
         assert [node.result().answered for node in nodes] == [2, 2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_with_a_key_for_each_node_instructions_are_signed_and_arrive(tmp_path: Path, shared_memory: bool) -> None:
+    async def run() -> None:
+        scene, data = Scene(shared_memory=shared_memory, known=Identities(tmp_path)), os.urandom(50_000)
+        async with scene.hub() as hub:
+            scene.start(0, Reversing())
+            await ready(hub, 0)
+            assert hub._bus.access_policy.signs_models
+            assert bytes((await answers(hub, await push(hub, [0], data), 0))[0].payload or b"") == data[::-1]
+
+    asyncio.run(run())
+
+
+def test_the_messages_of_a_killed_node_fail_before_their_time() -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            process = warm.fork(flower_node.hang, scene.place)
+            await ready(hub, 1)
+            number = await push(hub, [1], b"instruction")
+            await eventually(lambda: next(iter(hub._registry)).hello.phase == "training")
+            process.kill()
+            async with asyncio.timeout(10):
+                found = await answers(hub, number, 1)
+            assert found[1].kind == "gone"
+            assert hub.nodes() == []
+            process.join()
 
     asyncio.run(run())
 
@@ -208,6 +253,7 @@ def test_a_node_outlives_its_hub_and_takes_part_in_the_next_run() -> None:
             await ready(first, 0)
             assert (await answers(first, await push(first, [0], b"1"), 0))[0].payload is not None
             serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
         async with scene.hub() as hub:
             await ready(hub, 0)
             assert (await answers(hub, await push(hub, [0], b"2"), 0))[0].payload is not None
