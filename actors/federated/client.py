@@ -380,9 +380,12 @@ class Client:
         self._receive_models(not welcome.fetch_models, group)
         vector = self._frozen.vector
         if vector is not None:
-            await self._compute.run(self._training.take_frozen, welcome, vector)
+            await self._compute.run(self._take_frozen, welcome, vector)
             self._frozen.start(0)  # it is in the model: a second copy is of no use
             log.info("frozen parameters taken from the controller", client=self.client_id, values=vector.numel())
+
+    def _take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
+        self._training.take_frozen(welcome, vector)
 
     async def _fetch(
         self, welcome: Welcome, replica: ModelReplica, round_id: int, superseded: Callable[[], bool], *,

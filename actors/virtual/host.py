@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -196,6 +197,10 @@ class ClientHost(Client):
         self._model.arrange("trained" if welcome.frozen else "all")
         return bool(welcome.frozen) and self._model.frozen != welcome.frozen
 
+    def _take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
+        self._model.arrange("trained")
+        self._model.write_frozen(vector)
+
     def _is_wanted(self) -> bool:
         """Whether what is being trained is still asked for by somebody."""
         current, (command, session) = self._session, self._commanded
@@ -207,7 +212,10 @@ class ClientHost(Client):
     ) -> None:
         current = self._session
         self._commanded = command, current.incarnation
-        queue = deque((client_id, 0) for client_id in sorted(current.to_train(command)))
+        order = sorted(current.to_train(command))
+        # Where a round ends before all have trained, as with over_select, no id is always among the last.
+        random.Random(f"{command.seed} {command.round_id}").shuffle(order)
+        queue = deque((client_id, 0) for client_id in order)
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._replica.broadcast, terms=current.terms,
             commanded_s=current.commanded_s,

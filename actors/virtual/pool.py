@@ -66,7 +66,7 @@ class TrainingProcess:
     """One of them. It trains one client at a time.
 
     Attributes:
-        process: its number. busy_s: how long it has worked, by its own word.
+        process: its number.
     """
 
     def __init__(self, end: socket.socket, process: int) -> None:

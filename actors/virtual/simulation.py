@@ -203,7 +203,7 @@ def _state_dir(chosen: Path | None) -> Iterator[Path]:
 def _on_a_loop_of_its_own(main: Coroutine[Any, Any, SimulationResult]) -> SimulationResult:
     """Run a coroutine on a thread with a loop of its own. Ctrl-C here cancels it, and waits until it has ended."""
     outcome: list[SimulationResult | BaseException] = []
-    started = threading.Event()
+    started, ended = threading.Event(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
     async def call() -> SimulationResult:
@@ -218,17 +218,18 @@ def _on_a_loop_of_its_own(main: Coroutine[Any, Any, SimulationResult]) -> Simula
             outcome.append(asyncio.run(call()))
         except BaseException as error:  # raised where it was called
             outcome.append(error)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=run, name="gradbus-simulate")
-    thread.start()
+    threading.Thread(target=run, name="gradbus-simulate").start()
     try:
-        thread.join()
+        ended.wait()  # and not the thread's join: one that is interrupted takes the thread for ended (CPython 3.11)
     except BaseException:
         started.wait(5.0)
         for loop, task in running:
             with contextlib.suppress(RuntimeError):  # it has ended just now
                 loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+        ended.wait()
         raise
     match outcome[0]:
         case SimulationResult() as result:

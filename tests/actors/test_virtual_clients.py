@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from dds_domains import new_domain
 from torch import nn
 
 import gradbus
+from gradbus.actors.virtual.host import ClientHost
+from gradbus.actors.virtual.pool import TrainingPool
+from gradbus.actors.virtual.training_process import PoolSettings
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 
@@ -138,6 +142,64 @@ def test_it_works_where_an_event_loop_runs_as_in_a_notebook() -> None:
     assert torch.allclose(result.model.vector, torch.full((7,), 2e-3))
     assert result.trained == 6
     assert "2 rounds of 3 clients" in repr(result)
+
+
+def test_ctrl_c_ends_the_run_with_its_buses_and_processes() -> None:
+    task = NoopTask(7, delta="constant")
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=1)
+    own = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
+
+    def children() -> set[str]:
+        return set(Path(own).read_text(encoding="ascii").split())
+
+    before, threads = children(), threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        gradbus.simulate(
+            task, 2, config=rules(rounds=10_000), options=options,
+            on_report=lambda report: os.kill(os.getpid(), signal.SIGINT) if report.round_id == 1 else None,
+        )  # fmt: skip
+    assert children() == before
+    assert threading.active_count() <= threads + 1, "but for the thread itself, which is about to end"
+
+
+class AddsWhatIsFrozen(NoopTask):
+    """Training adds a frozen parameter to the trained ones."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(5)
+        self._value = value
+
+    def build_model(self) -> Any:
+        model = super().build_model()
+        model.frozen = nn.Parameter(torch.full((3,), self._value), requires_grad=False)
+        return model
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        with torch.no_grad():
+            model.vector += model.frozen[0]
+        return super().train(model, **arguments)
+
+
+def test_a_host_whose_frozen_parameters_differ_takes_those_of_the_controller(tmp_path: Path) -> None:
+    job, domain = f"frozen-{os.getpid()}", new_domain()
+    pool = TrainingPool(AddsWhatIsFrozen(9.0), PoolSettings(state_dir=tmp_path), size=1)
+
+    async def main() -> torch.Tensor:
+        async with (
+            asyncio.timeout(30), gradbus.connect(job, domain=domain) as bus,
+            gradbus.connect(job, domain=domain) as other, asyncio.TaskGroup() as group,
+        ):  # fmt: skip
+            controller = gradbus.Controller(bus, AddsWhatIsFrozen(2.0), rules(clients={"num": 4}))
+            host = ClientHost(other, AddsWhatIsFrozen(9.0), ids=range(4), pool=pool, state_dir=tmp_path)
+            hosting = group.create_task(host.run())
+            await controller.run()
+            await hosting
+            return controller.weights
+
+    try:
+        assert asyncio.run(main()).tolist() == [6.0] * 5
+    finally:
+        asyncio.run(pool.close())
 
 
 class NoData(NoopTask):
