@@ -263,6 +263,9 @@ CLIENT_RULES: Choices[Any] = Choices(
 SELECTORS: Choices[Any] = Choices(
     "gradbus.actors.federated.selectors", key="federated.selection", what="selector", default="uniform"
 )
+PRIVACY: Choices[Any] = Choices(
+    "gradbus.actors.privacy", key="federated.privacy", what="privacy mechanism", default="none", own=False
+)
 CODECS: Choices[Any] = Choices("gradbus.codecs", key="federated.codec", what="codec", default="fp32", own=False)
 ALGORITHMS: Choices[Any] = Choices(
     "gradbus.runtime.algorithms",

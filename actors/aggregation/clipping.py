@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from torch import Tensor
 
-from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.strategies import Strategy, WrappedStrategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.codecs import DenseBlock, Parsed, SparseBlock
 from gradbus.codecs.base import Block
@@ -98,7 +98,7 @@ class SampleCap:
 CLIPPED = "clipped"
 
 
-class LimitedStrategy(Strategy):
+class LimitedStrategy(WrappedStrategy):
     """Clips the updates for another strategy to ``clip_norm`` and ``cap_samples``."""
 
     def __init__(self, inner: Strategy, *, clip_norm: float | None = None, cap_samples: int | None = None) -> None:
@@ -108,27 +108,11 @@ class LimitedStrategy(Strategy):
             clip_norm: an update with a larger L2 norm, as a difference to the base, is scaled down to it.
             cap_samples: an update with more samples counts as one of so many.
         """
-        self._inner = inner
-        self.weighs_samples, self.adds_sums, self.metrics = inner.weighs_samples, inner.adds_sums, inner.metrics
-        self.takes_repeats = inner.takes_repeats
+        super().__init__(inner)
         self._clip_norm = clip_norm
         self._cap_samples = cap_samples
         self._base: Tensor | None = None
         self._marks: dict[str, set[int]] = {}
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def sections(self) -> Mapping[str, int]:
-        return self._inner.sections
-
-    def broadcast(self) -> Tensor | None:
-        return self._inner.broadcast()
-
-    def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:
-        self._inner.lay_out(shapes)
 
     def check(self, config: FederatedConfig) -> None:
         if self._clip_norm is not None and self.sections:
@@ -154,17 +138,8 @@ class LimitedStrategy(Strategy):
             if applied:
                 self._marks.setdefault(mark, set()).add(facts.client_id)
 
-    def finish(self, weights: Tensor) -> None:
-        self._inner.finish(weights)
-
     def marks(self) -> Mapping[str, tuple[int, ...]]:
         return {**{mark: tuple(sorted(ids)) for mark, ids in self._marks.items()}, **self._inner.marks()}
-
-    def state(self) -> Mapping[str, Tensor]:
-        return self._inner.state()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self._inner.load_state(state)
 
 
 def clipped(update: Parsed, base: Tensor, limit: float) -> Parsed:

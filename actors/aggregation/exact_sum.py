@@ -13,7 +13,7 @@ soon as each client has a handful of samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from gradbus.codecs import DenseBlock, Parsed
 
 _LIMIT = 2.0**62  # of n_i * max|delta_i| * 2^30, and of a sum of such before it is carried: int64 does not overflow
 _CARRIED_LIMIT = 2**52  # of a carried sum, exact in float64
+_NOISE_LIMIT = 2.0**56  # of noise: 2^11 standard deviations of the largest that there may be
 _LOW_BITS = 32  # what a carry leaves; the rest stays below 2^53, exact in float64, for some eight million updates
 LARGEST = _LIMIT / 2.0**FRACTION_BITS  # of the samples of an update times its largest value
 # 240 KiB of float64 stay in the second-level cache. And torch computes fewer than 32,768 elements on the calling
@@ -131,6 +132,28 @@ class ExactMean:
         self._bound += largest
         self.num_samples += summary.num_samples
         self.count += summary.updates
+
+    def add_noise(self, draw: Callable[[int], Tensor]) -> None:
+        """Add an integer to each of the sum, in units of 2^-30, before anything of it becomes a floating-point number.
+
+        Args:
+            draw: gives so many integers, int64, which are changed by none. Called for one piece after the other.
+
+        Raises:
+            ValueError: nothing has been added.
+            OutOfRange: one of the integers is 2^56 or more.
+        """
+        if not self.count:
+            raise ValueError("the sum of no updates takes no noise: add at least one")
+        if not self._bound + _NOISE_LIMIT < _LIMIT:
+            self._carry()
+        for place in self._places():
+            piece = self._sum[place]
+            noise = draw(piece.numel())
+            if noise.numel() and int(noise.abs().max()) >= _NOISE_LIMIT:
+                raise OutOfRange("noise of 2^56 or more: its scale is far too large for the exact sum")
+            piece.add_(noise)
+        self._bound += _NOISE_LIMIT
 
     def encode(self, clients: tuple[range, ...], loss_parts: Iterable[float], loss_samples: int) -> bytes:
         """The message of this sum, with what the next level needs to know of it: see ``SumSummary``.

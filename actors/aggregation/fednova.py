@@ -35,6 +35,7 @@ class FedNova(FedAvg):
 
     choice = "fednova"
     adds_sums = False
+    uses_steps = True
     Options = FedNovaOptions
 
     def __init__(self, dim: int, *, momentum: float = 0.0) -> None:

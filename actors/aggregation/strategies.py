@@ -17,8 +17,8 @@ Differs from the paper: v begins at 0, not at tau^2.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, Field
@@ -45,6 +45,8 @@ class Strategy(ABC):
         adds_sums: it needs the sum of the updates alone, so that :meth:`add_sum` works.
         metrics: names of metrics that the clients' training rule has to announce.
         takes_repeats: several updates of one client may count in a round.
+        uses_steps: it needs the number of optimizer steps that a client announces.
+        epsilon: what the run has spent of differential privacy so far; None: it gives none.
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
@@ -53,6 +55,8 @@ class Strategy(ABC):
     adds_sums = False
     metrics: tuple[str, ...] = ()
     takes_repeats = True
+    uses_steps = False
+    epsilon: float | None = None
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -93,6 +97,18 @@ class Strategy(ABC):
         """
         raise NotImplementedError(f"{self.name} needs the updates one by one")
 
+    def add_noise(self, draw: Callable[[int], Tensor]) -> None:
+        """Add noise to the exact sum, as :meth:`.ExactMean.add_noise` does, with :attr:`adds_sums`."""
+        raise NotImplementedError(f"{self.name} has no exact sum")
+
+    def terms(self) -> Mapping[str, Any]:
+        """Options that its clients are sent beside those of their training rule."""
+        return {}
+
+    def end_reason(self) -> str:
+        """Why the run ends before its next round; empty: it goes on."""
+        return ""
+
     @abstractmethod
     def finish(self, weights: Tensor) -> None:
         """Change ``weights``, float32, shape (D,), in place to the next model. At least one update has been added."""
@@ -120,6 +136,59 @@ class Strategy(ABC):
         """Restore what :meth:`state` gave. Raises CheckpointError: it does not fit."""
 
 
+class WrappedStrategy(Strategy):
+    """A strategy in front of another one, which does all that it does not do itself."""
+
+    def __init__(self, inner: Strategy) -> None:
+        self._inner = inner
+        self.weighs_samples, self.adds_sums, self.metrics = inner.weighs_samples, inner.adds_sums, inner.metrics
+        self.takes_repeats, self.uses_steps = inner.takes_repeats, inner.uses_steps
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def sections(self) -> Mapping[str, int]:
+        return self._inner.sections
+
+    def broadcast(self) -> Tensor | None:
+        return self._inner.broadcast()
+
+    def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:
+        self._inner.lay_out(shapes)
+
+    def check(self, config: FederatedConfig) -> None:
+        self._inner.check(config)
+
+    def begin(self, round_id: int, base: Tensor) -> None:
+        self._inner.begin(round_id, base)
+
+    def add(self, update: Update, facts: Facts) -> None:
+        self._inner.add(update, facts)
+
+    def add_noise(self, draw: Callable[[int], Tensor]) -> None:
+        self._inner.add_noise(draw)
+
+    def terms(self) -> Mapping[str, Any]:
+        return self._inner.terms()
+
+    def end_reason(self) -> str:
+        return self._inner.end_reason()
+
+    def finish(self, weights: Tensor) -> None:
+        self._inner.finish(weights)
+
+    def marks(self) -> Mapping[str, tuple[int, ...]]:
+        return self._inner.marks()
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self._inner.state()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self._inner.load_state(state)
+
+
 class FedAvg(Strategy):
     """The mean of the clients' models, weighted by their samples."""
 
@@ -145,6 +214,10 @@ class FedAvg(Strategy):
     def add_sum(self, partial: PartialSum) -> None:
         assert self._mean is not None, "begin() comes first"
         self._mean.add_sum(partial)
+
+    def add_noise(self, draw: Callable[[int], Tensor]) -> None:
+        assert self._mean is not None, "begin() comes first"
+        self._mean.add_noise(draw)
 
     def finish(self, weights: Tensor) -> None:
         assert self._mean is not None, "begin() comes first"

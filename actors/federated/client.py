@@ -24,11 +24,12 @@ from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import ClientHeartbeat, ClientStatus, ControllerSession
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, UpdateSender
+from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JoinRefused, TrainingFailed
+from gradbus.runtime.errors import BusClosed, BusError, ConfigError, GradbusError, JoinRefused, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.plain_text import plain_line
@@ -141,7 +142,8 @@ class Client:
         """Take part until all rounds are done.
 
         Raises:
-            JoinRefused: the controller has refused this client; the text has the reason.
+            JoinRefused: the controller has refused this client, or asks for less noise than this client insists on; the
+                text has the reason.
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed, here or on the other clients.
         """
@@ -240,10 +242,18 @@ class Client:
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
+    def _check_privacy(self, welcome: Welcome) -> None:
+        """Raises JoinRefused: the controller asks for less noise than this client insists on."""
+        try:
+            privacy_of(welcome.options, least_noise=self._config.least_noise)
+        except ConfigError as error:
+            raise JoinRefused(str(error)) from None
+
     def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
         current, me = self._session, (self._identity.sender, self._identity.incarnation)
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
+                self._check_privacy(body)  # before anything is sent
                 if current.welcome is None or session != current.incarnation:
                     self._start_session(session, body, group)
                 current.welcome = body

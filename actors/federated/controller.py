@@ -56,6 +56,7 @@ from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
+from gradbus.actors.privacy.mechanisms import with_privacy
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, CODECS, STRATEGIES
@@ -168,10 +169,11 @@ class Controller:
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
         self._model = FlatModel(self._task.build_model(), config.exchange)
-        self._strategy = within_limits(self._make_strategy(), config)
+        self._strategy = with_privacy(within_limits(self._make_strategy(), config), config)
         self._strategy.lay_out([shape for _, _, shape in self._model.table])
         self._strategy.check(config)
         self._check_rule()
+        self._check_buffers()
         check_asynchronous(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
@@ -185,6 +187,16 @@ class Controller:
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
         self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
         self._state.incarnation = self._identity.incarnation
+
+    def _check_buffers(self) -> None:
+        """Raises ConfigError: noise would be added to what is no parameter, such as a variance: it becomes negative."""
+        names = {name for name, _ in self._model.module.named_buffers()}
+        sent = [name for name, _, _ in self._model.table if name in names]
+        if self._config.privacy.name != "none" and sent:
+            raise ConfigError(
+                f"federated.privacy: the model exchanges the buffers {', '.join(sent[:5])}, statistics of the data "
+                f"that noise would make useless. Use a model without, such as with GroupNorm in place of BatchNorm"
+            )
 
     def _check_rule(self) -> None:
         """Raises ConfigError: the training rule does not make what the strategy takes, or that cannot be sent."""
@@ -381,6 +393,7 @@ class Controller:
     async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
         """The rounds that are left, when all parts run."""
         state, rounds = self._state, self._config.rounds
+        await self._compute.run(self._note_end)
         await self._evaluate_resumed()  # it may show that the run had ended: then no clients are waited for
         if state.round_id < rounds and not self._stop.reason:
             await self._wait_for_clients()
@@ -391,9 +404,15 @@ class Controller:
             report = await self._one_round(state.round_id + 1)
             on_report(report)
             await self._compute.run(self._stop.round_done, report)
+            await self._compute.run(self._note_end)
         if self._stop.reason:
             log.info("stopped early", round=state.round_id, reason=self._stop.reason, best=self._stop.best_round)
         await self._compute.run(self._stop.run_ended, list(self.progress.reports))
+
+    def _note_end(self) -> None:
+        """The strategy may end the run before its last round."""
+        if not self._stop.reason and self._state.round_id < self._config.rounds:
+            self._stop.reason = self._strategy.end_reason()
 
     async def _wait_for_clients(self) -> None:
         """Wait until the first round can start. From then on the clients follow this controller."""
@@ -659,7 +678,7 @@ class Controller:
             command_s=timing.first_command_s - started_s, timeline=timing.timelines(), weights_crc32=crc32,
             strikes=self._state.quarantine.take_new(), marks=self._marks(), updates=len(totals.staleness),
             staleness=sum(totals.staleness) / max(1, len(totals.staleness)),
-            max_staleness=max(totals.staleness, default=0),
+            max_staleness=max(totals.staleness, default=0), epsilon=self._strategy.epsilon,
         )  # fmt: skip
 
     def _marks(self) -> dict[str, tuple[int, ...]]:

@@ -264,7 +264,7 @@ class Dispatcher:
         terms = config.training.sent_terms(config.mode, config.asynchronous.repeats)
         if client_id in self._steps:
             terms["training.steps"] = self._steps[client_id]
-        return {**config.training.sent_options(), **terms}
+        return {**config.training.sent_options(), **self._context.state.terms(), **terms}
 
     async def note_speeds(self, speeds: Mapping[int, float]) -> None:
         """Give clients steps in proportion to these, in steps a second: one whose number changes is welcomed anew."""

@@ -19,8 +19,9 @@ from gradbus.actors.federated.client_state import RESIDUAL, ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
-from gradbus.actors.federated.rules.base import RoundStart, make_rule
+from gradbus.actors.federated.rules.base import RoundEnd, RoundStart, make_rule
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
 from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.compute_limiter import TRAINING
@@ -109,6 +110,8 @@ class LocalTraining:
         self._memory = memory
         self._number = 0  # of the newest training: that of its round, or, where many are of one round, counted on
         self._counted = 0  # the newest one that counts
+        # With local privacy: of the newest round, by run and round, what has left this client.
+        self._released: tuple[tuple[int, int], Tensor, dict[str, float]] | None = None
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -146,7 +149,8 @@ class LocalTraining:
         self._probe.reached("before_training", command.round_id)
         self.arrange(welcome)
         self._kept.start_run(welcome.run_id, self._model.dim)
-        sent, terms = split_terms(inputs.options())
+        privacy = privacy_of(welcome.options)  # what comes with a round does not change it
+        sent, terms = split_terms(without_privacy(inputs.options()))
         self._number = command.round_id
         if "repeats" in terms:
             self._number = max(self._number, self._counted + 1, self._kept.newest + 1)
@@ -179,9 +183,16 @@ class LocalTraining:
         end = rule.finish(self._model.read())
         codec = codec_of(welcome)
         residual_before = kept.get(RESIDUAL)
-        encoded, residual = self._encode(codec, base, residual_before)
-        update_norm = l2_distance(self._model.read(), base)
-        self._check(encoded, base, int(outcome.num_samples), update_norm, residual_before)
+        change, facts = None, _finite(getattr(outcome, "metrics", {})) | _finite(end.metrics)
+        num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, rule.steps
+        if privacy is not None:
+            change, noted = self._protected(privacy, inputs, end)
+            facts |= noted
+        encoded, residual = self._encode(codec, base, residual_before, change)
+        update_norm = l2_distance(self._model.read(), base) if change is None else l2_norm(change)
+        self._check(encoded, base, num_samples, update_norm, residual_before)
+        if privacy is not None and privacy.is_local:  # none of these has noise
+            num_samples, loss, num_steps, facts = 1, None, 0, {}
         payload = updates.join([(updates.MODEL, encoded), *self._encode_sections(end.sections)])
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
@@ -191,12 +202,10 @@ class LocalTraining:
         sealed = self._memory.put(payload) if here and here == welcome.memory else None
         request = UploadRequest(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
-            num_samples=int(outcome.num_samples), train_s=trained_s - started_s,
-            loss=math.nan if outcome.loss is None else float(outcome.loss),
+            num_samples=num_samples, train_s=trained_s - started_s, loss=math.nan if loss is None else float(loss),
             encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
             wait_s=max(0.0, started_s - inputs.commanded_s), update_norm=update_norm,
-            residual_norm=0.0 if residual is None else l2_norm(residual), steps=rule.steps,
-            metrics={**_finite(getattr(outcome, "metrics", {})), **_finite(end.metrics)},
+            residual_norm=0.0 if residual is None else l2_norm(residual), steps=num_steps, metrics=facts,
         )  # fmt: skip
         self._probe.note(
             "offered", run=f"{welcome.run_id:016x}", round=request.round_id, transfer=transfer,
@@ -204,11 +213,7 @@ class LocalTraining:
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", command.round_id)
         # From now on it is in one place only, also for frames.
-        state = {_OF_RULE + name: tensor for name, tensor in end.state.items()}
-        if residual is not None:
-            state[RESIDUAL] = residual
-        if optimizer is not None:
-            state |= {_OF_OPTIMIZER + name: tensor for name, tensor in optimizer.state().items()}
+        state = _to_keep(end, residual, {} if optimizer is None else optimizer.state())
         return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, state, sealed)
 
     def _local_loss(self) -> float:
@@ -232,11 +237,32 @@ class LocalTraining:
             ) from None
 
     @torch.no_grad()
-    def _encode(self, codec: Codec, base: Tensor, residual: Tensor | None) -> tuple[bytes, Tensor | None]:
-        """The update's bytes, and with a lossy codec the residual."""
-        local = self._model.read()
+    def _protected(self, privacy: ClientPrivacy, inputs: RoundInputs, end: RoundEnd) -> tuple[Tensor, dict[str, float]]:
+        """What training has changed, clipped and with noise, and the metrics to announce. A round that is done again
+        gives what it has given before, which tells no more than once. Raises ConfigError: the rule sends more than the
+        model, which would have no noise."""
+        if privacy.is_local and end.sections:
+            raise ConfigError(
+                f"the training rule {inputs.welcome.rule} sends {', '.join(end.sections)} without noise: with local "
+                f"privacy this client sends the model alone. Choose another rule on the controller"
+            )
+        round_ = inputs.welcome.run_id, inputs.command.round_id
+        if not privacy.is_local or self._released is None or self._released[0] != round_:
+            found = privacy.protected(self._model.read() - inputs.base, inputs.broadcast)
+            if not privacy.is_local:
+                return found
+            self._released = round_, *found
+        return self._released[1:]
+
+    @torch.no_grad()
+    def _encode(
+        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None = None
+    ) -> tuple[bytes, Tensor | None]:
+        """The update's bytes, and with a lossy codec the residual. ``change``: in place of what training changed."""
+        local = self._model.read() if change is None else base + change
         # Version 1 of fp32 and q8 means weights; all else is the difference to the model of the round before.
-        vector = local if codec.version == 1 and not codec.v1_is_delta else local - base
+        is_weights = codec.version == 1 and not codec.v1_is_delta
+        vector = local if is_weights else local - base if change is None else change
         try:
             if codec.lossless:
                 return codec.encode(vector), None
@@ -297,6 +323,14 @@ class LocalTraining:
 def _part(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The kept tensors of a part, by their own names."""
     return {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
+
+
+def _to_keep(end: RoundEnd, residual: Tensor | None, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a client keeps if its update counts."""
+    kept = {_OF_RULE + name: tensor for name, tensor in end.state.items()}
+    if residual is not None:
+        kept[RESIDUAL] = residual
+    return kept | {_OF_OPTIMIZER + name: tensor for name, tensor in optimizer.items()}
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -202,6 +202,7 @@ class RoundReport:
         strikes: bad updates in this round; the first, if there are many.
         staleness: models by which the bases of the updates were behind, their mean; max_staleness: the largest. 0 where
             rounds are synchronous.
+        epsilon: what the run has spent of differential privacy, this round included; None: it has none.
         marks: clients whose updates the strategy changed, by what it did: ``clipped`` and so on.
         timeline: where the time went, by client; of the last ones, where there are very many. Empty for rounds before a
             resume, and in :attr:`Progress.reports` for all but the newest rounds.
@@ -242,6 +243,7 @@ class RoundReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     staleness: float = 0.0
     max_staleness: int = 0
+    epsilon: float | None = None
 
     def __post_init__(self) -> None:
         if not self.updates:  # else it is known, also where the ids are not

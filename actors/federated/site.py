@@ -415,6 +415,11 @@ def check_site(config: FederatedConfig, upstream: UpstreamConfig) -> None:
             f"federated.strategy is {config.strategy.name}: a site adds up exact sums, and the strategy is that of the "
             f"top level. One that needs single updates, such as a median, cannot be had of sums. Leave it out here"
         )
+    if config.privacy.name != "none":
+        raise ConfigError(
+            f"federated.privacy is {config.privacy.name}: a site sends sums, and in those of several sites single "
+            f"clients cannot be bounded. Leave it out here, and at the top level let the clients take part themselves"
+        )
     if config.downlink_codec.name != "fp32":
         raise ConfigError(
             f"federated.downlink_codec is {config.downlink_codec.name}: a site passes models on unchanged. Set it at "

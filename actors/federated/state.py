@@ -20,6 +20,7 @@ from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.participation import MAX_KNOWN, Entry, Participation, Quarantine, Strike
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
+from gradbus.actors.privacy.mechanisms import LEDGER
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import (
     Checkpoint,
@@ -247,6 +248,11 @@ class RunState:
         dim = tuple(self.weights.shape)
         weights = tensor_of(checkpoint, "weights", dim)
         held = tensor_of(checkpoint, "held", dim) if saved.downlink == "lossy" else None
+        if LEDGER in checkpoint.tensors and LEDGER not in self._strategy.state():
+            raise CheckpointError(
+                f"{where} was made with federated.privacy, and rounds without it would undo what it has protected. Go "
+                f"on with it, or start afresh in another state directory"
+            )
         self._strategy.load_state(checkpoint.tensors)
         restore_random_numbers(checkpoint)
         assert self._store is not None
@@ -278,6 +284,10 @@ class RunState:
     def broadcast(self) -> Tensor | None:
         """What the strategy sends behind the model, as of :meth:`.Strategy.broadcast`."""
         return self._strategy.broadcast()
+
+    def terms(self) -> Mapping[str, Any]:
+        """What the strategy sends its clients beside the options of their rule, as of :meth:`.Strategy.terms`."""
+        return self._strategy.terms()
 
     def _kind(self) -> str:
         return "full" if self._downlink_codec == "fp32" else "lossy"

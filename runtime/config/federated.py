@@ -14,6 +14,7 @@ from gradbus.runtime.choices import (
     CLIENT_RULES,
     CLIENT_SCHEDULES,
     CODECS,
+    PRIVACY,
     SELECTORS,
     STRATEGIES,
     Choice,
@@ -321,6 +322,9 @@ class FederatedConfig(Settings):
     strategy: Annotated[Choice, STRATEGIES] = STRATEGIES.default
     """Aggregation of the updates, such as fedavg or fedadam, or, against hostile clients, median or krum, which hold
     all updates of a round in memory; docs/tuning.md lists all. Or your own, as package.module:Name."""
+    privacy: Annotated[Choice, PRIVACY] = PRIVACY.default
+    """Differential privacy of the clients, with the extra `gradbus[privacy]`. `central`: the controller adds noise to
+    the sum of their updates. `local`: each client adds it to its own. See docs/privacy.md."""
     codec: Annotated[Choice, CODECS] = CODECS.default
     """Codec of the clients' updates; see docs/codecs.md."""
     downlink_codec: Annotated[Choice, CODECS] = CODECS.default
@@ -418,6 +422,9 @@ class ClientConfig(Settings):
     """Directory that keeps the residual of a lossy codec over a restart. null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
     """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
+    least_noise: NonNegative = 0.0
+    """Least noise, as a multiple of the sensitivity, that this client adds to each of its updates: a controller that
+    asks for less, with `federated.privacy` = `local`, or for none, gets none of them. 0: the controller decides."""
     controller_timeout_s: Positive = 600.0
     """Silence of the controller, in seconds, after which the client gives up."""
     report_failures: bool = True

@@ -108,9 +108,12 @@ class Selector(ABC):
 
     Attributes:
         partial: not all ready clients may take part. Clients then fetch the model of a round only if they do.
+        reads_updates: it looks at the samples or losses that clients have announced. With differential privacy at the
+            controller that is refused, as no noise is added to these.
     """
 
     Options: ClassVar[type[SelectorOptions]] = SelectorOptions
+    reads_updates: ClassVar[bool] = True
 
     def __init__(self, *, fraction: float = 1.0, count: int | None = None, over_select: float = 1.0) -> None:
         """The options, as :class:`SelectorOptions` has checked them."""

@@ -14,6 +14,7 @@ class RoundRobin(Selector):
     """In turn: those that were asked least often, by ascending id."""
 
     choice = "round_robin"
+    reads_updates = False
 
     def select(self, ready: Sequence[ClientFacts], count: int, draw: Draw) -> Sequence[int]:
         return [facts.client_id for facts in sorted(ready, key=lambda one: (one.rounds, one.client_id))[:count]]

@@ -15,6 +15,7 @@ class Uniform(Selector):
     """All ready clients; with `fraction` or `count` as many at random, each with the same probability."""
 
     choice = "uniform"
+    reads_updates = False
 
     def select(self, ready: Sequence[ClientFacts], count: int, draw: Draw) -> Sequence[int]:
         return draw.order([facts.client_id for facts in ready])[:count]

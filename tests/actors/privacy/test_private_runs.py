@@ -1,0 +1,168 @@
+"""Whole runs with differential privacy over real DDS, with all actors on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dds_domains import new_domain
+from torch import nn
+
+import gradbus
+from gradbus.actors.federated import local_training
+from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
+from gradbus.actors.privacy.client import ClientPrivacy
+from gradbus.models.task import TrainResult
+from gradbus.runtime.errors import CheckpointError, ConfigError, GradbusError, JoinRefused
+from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.wire.control import Welcome
+from gradbus.runtime.wire.messages import Identity, TrainCmd
+
+pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
+
+_jobs = itertools.count()
+
+
+class Moving:
+    """Training that moves each weight by one."""
+
+    def __init__(self, module: Any = nn.Linear) -> None:
+        self.module = module
+
+    def build_model(self) -> nn.Module:
+        model: nn.Module = self.module(20, 1)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.zero_()
+        return model
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        pass
+
+    def train(self, model: Any, **_: Any) -> TrainResult:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for one in model.parameters():
+            one.grad = -torch.ones_like(one)
+        optimizer.step()
+        return TrainResult(7, 1.25)
+
+    def evaluate(self, model: Any) -> None:
+        return None
+
+
+def run(clients: int, *, task: Any = None, client: dict[str, Any] | None = None, **settings: Any) -> gradbus.Controller:
+    """A whole run, with so many clients."""
+    job, domain = f"private-{os.getpid()}-{next(_jobs)}", new_domain()
+    config = gradbus.FederatedConfig(
+        **{"clients": {"num": clients or 1, "dead_after_s": 30.0}, "eval_every": 0, **settings}
+    )
+
+    async def one(client_id: int) -> None:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            own = gradbus.ClientConfig(**(client or {}))
+            await gradbus.Client(bus, task or Moving(), client_id=client_id, config=own).run()
+
+    async def main() -> gradbus.Controller:
+        async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+            controller = gradbus.Controller(bus, task or Moving(), config)
+            tasks = [group.create_task(one(client_id)) for client_id in range(clients)]
+            try:
+                await controller.run()
+            except BaseException:
+                for each in tasks:
+                    each.cancel()
+                raise
+        return controller
+
+    try:
+        return asyncio.run(main())
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+def test_a_spent_budget_ends_the_run_with_its_model_kept_and_a_resume_goes_on_only_with_more(tmp_path: Path) -> None:
+    settings = {"rounds": 5, "checkpoint": {"dir": tmp_path}}
+
+    def private(epsilon: float) -> dict[str, Any]:
+        return {"name": "central", "noise_multiplier": 4.0, "epsilon": epsilon, "target_quantile": 0.5}
+
+    first = run(2, privacy=private(1.8), **settings)
+    epsilons = [report.epsilon for report in first.progress.reports]
+    assert first.progress.phase == "done"
+    assert 1 <= len(epsilons) < 5
+    assert all(epsilon is not None and epsilon <= 1.8 for epsilon in epsilons)
+    again = run(0, privacy=private(1.8), **settings)  # waits for no clients
+    assert [report.epsilon for report in again.progress.reports] == epsilons
+    assert torch.equal(again.weights, first.weights)
+    more = run(2, privacy=private(2.5), **settings)
+    assert [report.epsilon for report in more.progress.reports][: len(epsilons)] == epsilons
+    assert len(more.progress.reports) > len(epsilons)
+    with pytest.raises(CheckpointError, match="rounds without it would undo"):
+        run(0, **settings)
+
+
+def test_a_client_that_lies_about_its_norm_is_struck_and_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lies(self: Any, privacy: ClientPrivacy, inputs: Any, end: Any) -> Any:
+        change = self._model.read() - inputs.base
+        return (change, {}) if self._identity.sender == 1 else privacy.protected(change, inputs.broadcast)
+
+    monkeypatch.setattr(local_training.LocalTraining, "_protected", lies)
+    privacy = {"name": "central", "noise_multiplier": 0.01, "clip_norm": 0.1}
+    controller = run(2, rounds=1, privacy=privacy)
+    (report,) = controller.progress.reports
+    assert report.clients == (0,)
+    assert [(one.client_id, one.reason) for one in report.strikes] == [(1, "refused")]
+    assert float(controller.weights.norm()) < 0.2  # and not the length of what was sent, sqrt(21)
+
+
+def test_a_local_update_tells_nothing_beside_the_noisy_model() -> None:
+    controller = run(2, rounds=2, privacy={"name": "local", "noise_multiplier": 1.0}, client={"least_noise": 1.0})
+    reports = controller.progress.reports
+    assert [(report.num_samples, report.loss) for report in reports] == [(2, None)] * 2
+    assert reports[1].epsilon is not None
+    assert reports[0].epsilon is not None
+    assert reports[1].epsilon > reports[0].epsilon
+    assert 0.5 < float(controller.weights.std()) < 8  # of two means of two, each of standard deviation 2: near 2
+
+
+def test_a_round_that_is_done_again_gives_what_it_gave_before_and_nothing_without_noise() -> None:
+    training = LocalTraining(
+        Moving(), Identity(0, 1), FlatModel(Moving().build_model()), ClientStateStore(None, 0),
+        PayloadMemory(switched_on=False),
+    )  # fmt: skip
+    welcome = Welcome(0, 1, 7, 1, "fp32", 0.5, 64, 2, 1, 0.5)
+    terms = {"privacy.name": "local", "privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0}
+
+    def train(round_id: int, rule: str = "plain") -> bytes:
+        inputs = RoundInputs(
+            welcome=dataclasses.replace(welcome, options=terms, rule=rule),
+            command=TrainCmd(round_id, 0, 1, 0.1, 0), base=torch.zeros(21), broadcast=torch.zeros(21),
+        )  # fmt: skip
+        return bytes(training.train(inputs, 1, lambda: False).payload)
+
+    assert train(1) == train(1)
+    assert train(1) != train(2)
+    with pytest.raises(ConfigError, match="sends control without noise"):
+        train(3, "scaffold")
+
+
+def test_a_client_that_insists_on_noise_sends_nothing_to_a_controller_that_asks_for_none() -> None:
+    with pytest.raises(JoinRefused, match=r"client.least_noise is 1: nothing is sent"):
+        run(1, rounds=1, client={"least_noise": 1.0})
+
+
+def test_buffers_that_noise_would_spoil_are_refused_at_the_start() -> None:
+    class Normed(nn.Sequential):
+        def __init__(self, width: int, out: int) -> None:
+            super().__init__(nn.Linear(width, out), nn.BatchNorm1d(out))
+
+    with pytest.raises(GradbusError, match=r"exchanges the buffers 1\.running_mean, 1\.running_var"):
+        run(0, task=Moving(Normed), privacy={"name": "central", "noise_multiplier": 1.0})
