@@ -1,0 +1,181 @@
+"""The client's side of one attempt: pure, with all that it is asked to do checked first.
+
+    advertise -> share -> receive -> mask -> unmask        (Bonawitz et al., CCS 2017, figure 4)
+
+An object is of one attempt and holds its secret keys; it is thrown away with it. Each step is done once. What is asked
+again gets the answer of the first time where the question is the same, and is refused where it is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from numpy.typing import NDArray
+
+from gradbus.actors.secure_aggregation.keys import (
+    MIN_MEMBERS,
+    SEALED_BYTES,
+    Attempt,
+    NotInProtocol,
+    Roster,
+    RosterEntry,
+    agreed,
+    commitment,
+    derived,
+    pair_seed,
+)
+from gradbus.actors.secure_aggregation.masks import SEED_BYTES, add_mask
+from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, split
+
+_NONCE = bytes(12)  # each key seals one message
+
+
+class MaskingClient:
+    """One client in one attempt.
+
+    Attributes:
+        attempt: which. roster: its members, once they are known.
+        senders: members whose shares have come, itself included; empty before :meth:`receive`.
+    """
+
+    def __init__(self, attempt: Attempt, client_id: int, *, least_members: int = MIN_MEMBERS) -> None:
+        """``least_members``: refuse to take part with fewer."""
+        self.attempt = attempt
+        self._client_id = client_id
+        self._least = max(MIN_MEMBERS, least_members)
+        self._sealing = X25519PrivateKey.generate()
+        self._masking = secrets.token_bytes(SEED_BYTES)  # the private key, as it is shared
+        self._masking_key = X25519PrivateKey.from_private_bytes(self._masking)
+        self._own_seed = secrets.token_bytes(SEED_BYTES)
+        self._sealed: list[bytes] | None = None
+        self._shares: dict[int, tuple[bytes, bytes]] = {}  # by sender: of its own seed, of its masking key
+        self._is_masked = False
+        self._survivors: tuple[int, ...] | None = None
+        self.roster: Roster | None = None
+        self.senders: tuple[int, ...] = ()
+
+    def advertise(self) -> bytes:
+        """Phase 0: the public keys, and the commitment to the own seed; 96 bytes."""
+        public = (key.public_key().public_bytes_raw() for key in (self._sealing, self._masking_key))
+        return b"".join(public) + commitment(self._own_seed)
+
+    def share(self, roster: Roster) -> list[bytes]:
+        """Phase 1: shares of both secrets, sealed for each other member, in the order of the roster. Given again for
+        the same roster.
+
+        Raises:
+            NotInProtocol: the roster is of another attempt, another one than before, too small, or has other keys of
+                this client.
+        """
+        if self._sealed is not None:
+            if self.roster is None or roster.digest != self.roster.digest:
+                raise NotInProtocol("a second roster for one attempt")
+            return self._sealed
+        if roster.attempt != self.attempt:
+            raise NotInProtocol(f"a roster of {roster.attempt}: this is {self.attempt}")
+        if len(roster.members) < self._least:
+            raise NotInProtocol(f"a roster of {len(roster.members)} members: this client asks for {self._least}")
+        if self._client_id not in roster.points or roster.member(self._client_id) != RosterEntry.of(
+            self._client_id, self.advertise()
+        ):
+            raise NotInProtocol("a roster without this client, or with other keys of it")
+        points = tuple(roster.points.values())
+        of_seed = split(self._own_seed, roster.threshold, points)
+        of_key = split(self._masking, roster.threshold, points)
+        sealed = []
+        for other, seed_share, key_share in zip(roster.members, of_seed, of_key, strict=True):
+            if other.client_id == self._client_id:
+                self._shares[self._client_id] = seed_share, key_share
+                continue
+            key = self._sealing_key(roster, other, self._client_id, other.client_id)
+            sealed.append(AESGCM(key).encrypt(_NONCE, seed_share + key_share, roster.digest))
+        self.roster, self._sealed = roster, sealed
+        return sealed
+
+    def _sealing_key(self, roster: Roster, other: RosterEntry, sender: int, receiver: int) -> bytes:
+        return derived(agreed(self._sealing, other.sealing), b"seal", roster, (sender, receiver))
+
+    def receive(self, senders: Sequence[int], sealed: Sequence[bytes]) -> None:
+        """Phase 2 begins: the shares of these members, ascending, of which this client is one; ``sealed`` is without
+        its own. Once; a repetition is ignored.
+
+        Raises:
+            NotInProtocol: not in this phase, fewer members than the threshold, other members, or a share that was not
+                sealed for this client by that member in this attempt.
+        """
+        roster, senders = self._entered(), tuple(senders)
+        if self.senders:
+            if senders != self.senders:
+                raise NotInProtocol("a second set of shares for one attempt")
+            return
+        self._check_members(senders, roster.ids, roster.threshold)
+        if self._client_id not in senders:
+            raise NotInProtocol("shares for an attempt that goes on without this client")
+        others = [one for one in senders if one != self._client_id]
+        if len(sealed) != len(others) or any(len(one) != SEALED_BYTES for one in sealed):
+            raise NotInProtocol(f"{len(sealed)} sealed shares of {len(others)} members, each of {SEALED_BYTES} bytes")
+        opened = {self._client_id: self._shares[self._client_id]}
+        for sender, one in zip(others, sealed, strict=True):
+            key = self._sealing_key(roster, roster.member(sender), sender, self._client_id)
+            try:
+                both = AESGCM(key).decrypt(_NONCE, one, roster.digest)
+            except InvalidTag:
+                raise NotInProtocol(f"the shares of client {sender} were not sealed for this client") from None
+            opened[sender] = both[:SHARE_BYTES], both[SHARE_BYTES:]
+        self._shares, self.senders = opened, senders
+
+    def mask(self, values: NDArray[np.uint64]) -> None:
+        """Phase 2: add the own mask and those of all pairs to the values, uint64, in place. Once.
+
+        Raises:
+            NotInProtocol: not in this phase, or a second time: the difference of two vectors under the same masks would
+                show both.
+        """
+        roster = self._entered()
+        if not self.senders or self._is_masked or self._survivors is not None:
+            raise NotInProtocol("values can be masked once, after the shares have come and before unmasking")
+        self._is_masked = True
+        add_mask(values, self._own_mask(roster))
+        for other_id in self.senders:
+            if other_id != self._client_id:
+                seed = pair_seed(self._masking_key, self._client_id, roster.member(other_id), roster)
+                add_mask(values, seed, negative=other_id < self._client_id)
+
+    def _own_mask(self, roster: Roster) -> bytes:
+        return derived(self._own_seed, b"own", roster, (self._client_id,))
+
+    def unmask(self, survivors: Sequence[int]) -> list[bytes]:
+        """Phase 3: one share for each of :attr:`senders`, in their order: of the own seed of a survivor, of the masking
+        key of a client that dropped out. Given again for the same survivors.
+
+        Raises:
+            NotInProtocol: not in this phase, other survivors than before, fewer than the threshold, or none of ours.
+        """
+        roster, survivors = self._entered(), tuple(survivors)
+        if not self.senders:
+            raise NotInProtocol("unmasking before the shares have come")
+        if self._survivors is not None and survivors != self._survivors:
+            raise NotInProtocol("a second set of survivors for one attempt: both shares of a client would be revealed")
+        self._check_members(survivors, self.senders, roster.threshold)
+        self._survivors = survivors
+        alive = frozenset(survivors)
+        return [self._shares[sender][0 if sender in alive else 1] for sender in self.senders]
+
+    def _entered(self) -> Roster:
+        if self.roster is None:
+            raise NotInProtocol("there is no roster yet")
+        return self.roster
+
+    @staticmethod
+    def _check_members(found: Sequence[int], among: Collection[int], threshold: int) -> None:
+        ascend = all(before < after for before, after in itertools.pairwise(found))
+        if not ascend or not set(found) <= set(among):
+            raise NotInProtocol("clients that do not ascend, or that are not in this attempt")
+        if len(found) < threshold:
+            raise NotInProtocol(f"{len(found)} clients: the threshold is {threshold}")

@@ -1,0 +1,172 @@
+"""The Controller's side of one attempt: pure. It keeps what clients send, and what is still to come.
+
+Each phase is open until it is closed by its caller, who knows the time; with fewer clients than the threshold that
+raises, and the attempt has failed.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from numpy.typing import NDArray
+
+from gradbus.actors.secure_aggregation.keys import (
+    MAX_MEMBERS,
+    MIN_MEMBERS,
+    SEALED_BYTES,
+    Attempt,
+    NotInProtocol,
+    Roster,
+    RosterEntry,
+    TooFewMembers,
+    commitment,
+    default_threshold,
+    derived,
+    pair_seed,
+)
+from gradbus.actors.secure_aggregation.masks import add_mask
+from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares, Interpolation
+
+
+class MaskingServer:
+    """One attempt.
+
+    Attributes:
+        attempt: which. roster: set by :meth:`close_keys`. senders: members that have shared, by :meth:`close_shares`.
+        survivors: members whose masked values are in the sum, by :meth:`close_inputs`.
+    """
+
+    def __init__(self, attempt: Attempt, threshold: int | float) -> None:
+        """``threshold``: a number of clients, or, as a float, a share of those that have advertised keys. More than
+        half of them are needed in any case."""
+        self.attempt = attempt
+        self._threshold = threshold
+        self._keys: dict[int, bytes] = {}
+        self._sealed: dict[int, dict[int, bytes]] = {}
+        self._shares: dict[int, list[bytes]] = {}
+        self.roster: Roster | None = None
+        self.senders: tuple[int, ...] = ()
+        self.survivors: tuple[int, ...] = ()
+
+    # Phase 0
+
+    def add_keys(self, client_id: int, keys: bytes) -> None:
+        """Keys that a client advertises. Raises NotInProtocol: too late, wrong, or others than before."""
+        if self._keys.get(client_id) == keys:
+            return
+        if self.roster is not None or client_id in self._keys:
+            raise NotInProtocol(f"keys of client {client_id} after the roster, or other ones than before")
+        if len(self._keys) >= MAX_MEMBERS:
+            raise NotInProtocol(f"keys of more than {MAX_MEMBERS} clients")
+        member = RosterEntry.of(client_id, keys)
+        known = {key for other in self._keys for key in (self._keys[other][:32], self._keys[other][32:64])}
+        if {member.sealing, member.masking} & known:
+            raise NotInProtocol(f"client {client_id} advertises the key of another client")
+        self._keys[client_id] = keys
+
+    @property
+    def advertised(self) -> Collection[int]:
+        """Clients whose keys have come."""
+        return self._keys.keys()
+
+    def close_keys(self) -> Roster:
+        """The roster of those that have advertised. Raises TooFewMembers: fewer than the threshold."""
+        count, limit = len(self._keys), self._threshold
+        needed = default_threshold(count, limit) if isinstance(limit, float) else max(count // 2 + 1, limit)
+        self._check_enough(self._keys, max(needed, MIN_MEMBERS), "advertised keys")
+        members = tuple(RosterEntry.of(one, self._keys[one]) for one in sorted(self._keys))
+        self.roster = Roster(self.attempt, needed, members)
+        return self.roster
+
+    # Phase 1
+
+    def add_shares(self, client_id: int, sealed: Sequence[bytes]) -> None:
+        """What a member has sealed for each other one. Raises NotInProtocol: not in this phase, or a wrong length."""
+        roster = self._entered()
+        if client_id not in roster.points or self.senders or client_id in self._sealed:
+            raise NotInProtocol(f"shares of client {client_id}: not in this attempt, too late, or a second time")
+        others = [one for one in roster.ids if one != client_id]
+        if len(sealed) != len(others) or any(len(one) != SEALED_BYTES for one in sealed):
+            raise NotInProtocol(f"{len(sealed)} shares: expected {len(others)}, each of {SEALED_BYTES} bytes")
+        self._sealed[client_id] = dict(zip(others, sealed, strict=True))
+
+    @property
+    def shared(self) -> Collection[int]:
+        """Members whose shares have come."""
+        return self._sealed.keys()
+
+    def close_shares(self) -> tuple[int, ...]:
+        """The members that have shared, ascending. Raises TooFewMembers: fewer than the threshold."""
+        self._check_enough(self._sealed, self._entered().threshold, "shared their secrets")
+        self.senders = tuple(sorted(self._sealed))
+        return self.senders
+
+    def sealed_for(self, client_id: int) -> list[bytes]:
+        """What the other senders have sealed for this one, in their order."""
+        return [self._sealed[sender][client_id] for sender in self.senders if sender != client_id]
+
+    # Phase 2 and 3
+
+    def close_inputs(self, survivors: Collection[int]) -> tuple[int, ...]:
+        """Fix the members whose masked values are in the sum. Raises TooFewMembers: fewer than the threshold."""
+        if not set(survivors) <= set(self.senders):
+            raise NotInProtocol("masked values of a client that has not shared its secrets")
+        self._check_enough(survivors, self._entered().threshold, "sent masked values")
+        self.survivors = tuple(sorted(survivors))
+        return self.survivors
+
+    def add_unmasking(self, client_id: int, shares: Sequence[bytes]) -> None:
+        """A member's answer to the survivors. Raises NotInProtocol: not in this phase, or a wrong length."""
+        if not self.survivors or client_id not in self.senders or client_id in self._shares:
+            raise NotInProtocol(f"unmasking shares of client {client_id}: not asked for, or a second time")
+        if len(shares) != len(self.senders) or any(len(one) != SHARE_BYTES for one in shares):
+            raise NotInProtocol(f"{len(shares)} shares: expected {len(self.senders)}, each of {SHARE_BYTES} bytes")
+        self._shares[client_id] = list(shares)
+
+    @property
+    def answered(self) -> Collection[int]:
+        """Members whose unmasking shares have come."""
+        return self._shares.keys()
+
+    @property
+    def can_unmask(self) -> bool:
+        """Whether enough have answered."""
+        return len(self._shares) >= self._entered().threshold
+
+    def unmask(self, total: NDArray[np.uint64]) -> None:
+        """Take all masks off the sum of the survivors' masked values, uint64, in place, modulo 2^64.
+
+        Raises:
+            TooFewMembers: fewer answers than the threshold. BadShares: an answer was wrong. The sum is then unusable.
+        """
+        roster = self._entered()
+        self._check_enough(self._shares, roster.threshold, "sent their shares to unmask")
+        chosen = sorted(self._shares)[: roster.threshold]
+        interpolation, alive = Interpolation([roster.points[one] for one in chosen]), frozenset(self.survivors)
+        for place, sender in enumerate(self.senders):
+            secret = interpolation.secret({roster.points[one]: self._shares[one][place] for one in chosen})
+            if sender in alive:
+                if not hmac.compare_digest(commitment(secret), roster.member(sender).commitment):
+                    raise BadShares(f"the shares of client {sender}'s own mask do not give what it has committed to")
+                add_mask(total, derived(secret, b"own", roster, (sender,)), negative=True)
+                continue
+            key = X25519PrivateKey.from_private_bytes(secret)
+            if key.public_key().public_bytes_raw() != roster.member(sender).masking:
+                raise BadShares(f"the shares of client {sender}'s key do not give the key that it has advertised")
+            for survivor in self.survivors:  # each has added or taken off what it shares with the one that is missing
+                seed = pair_seed(key, sender, roster.member(survivor), roster)
+                add_mask(total, seed, negative=survivor < sender)
+
+    def _entered(self) -> Roster:
+        if self.roster is None:
+            raise NotInProtocol("there is no roster yet")
+        return self.roster
+
+    def _check_enough(self, found: Collection[int], needed: int, did: str) -> None:
+        if len(found) < needed:
+            raise TooFewMembers(
+                f"secure aggregation: {len(found)} clients have {did}, the threshold is {needed}. Nothing was revealed"
+            )
