@@ -24,10 +24,11 @@ import torch
 from torch import nn
 
 from gradbus.actors.aggregation import partial_sum, updates
-from gradbus.actors.aggregation.clipping import CAPPED, sample_cap, within_limits
+from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
 from gradbus.actors.aggregation.strategies import Strategy
-from gradbus.actors.federated.asynchronous import Bases, BufferRound, check_asynchronous
+from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy
 from gradbus.actors.federated.deadline import RoundDeadline
 from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
 from gradbus.actors.federated.early_stop import EarlyStop
@@ -51,15 +52,14 @@ from gradbus.actors.federated.rounds import (
     Round,
     RoundRules,
 )
-from gradbus.actors.federated.selection import ParticipantSelection, check_selection
+from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
-from gradbus.actors.privacy.mechanisms import with_privacy
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
-from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, CODECS, STRATEGIES
+from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
 from gradbus.runtime.errors import ConfigError, GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
@@ -78,19 +78,6 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Train
 STEPS_PER_SAMPLE = 16
 
 log = get_logger("controller")
-
-
-def check_choices(config: FederatedConfig) -> None:
-    """Look for what is configured by name, before anything starts.
-
-    Raises:
-        ConfigError: there is none of that name, or its options are wrong.
-    """
-    STRATEGIES.options(config.strategy)
-    CLIENT_RULES.options(config.training.rule)
-    CLIENT_OPTIMIZERS.options(config.training.optimizer)
-    CLIENT_SCHEDULES.options(config.training.schedule)
-    check_selection(config, make_selector(config.selection))
 
 
 async def reports_of(
@@ -169,19 +156,12 @@ class Controller:
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
         self._model = FlatModel(self._task.build_model(), config.exchange)
-        self._strategy = with_privacy(within_limits(self._make_strategy(), config), config)
+        self._strategy = self._make_strategy()
         self._strategy.lay_out([shape for _, _, shape in self._model.table])
-        self._strategy.check(config)
-        self._check_rule()
+        check_strategy(config, self._strategy)
         self._check_buffers()
-        check_asynchronous(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
-        if config.clients.kind == "sites" and not self._strategy.adds_sums:
-            raise ConfigError(
-                f"federated.strategy: {config.strategy.name} needs the updates of single clients, and sites send their "
-                f"sums alone. Use fedavg, fedavgm or fedadam, or let the clients take part themselves"
-            )
         self._state = RunState(config, self._model, self._strategy)
         # Later than every start before, also where the clock was set back.
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
@@ -198,32 +178,9 @@ class Controller:
                 f"that noise would make useless. Use a model without, such as with GroupNorm in place of BatchNorm"
             )
 
-    def _check_rule(self) -> None:
-        """Raises ConfigError: the training rule does not make what the strategy takes, or that cannot be sent."""
-        config, strategy = self._config, self._strategy
-        chosen, takes = config.training.rule.name, tuple(strategy.sections)
-
-        def fits(rule: Any) -> bool:
-            return rule.sections == takes and set(strategy.metrics) <= set(rule.metrics)
-
-        if not fits(CLIENT_RULES.find(chosen)):
-            fitting = ", ".join(name for name, rule in CLIENT_RULES.table.items() if fits(rule))
-            needs = ", ".join([*takes, *strategy.metrics]) or "updates of the model alone"
-            raise ConfigError(
-                f"federated.training.rule is {chosen!r}, and federated.strategy {strategy.name} needs {needs}: set the "
-                f"rule to {fitting or 'one of your own that makes these'}, or use another strategy"
-            )
-        if strategy.broadcast() is not None and config.downlink_codec.name != "fp32":
-            raise ConfigError(
-                f"federated.downlink_codec is {config.downlink_codec.name}, and strategy {strategy.name} sends more "
-                f"than the model, which may not be rounded: set it to fp32"
-            )
-        if config.clients.kind == "sites" and config.training.has_terms:
-            raise ConfigError("federated.training.from_round: sites pass on epochs, subset_size, lr and seed alone")
-
     def _make_strategy(self) -> Strategy:
-        """The strategy, without the limits on updates. Called off the loop, when there is a model."""
-        return self._given_strategy or STRATEGIES.make(self._config.strategy, self._model.dim)
+        """The strategy behind its limits. Called off the loop, when there is a model."""
+        return make_strategy(self._config, self._model.dim, self._given_strategy)
 
     def _max_update_bytes(self) -> int:
         """Length of the longest update that a participant can send."""

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.controller import Controller, check_choices, reports_of
+from gradbus.actors.federated.combinations import check_choices
+from gradbus.actors.federated.controller import Controller, reports_of
 from gradbus.actors.federated.local_training import EncodedUpdate
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import RoundTotals

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.actors.federated.combinations import make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.liveness import tolerate_write_timeout
 from gradbus.actors.federated.local_training import codec_of
@@ -152,7 +153,7 @@ class SiteController(RelayingController):
 
     def _make_strategy(self) -> Strategy:
         self._sum = SiteSum(self._model.dim)
-        return self._sum
+        return make_strategy(self._config, self._model.dim, self._sum)
 
     def _open(self) -> None:
         super()._open()

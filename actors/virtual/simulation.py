@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from gradbus.actors.federated.controller import Controller, check_choices
+from gradbus.actors.federated.combinations import check_combination
+from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.selectors.base import make_selector
@@ -135,7 +136,7 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
         others = {key: value for key, value in config.selection.options.items() if key not in ("count", "fraction")}
         changed["selection"] = {"name": config.selection.name, **others, "fraction": fraction}
     config = FederatedConfig(**changed)
-    check_choices(config)
+    check_combination(config)
     return config
 
 

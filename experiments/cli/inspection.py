@@ -50,6 +50,19 @@ def report(
     print(make_report(run_dir, compare or (), out))
 
 
+def matrix(
+    of: Annotated[str, typer.Option(metavar="CHOICE", help="Compare this one with all others.")] = "strategy",
+    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/matrix.md has it.")] = False,
+) -> None:
+    """Print which choices of a federated run work together, and why others do not: strategy, rule, mode, codec, others.
+
+    Each cell is asked for, as a controller does before it starts; nothing is trained.
+    """
+    from gradbus.experiments.matrix import as_markdown, as_text
+
+    print_text(as_markdown(of) if markdown else as_text(of))
+
+
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, show_default=False)],
     to: Annotated[
@@ -197,5 +210,5 @@ def dashboard(
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for function in (report, export, check, status, doctor, dashboard):
+    for function in (report, export, check, status, doctor, dashboard, matrix):
         app.command()(command(function.__name__)(function))

@@ -93,9 +93,9 @@ def plan(options: DemoOptions) -> DemoPlan:
     controller = load(ControllerFile, None, defaults=defaults, overrides=options.overrides)
     own = (controller.federated.strategy, controller.federated.training.rule)
     if any(":" in choice.name for choice in own):
-        from gradbus.actors.federated.controller import check_choices  # takes seconds, so only if it has to be
+        from gradbus.actors.federated.combinations import check_combination  # takes seconds, so only if it has to be
 
-        check_choices(controller.federated)
+        check_combination(controller.federated)
     # An orphan should not wait for long: this is how clients end when the demo itself was killed.
     client = ClientFile.model_validate(
         {

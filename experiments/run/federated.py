@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
-from gradbus.actors.federated.controller import check_choices
+from gradbus.actors.federated.combinations import check_choices, check_combination
 from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
 from gradbus.actors.federated.site import check_site
 from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
@@ -99,7 +99,10 @@ async def run_controller(
 def _checked(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
     """The rules, with the directories of this run. Raises ConfigError: they cannot be, of whatever data."""
     config = file.federated
-    check_choices(config)
+    if file.upstream.site is None:
+        check_combination(config)
+    else:
+        check_choices(config)
     if config.checkpoint.dir is None:
         config = config.replaced("checkpoint.dir", run.state)
     if config.history.dir is None:

@@ -61,7 +61,7 @@ class FaultInjector:
         return _FaultyWriter(topic, entity, fast, faults=self.faults, late=self._late)
 
     def close(self) -> None:
-        """Log what has fired, and drop samples that are still delayed."""
+        """Log what has fired, and write what is still delayed: it is late, not lost, also where its sender leaves."""
         if self.faults.fired:
             log.warning("faults that fired", **{key.replace(" ", "_"): n for key, n in self.faults.fired.items()})
         self._late.stop()
@@ -190,11 +190,15 @@ def _damaged(data: bytes, dice: random.Random) -> bytes:
     return bytes(damaged)
 
 
+# When it is due on the monotonic clock, its number, its writer, what it is, how often, and whether it is held back.
+_Late = tuple[float, int, _FaultyWriter, _Sample, int, bool]
+
+
 class _LateWrites:
     """A thread that writes what is late; there is none until something is."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, _FaultyWriter, _Sample, int, bool]] = []
+        self._due: list[_Late] = []
         self._numbers = itertools.count()
         self._wakeup = threading.Condition()
         self._stopped = False
@@ -202,24 +206,28 @@ class _LateWrites:
 
     def add(self, seconds: float, writer: _FaultyWriter, sample: _Sample, copies: int, *, held: bool = False) -> None:
         """Write the sample so much later. ``held``: unless another one has overtaken it, and it is written already."""
+        late = (time.monotonic() + seconds, next(self._numbers), writer, sample, copies, held)
         with self._wakeup:
             if self._stopped:
-                return
-            heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), writer, sample, copies, held))
+                return self._write(late)
+            heapq.heappush(self._due, late)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="gradbus-late", daemon=True)
                 self._thread.start()
             self._wakeup.notify()
 
     def stop(self) -> None:
-        """Lose what is left."""
+        """Write what is left, in its order and at once; and what is added from now on."""
         with self._wakeup:
             self._stopped = True
+            left = sorted(self._due)
             self._due.clear()
             self._wakeup.notify()
             thread = self._thread
         if thread is not None:
             thread.join(2.0)
+        for late in left:
+            self._write(late)
 
     def _run(self) -> None:
         while True:
@@ -228,13 +236,17 @@ class _LateWrites:
                     self._wakeup.wait(max(0.0, self._due[0][0] - time.monotonic()) if self._due else None)
                 if self._stopped:
                     return
-                _, _, writer, sample, copies, held = heapq.heappop(self._due)
-            if held and writer.take_held(sample) is None:
-                continue
-            for _ in range(copies):
-                self._write(writer, sample)
+                late = heapq.heappop(self._due)
+            self._write(late)
 
-    def _write(self, writer: _FaultyWriter, sample: _Sample) -> None:
+    def _write(self, late: _Late) -> None:
+        _, _, writer, sample, copies, held = late
+        if held and writer.take_held(sample) is None:
+            return
+        for _ in range(copies):
+            self._write_one(writer, sample)
+
+    def _write_one(self, writer: _FaultyWriter, sample: _Sample) -> None:
         for _ in range(_TRIES):
             try:
                 if writer.write_now(sample) or self._stopped:

@@ -154,6 +154,20 @@ def test_a_late_sample_comes_later_and_holds_up_nobody(run: Run, place: dict[str
     raise AssertionError(got)
 
 
+def test_a_late_sample_comes_although_its_sender_has_left_meanwhile(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> list[str]:
+        async with gradbus.connect(**place) as one:
+            with one.subscribe(Control) as inbox:
+                async with gradbus.connect(**place, faults="delay leave nth=1 seconds=60") as two:
+                    await reads(two, Control)
+                    for body in LEAVES[:2]:
+                        await two.publish(CLIENT, body)
+                messages = [await inbox.get() for _ in range(2)]
+        return [message.body.reason for message in messages if isinstance(message, Control)]  # type: ignore[union-attr]
+
+    assert run(main) == ["1", "0"]
+
+
 def test_damaged_samples_are_rejected_and_counted_by_who_gets_them(run: Run, place: dict[str, Any]) -> None:
     got, fired, rejected = heard(run, place, "corrupt leave p=0.5; seed=1", count=4, rejected=2)
     assert fired["corrupt leave"] == 6 - len(got) == sum(rejected.values())

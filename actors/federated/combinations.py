@@ -1,0 +1,93 @@
+"""Which choices of a federated run work together: decided from its settings alone, before there are data or a model.
+
+``gradbus matrix`` prints what is decided here for every pair of choices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradbus.actors.aggregation.clipping import within_limits
+from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.federated.asynchronous import check_asynchronous
+from gradbus.actors.federated.selection import check_selection
+from gradbus.actors.federated.selectors.base import make_selector
+from gradbus.actors.privacy.mechanisms import with_privacy
+from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, STRATEGIES
+from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import ConfigError
+
+
+def check_choices(config: FederatedConfig) -> None:
+    """Look for what is configured by name, before anything starts.
+
+    Raises:
+        ConfigError: there is none of that name, or its options are wrong.
+    """
+    STRATEGIES.options(config.strategy)
+    CLIENT_RULES.options(config.training.rule)
+    CLIENT_OPTIMIZERS.options(config.training.optimizer)
+    CLIENT_SCHEDULES.options(config.training.schedule)
+    check_selection(config, make_selector(config.selection))
+
+
+def check_combination(config: FederatedConfig) -> None:
+    """As :func:`check_choices`, and refuse choices that do not work together.
+
+    A strategy of the user's own is not made for this: it may need the size of its model. The controller makes it.
+
+    Raises:
+        ConfigError: they do not; it says why, and what to choose.
+    """
+    check_choices(config)
+    if ":" in config.strategy.name:
+        return
+    strategy = make_strategy(config, 1)
+    strategy.lay_out([[1]])
+    check_strategy(config, strategy)
+
+
+def make_strategy(config: FederatedConfig, dim: int, given: Strategy | None = None) -> Strategy:
+    """The strategy of a run, behind its limits and its privacy. ``given``: in place of the one that is named."""
+    made = given or STRATEGIES.make(config.strategy, dim)
+    return with_privacy(within_limits(made, config), config)
+
+
+def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
+    """Raises ConfigError: the strategy, as of :func:`make_strategy`, cannot work with the other settings."""
+    strategy.check(config)
+    _check_rule(config, strategy)
+    check_asynchronous(config, strategy)
+    if config.clients.kind == "sites" and not strategy.adds_sums:
+        raise ConfigError(
+            f"federated.strategy: {config.strategy.name} needs the updates of single clients, and sites send their "
+            f"sums alone. Use fedavg, fedavgm or fedadam, or let the clients take part themselves"
+        )
+
+
+def fitting_rules(strategy: Strategy) -> list[str]:
+    """Names of the built-in training rules that make what a strategy takes."""
+    return [name for name, rule in CLIENT_RULES.table.items() if _fits(rule, strategy)]
+
+
+def _fits(rule: Any, strategy: Strategy) -> bool:
+    return rule.sections == tuple(strategy.sections) and set(strategy.metrics) <= set(rule.metrics)
+
+
+def _check_rule(config: FederatedConfig, strategy: Strategy) -> None:
+    """Raises ConfigError: the training rule does not make what the strategy takes, or that cannot be sent."""
+    chosen = config.training.rule.name
+    if not _fits(CLIENT_RULES.find(chosen), strategy):
+        fitting = ", ".join(fitting_rules(strategy))
+        needs = ", ".join([*strategy.sections, *strategy.metrics]) or "updates of the model alone"
+        raise ConfigError(
+            f"federated.training.rule is {chosen!r}, and federated.strategy {strategy.name} needs {needs}: set the "
+            f"rule to {fitting or 'one of your own that makes these'}, or use another strategy"
+        )
+    if strategy.broadcast() is not None and config.downlink_codec.name != "fp32":
+        raise ConfigError(
+            f"federated.downlink_codec is {config.downlink_codec.name}, and strategy {strategy.name} sends more "
+            f"than the model, which may not be rounded: set it to fp32"
+        )
+    if config.clients.kind == "sites" and config.training.has_terms:
+        raise ConfigError("federated.training.from_round: sites pass on epochs, subset_size, lr and seed alone")
