@@ -34,8 +34,8 @@ def liars(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
     rounds: dict[int, set[int]] = {}
     honest = LocalTraining._encode
 
-    def encode(self: LocalTraining, codec: Any, base: Any, before: Any) -> tuple[bytes, Any]:
-        payload, residual = honest(self, codec, base, before)
+    def encode(self: LocalTraining, codec: Any, base: Any, before: Any, *more: Any) -> tuple[bytes, Any]:
+        payload, residual = honest(self, codec, base, before, *more)
         if self._number in rounds.get(self._identity.sender, ()):
             payload = payload[:-4] + b"\x00\x00\xc0\x7f"
         return payload, residual
