@@ -51,7 +51,7 @@ class ElasticPlan(EpochPlan):
 
     def active(self, step: int) -> int:
         """Ranks that have data in this step."""
-        return sum(self.batches_in(rank, step) > 0 for rank in range(self._world))
+        return sum(self.batches_in(rank, step) > 0 for rank in range(len(self.batches)))
 
     def batches_in(self, rank: int, step: int) -> int:
         """Batches of a rank in this step: as evenly divided as they can be."""

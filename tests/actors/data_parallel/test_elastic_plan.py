@@ -69,3 +69,13 @@ def test_an_epoch_that_was_gone_through_has_no_steps_left() -> None:
     assert plan.steps == 3
     with pytest.raises(ValueError, match="at least one batch"):
         ElasticPlan.rest_of(0, 2, 1, done=0, first_step=0)
+
+
+@pytest.mark.parametrize("follows", [{0}, {1}, {0, 1}, {0, 2}])
+def test_ranks_with_data_are_counted_whichever_ranks_still_wait_for_the_state(follows: set[int]) -> None:
+    """The rank that lacks the state may be any of them: a rank that was lost in a step leaves some behind."""
+    plan = ElasticPlan.rest_of(20, 3, 1, done=3, first_step=1, follows=follows)
+    for step in range(plan.first_step, plan.steps):
+        shares = [plan.batches_in(rank, step) for rank in range(3)]
+        assert plan.active(step) == sum(share > 0 for share in shares) > 0
+        assert sum(plan.weight(rank, step) * (share > 0) for rank, share in enumerate(shares)) == plan.active(step)
