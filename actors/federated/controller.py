@@ -363,6 +363,7 @@ class Controller:
             await self._compute.run(self._stop.round_done, report)
             await self._compute.run(self._note_end)
         if self._stop.reason:
+            self.progress.ended_early = self._stop.reason
             log.info("stopped early", round=state.round_id, reason=self._stop.reason, best=self._stop.best_round)
         await self._compute.run(self._stop.run_ended, list(self.progress.reports))
 

@@ -294,6 +294,7 @@ class Progress:
         reports: the rounds that are done, oldest first, all but the newest without their timelines.
         dropped: what did not count in them, by reason. accuracy: of the newest round that was evaluated.
         never_counted: at the end, clients of which no update has counted in the whole run, and why.
+        ended_early: why the run ended before its last round; empty: it did not.
     """
 
     phase: str = "starting"
@@ -308,6 +309,7 @@ class Progress:
     dropped: dict[str, int] = field(default_factory=dict)
     accuracy: float | None = None
     never_counted: Mapping[int, str] = field(default_factory=dict)
+    ended_early: str = ""
 
     def add(self, report: RoundReport) -> None:
         """A round is done."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -31,6 +31,8 @@ from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import ConfigError, GradbusError
 from gradbus.runtime.tasks import single_error
+
+T = TypeVar("T")
 
 MAX_CLIENTS = 65_536
 HOST_END_S = 30.0  # from the end of the run to that of its host
@@ -271,41 +273,47 @@ class _Simulation:
             await pool.close()
 
     async def _run(self, controller: Controller, host: ClientHost, pool: TrainingPool) -> SimulationResult:
-        started_s: float | None = None
-        hosting = asyncio.create_task(host.run(), name="host")
+        began_s = ended_s = 0.0
 
         async def serve() -> None:
-            nonlocal started_s
+            nonlocal began_s, ended_s
             async for report in controller.rounds():
-                if started_s is None:
-                    started_s = time.monotonic() - report.seconds
+                began_s = began_s or time.monotonic() - report.seconds
                 self.on_report(report)
-
-        serving = asyncio.create_task(serve(), name="controller")
-        try:
-            await asyncio.wait({hosting, serving}, return_when=asyncio.FIRST_COMPLETED)
             ended_s = time.monotonic()
-            if hosting.done() and not serving.done():
-                hosting.result()  # else it has ended because the run has
-            if not serving.done():
-                await asyncio.wait({serving}, timeout=HOST_END_S)
-            try:
-                serving.result()
-            except asyncio.InvalidStateError:
-                raise GradbusError("the clients have ended, and the controller has not") from None
-            await asyncio.wait({hosting}, timeout=HOST_END_S)
-            if hosting.done():
-                hosting.result()
-            model = self.task.build_model()
-            model.load_state_dict(await controller.state_dict())
-            return SimulationResult(
-                rounds=tuple(controller.progress.reports), model=model, clients=self.clients, processes=pool.size,
-                seconds=0.0 if started_s is None else ended_s - started_s, replaced=pool.replaced,
-            )  # fmt: skip
-        finally:
-            for task in (serving, hosting):
-                task.cancel()
-            await asyncio.wait({serving, hosting})
-            for task in (serving, hosting):
-                if not task.cancelled():
-                    task.exception()  # raised above, where it is the reason
+
+        await run_beside(serve(), host.run())
+        model = self.task.build_model()
+        model.load_state_dict(await controller.state_dict())
+        return SimulationResult(
+            rounds=tuple(controller.progress.reports), model=model, clients=self.clients, processes=pool.size,
+            seconds=ended_s - began_s if began_s else 0.0, replaced=pool.replaced,
+        )  # fmt: skip
+
+
+async def run_beside(controller: Coroutine[Any, Any, T], host: Coroutine[Any, Any, object]) -> T:
+    """Run a controller and the host of its clients in one process until both have ended; what the controller returns.
+
+    Raises:
+        GradbusError: the host has ended, and the controller has not. And what either of them raises.
+    """
+    serving, hosting = asyncio.create_task(controller, name="controller"), asyncio.create_task(host, name="host")
+    try:
+        await asyncio.wait({serving, hosting}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            hosting.result()
+            await asyncio.wait({serving}, timeout=HOST_END_S)
+        if not serving.done():
+            raise GradbusError("the clients have ended, and the controller has not")
+        result = serving.result()
+        await asyncio.wait({hosting}, timeout=HOST_END_S)
+        if hosting.done():
+            hosting.result()
+        return result
+    finally:
+        for task in (serving, hosting):
+            task.cancel()
+        await asyncio.wait({serving, hosting})
+        for task in (serving, hosting):
+            if not task.cancelled():
+                task.exception()  # raised above, where it is the reason

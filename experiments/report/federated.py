@@ -77,7 +77,7 @@ def tiles_of(run: RunFiles) -> list[Tile]:
     reports = run.rounds
     count, sums = len(reports), totals(reports)
     clients = {client for report in reports for client in report.clients}
-    wanted, wall_s = run.setting("federated", "rounds"), run.summary.get("wall_s")
+    wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.summary.get("wall_s"), reports[-1].epsilon
     return [
         *quality_tiles(reports),
         Tile("rounds", str(count), f"of {wanted}" if wanted else ""),
@@ -86,16 +86,20 @@ def tiles_of(run: RunFiles) -> list[Tile]:
         Tile("down", size(sums["bytes_down"]), f"{size(sums['bytes_down'] // count)} a round"),
         Tile("a round", duration(median_high(r.seconds for r in reports)), "median, without evaluation"),
         Tile("evaluation", duration(sums["eval_s"]), "in all, on the controller; no bytes"),
+        *([Tile("epsilon", f"{epsilon:.3g}", "of differential privacy, spent")] if epsilon is not None else []),
         *([Tile("the run", duration(wall_s), "from start to end, all included")] if wall_s else []),
     ]
 
 
 def _notes(run: RunFiles) -> list[str]:
-    """Contradictions between the files of a run that has done a round."""
+    """What a reader has to know first: an early end, and contradictions between the files of a run that has done a
+    round."""
     notes, last, wanted = [], run.rounds[-1].round_id, run.setting("federated", "rounds")
     if gaps := sorted(set(range(1, last + 1)) - {report.round_id for report in run.rounds}):
         notes.append(f"Of round {listed(gaps)} there is no report.")
-    if run.summary.get("outcome") == "done" and wanted and last < wanted:
+    if early := run.summary.get("ended_early"):
+        notes.append(f"The run ended after round {last} of {wanted}: {early}.")
+    elif run.summary.get("outcome") == "done" and wanted and last < wanted:
         notes.append(f"By its summary the run is done, but its last report is of round {last} of {wanted}.")
     never = run.summary.get("never_counted")
     named = [one for one in never if isinstance(one, dict)] if isinstance(never, list) else []

@@ -180,6 +180,7 @@ def round_values(report: RoundReport) -> Values:
         "clients/expected": report.expected,
         "bytes/up": report.bytes_up,
         "bytes/down": report.bytes_down,
+        "privacy/epsilon": report.epsilon,
         "seconds/round": report.seconds,
         **{f"seconds/{phase}": getattr(report, f"{phase}_s") for phase in PHASES},
         **{f"dropped/{reason}": count for reason, count in report.dropped.items()},

@@ -82,9 +82,11 @@ def controller_run(
         clients = VirtualClients(*virtual)
         file = clients.settle(file)
     command = "controller" if virtual is None else "virtual"
+    clients_option = "" if clients is None else f"--clients {clients.clients} "
     is_site = file.upstream.site is not None
     if is_site:
         check(file.upstream.bus)
+    from gradbus.actors.virtual.simulation import run_beside
     from gradbus.experiments.run.federated import end_again, run_controller
 
     screen.configure_logs()
@@ -98,7 +100,7 @@ def controller_run(
     if done is not None:
         screen.say(
             f"finished: all {done.rounds} rounds of this run are done, and {path} stays as it is. For more rounds: "
-            f"gradbus {command} {config} --run-dir {path} --set federated.rounds={2 * done.rounds}. "
+            f"gradbus {command} {config} {clients_option}--run-dir {path} --set federated.rounds={2 * done.rounds}. "
             f"To begin anew: another --run-dir"
         )
         return run_loop(lambda: end_again(file, done.run_id), loop)
@@ -107,12 +109,12 @@ def controller_run(
         controller_metrics(file.metrics, file.bus.job) as followed,
         ControllerDirectory(path) as run,
     ):
-        if_stopped.append(f"To continue: gradbus {command} {config} --run-dir {run.path}")
+        if_stopped.append(f"To continue: gradbus {command} {config} {clients_option}--run-dir {run.path}")
         hosted = None if clients is None else clients.start(file, run.path / "clients")
 
         def serve(*shown: Any, **more: Any) -> Coroutine[Any, Any, list[RoundReport]]:
             serving = run_controller(file, run, *shown, scalars=scalars, followed=followed, **more)
-            return serving if hosted is None else hosted.beside(serving)
+            return serving if hosted is None else run_beside(serving, hosted.run())
 
         if screen.table:
             log_file = screen.log_file(run.log)
@@ -133,6 +135,8 @@ def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence
     draw_accuracy(run.path / "accuracy.png", reports, title=title)
     for one in sums["never_counted"]:
         screen.say(f"never counted: client {one['client']}, {plain_line(one['reason'])}")
+    if early := sums.get("ended_early"):
+        screen.say(f"ended early: {plain_line(early)}")
     screen.say(
         f"done: {sums['rounds']} rounds, {quality(last)}, "
         f"up {size(sums['bytes_up'])}, down {size(sums['bytes_down'])}; run directory {run.path}"

@@ -91,7 +91,7 @@ async def run_controller(
         if is_ours:
             run.finish(
                 progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
-                data=task.note, never_counted=_named(progress.never_counted),
+                data=task.note, never_counted=_named(progress.never_counted), ended_early=progress.ended_early,
             )  # fmt: skip
     return progress.reports
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -10,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradbus.actors import RoundReport
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
-from gradbus.actors.virtual.simulation import HOST_END_S, SimulationOptions, check_first_round, settings_of
+from gradbus.actors.virtual.simulation import SimulationOptions, check_first_round, settings_of
 from gradbus.actors.virtual.training_process import PoolSettings
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.federated import ClientConfig
-from gradbus.runtime.errors import ConfigError, GradbusError
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.id_ranges import parse_ids
 
@@ -88,27 +86,6 @@ class Hosted:
             )  # fmt: skip
         finally:
             await self.pool.close()
-
-    async def beside(self, controller: Coroutine[Any, Any, list[RoundReport]]) -> list[RoundReport]:
-        """Take part in the run of a controller of this process, and return its reports."""
-        serving, hosting = asyncio.create_task(controller, name="controller"), asyncio.create_task(self.run())
-        try:
-            await asyncio.wait({serving, hosting}, return_when=asyncio.FIRST_COMPLETED)
-            if hosting.done():
-                hosting.result()
-                await asyncio.wait({serving}, timeout=HOST_END_S)
-            if not serving.done():
-                raise GradbusError("the clients have ended, and the controller has not")
-            reports = serving.result()
-            await asyncio.wait({hosting}, timeout=HOST_END_S)
-            return reports
-        finally:
-            for task in (serving, hosting):
-                task.cancel()
-            await asyncio.wait({serving, hosting})
-            for task in (serving, hosting):
-                if not task.cancelled():
-                    task.exception()  # raised above, where it is the reason
 
 
 def host_run(

@@ -98,6 +98,7 @@ def test_a_spent_budget_ends_the_run_with_its_model_kept_and_a_resume_goes_on_on
     epsilons = [report.epsilon for report in first.progress.reports]
     assert first.progress.phase == "done"
     assert 1 <= len(epsilons) < 5
+    assert first.progress.ended_early.startswith("the privacy budget is spent")
     assert all(epsilon is not None and epsilon <= 1.8 for epsilon in epsilons)
     again = run(0, privacy=private(1.8), **settings)  # waits for no clients
     assert [report.epsilon for report in again.progress.reports] == epsilons

@@ -167,6 +167,18 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_went(broken: Path) -> None:
     assert "not finished" in html
 
 
+def test_a_run_that_ended_early_says_why_and_what_it_has_spent(broken: Path) -> None:
+    lines = [json.loads(line) for line in (broken / "rounds.jsonl").read_text().splitlines()][:2]
+    (broken / "rounds.jsonl").write_text("".join(json.dumps(line | {"epsilon": 3.189}) + "\n" for line in lines))
+    summary = json.loads((broken / "summary.json").read_text()) | {"outcome": "done", "rounds": 2}
+    (broken / "summary.json").write_text(json.dumps(summary | {"ended_early": "the privacy budget is spent"}))
+    html = render(page_of([read_run(broken)]))
+    assert re.search(r"The run ended after round 2 of \d+: the privacy budget is spent\.", notes_of(html))
+    assert "3.19" in html
+    (broken / "summary.json").write_text(json.dumps(summary))
+    assert "its last report is of round 2 of" in notes_of(render(page_of([read_run(broken)])))
+
+
 def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"federated": {"rounds": 3}, "bus": {"job": "young"}}')
     html = render(page_of([read_run(tmp_path)]))
