@@ -115,8 +115,8 @@ def test_a_run_that_is_started_again_has_the_bits_of_one_that_never_stopped(ever
         assert "worker 1" in str(end.error)
         assert "the disk with the data is gone" in str(end.error)
     versions = [sorted(path.name for path in (tmp_path / f"server-{s}").glob("round-*.json")) for s in (0, 1)]
-    assert versions[0] == versions[1]
-    assert len(versions[0]) <= 3, "one more until all have saved"
+    assert versions[0][-2:] == versions[1][-2:] != []
+    assert all(len(names) <= 3 for names in versions), "one more until its workers have asked again"
     resumed = serve(Breaks(1000, _dry), servers=2, parallel=kept)
     for own, reference in zip(parameters(resumed), parameters(whole), strict=True):
         assert torch.equal(own, reference)

@@ -26,9 +26,11 @@ class Task:
         self.slow_s = slow_s
 
     def build_model(self):
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        model, own = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.Generator().manual_seed(5)
+        with torch.no_grad():  # not from torch's own generator: ranks that share a process do so at once
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=own) / 2)
+        return model
 
     def prepare_shard(self, rank, world):
         pass
