@@ -107,12 +107,12 @@ class HostedClient:
 
     @property
     def silent(self) -> bool:
-        """Whether the host is."""
+        """Whether its host is silent."""
         return self.host.silent
 
     @property
     def quiet(self) -> bool:
-        """Whether the host is."""
+        """Whether its host is quiet."""
         return self.host.quiet
 
     def observe(self, now_s: float) -> None:

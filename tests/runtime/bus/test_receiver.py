@@ -206,7 +206,8 @@ def test_frames_that_nobody_can_deal_with_are_counted_and_those_after_them_arriv
 
     with capture_logs() as lines:
         run(main)
-    assert [(line["event"], line["topic"]) for line in lines] == [("frame not handled", topic.name)]
+    # Once for both. What DDS itself or the thread of another test says meanwhile is not of this reader.
+    assert [line["topic"] for line in lines if line["event"] == "frame not handled"] == [topic.name]
 
 
 @ends_a_thread
