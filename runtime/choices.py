@@ -25,6 +25,8 @@ from gradbus.runtime.errors import ConfigError
 T = TypeVar("T")
 
 _MAX_NAME_CHARS = 256
+_TABLES: list[Choices[Any]] = []
+"""Those of all settings. Only an error looks a name up in the others, as that imports their packages."""
 
 
 class Options(BaseModel):
@@ -70,6 +72,7 @@ class Choices(Generic[T]):
         self.key = key
         self.what = what
         self.default = Choice(name=default)
+        _TABLES.append(self)
 
     @cached_property
     def table(self) -> Mapping[str, type[T]]:
@@ -96,8 +99,8 @@ class Choices(Generic[T]):
         if ":" not in name or not self._own:
             if (kind := self.table.get(name)) is not None:
                 return kind
-            near = difflib.get_close_matches(name, self.table, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = difflib.get_close_matches(name.lower(), self.table, n=1, cutoff=0.5)
+            hint = self._elsewhere(name) or (f"did you mean {near[0]!r}? " if near else "")
             own = ", or your own as package.module:Name" if self._own else ""
             raise ConfigError(
                 f"{self.key}: there is no {self.what} {name[:100]!r}; {hint}Known here: {', '.join(self.table)}{own}"
@@ -106,6 +109,17 @@ class Choices(Generic[T]):
         if not inspect.isclass(found):
             raise ConfigError(f"{self.key}: {name[:200]!r} is a {type(found).__name__}, expected a class")
         return cast("type[T]", found)
+
+    def _elsewhere(self, name: str) -> str:
+        """Which setting has this very name: other libraries have FedProx as a strategy, here it is a training rule."""
+        low = name.lower()
+        if low in self.table:
+            return ""
+        section = self.key.partition(".")[0]
+        keys = [
+            one.key for one in _TABLES if one.key.startswith(f"{section}.") and one is not self and low in one.table
+        ]
+        return f"set {' or '.join(keys)} to {low!r}. " if keys else ""
 
     def options_of(self, name: str) -> type[BaseModel]:
         """The model of the options of this choice. Raises ConfigError as :meth:`find` does."""

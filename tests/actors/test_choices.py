@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.federated.rules.base import ClientRule, RoundStart, make_rule
-from gradbus.runtime.choices import ALGORITHMS, CLIENT_RULES, STRATEGIES
+from gradbus.runtime.choices import ALGORITHMS, CLIENT_RULES, STRATEGIES, Choices
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome, decode, encode
@@ -74,6 +74,22 @@ def test_the_documents_table_is_that_of_the_choices() -> None:
     for choices in (STRATEGIES, ALGORITHMS, CLIENT_RULES):
         rows = [line for line in page.splitlines() if line.startswith(f"| `{choices.key}=")]
         assert rows == [f"| `{choices.key}={name}` | {text} |" for name, text in choices.help().items()]
+
+
+@pytest.mark.parametrize(
+    ("choices", "name", "advice"),
+    [
+        (STRATEGIES, "FedProx", "set federated.training.rule to 'fedprox'"),
+        (STRATEGIES, "FedAvg", "did you mean 'fedavg'"),
+        (CLIENT_RULES, "fednova", "set federated.strategy to 'fednova'"),
+        (ALGORITHMS, "adamw", "set parallel.optimizer to 'adamw'"),
+    ],
+)
+def test_a_name_that_another_setting_has_is_answered_with_that_setting(
+    choices: Choices[Any], name: str, advice: str
+) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        choices.find(name)
 
 
 def test_a_strategy_of_the_users_is_made_from_the_configuration_with_its_options() -> None:
