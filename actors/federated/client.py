@@ -22,6 +22,7 @@ from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import ClientHeartbeat, ClientStatus, ControllerSession
+from gradbus.actors.federated.sharing import Shape, Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, UpdateSender
 from gradbus.actors.privacy.client import privacy_of
@@ -93,6 +94,7 @@ class Client:
         self._session = ControllerSession(self._config.controller_timeout_s)
         self._status = ClientStatus()
         self._transfers = 0
+        self._shape = Shape(0, 0, 0)  # of what the present run exchanges
         self._frozen_known = (0, 0)  # session and hash of frozen parameters that are in the model
         self._probe = Probe(f"client-{client_id}", self._config.history.dir)
         self._sender = UpdateSender(bus, self._identity, self._probe)
@@ -115,7 +117,7 @@ class Client:
     def _open(self) -> None:
         """Build the model and open the directory of the state, off the loop."""
         self._bus.access_policy.check_client()
-        self._model = FlatModel(self._task.build_model())
+        self._model = FlatModel(self._task.build_model(), rebuild=self._task.build_model)
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
@@ -128,6 +130,7 @@ class Client:
     def _describe(self, matched: bool) -> Hello:
         """The Hello of this client as it is now."""
         current, (phase, phase_s) = self._session, self._status.reported(self._sender.phase)
+        is_chosen = current.welcome is not None and bool(current.welcome.include)
         return Hello(
             protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1],
             ready=self._prepared and matched, session=current.incarnation if current.welcome is not None else 0,
@@ -135,6 +138,7 @@ class Client:
             model_round=self._replica.round_id, host=process_name(), memory=self._memory.here,
             next_round=-1 if current.from_round is None else current.from_round,
             trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
+            shared_dim=self._shape.dim if is_chosen else 0, shared_layout=self._shape.layout if is_chosen else 0,
         )  # fmt: skip
 
     @awaited("client.run()")
@@ -234,13 +238,21 @@ class Client:
         self._session.start_session(session, welcome)
         self._receive_models(not welcome.fetch_models, group)
         self._sender.interrupt()
-        everything, trained = self._model.everything[0], self._model.trained[0]
-        self._replica.start(welcome.run_id, trained if welcome.frozen and trained else everything, welcome.broadcast)
+        self._shape = self._shape_for(welcome)
+        self._replica.start(welcome.run_id, self._shape.dim, welcome.broadcast)
         self._frozen.start(0)  # followed only once it is needed
         self._memory.start()
         self._compute.stop_current()
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
+
+    def _shape_for(self, welcome: Welcome) -> Shape:
+        """What a run exchanges of the model here. Raises JoinRefused: its patterns do not fit it."""
+        sharing = Sharing.of_welcome(welcome)
+        try:
+            return self._model.shape_of(sharing)
+        except ConfigError as error:
+            raise JoinRefused(str(error)) from None
 
     def _check_privacy(self, welcome: Welcome) -> None:
         """Raises JoinRefused: the controller asks for less noise than this client insists on."""
@@ -383,7 +395,7 @@ class Client:
         """Fetch the controller's frozen parameters, and put them into the model."""
         session = self._session.incarnation
         self._receive_models(True, group)
-        self._frozen.start(welcome.run_id, self._model.everything[0] - self._model.trained[0])
+        self._frozen.start(welcome.run_id, self._shape.frozen_dim)
         await self._fetch(
             welcome, self._frozen, FROZEN_ROUND, lambda: not self._session.is_current(session), first_after_s=0.0
         )

@@ -1,4 +1,8 @@
-"""What a client keeps from round to round: the residual of its codec, the state of its rule, what it does not share."""
+"""What a client keeps from round to round: the residual of its codec, the state of its rule, what it does not share.
+
+Of each tensor that is kept the name begins with the part that it belongs to: ``rule.``, ``optimizer.``, and the names
+here. Those of ``personal.`` and ``own_model.`` go on with the name in the model's state.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ from torch import Tensor
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Hex64, Meta, tensor_of
 from gradbus.runtime.errors import CheckpointError
 
-RESIDUAL = "residual"  # of the codec; names of other tensors begin with the part that they belong to, as in "rule."
+RESIDUAL = "residual"  # of the codec
+PERSONAL = "personal."  # tensors of the model that are not shared
+OWN_MODEL = "own_model."  # of a rule that trains a second model, such as Ditto: all that training changes
 _KEPT = 3
 
 

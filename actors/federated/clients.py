@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Identity, is_later
 
+Compared = Literal["all", "trained", "shared"]
 MAX_MEMBERS = 65_536  # any process can send a Hello
 FIRST_HOST = 0x8000_0000  # no client has such an id: a host has the lowest one of its clients, above this
 DOUBT_S = 5.0  # so long a client that may be gone is waited for
@@ -146,7 +148,7 @@ class ClientRegistry:
 
     def __init__(
         self, *, dim: int, layout: int, session: int, dead_after_s: float, duplicate_after_s: float, memory: str = "",
-        trained_only: bool = False,
+        compares: Compared = "all",
     ) -> None:  # fmt: skip
         """An empty table.
 
@@ -156,9 +158,10 @@ class ClientRegistry:
             dead_after_s: a client that is silent for so long hangs, unless it reports that it trains.
             duplicate_after_s: how long a second process with an id waits at least for a message of the first one.
             memory: the controller's machine, where it shares memory; else empty.
-            trained_only: ``dim`` and ``layout`` are those of the trained part alone.
+            compares: what of a client's model ``dim`` and ``layout`` are of: all of it, the trained part alone, or what
+                the patterns of a Welcome name, which a client knows only once it is welcomed.
         """
-        self._trained_only = trained_only
+        self._compares = compares
         self._dim = dim
         self._layout = layout
         self._session = session
@@ -313,10 +316,15 @@ class ClientRegistry:
     def _mismatch(self, hello: Hello) -> str | None:
         """How the client's model differs; None: it is the same."""
         dim, layout = hello.dim, hello.layout
-        if self._trained_only and hello.trained_dim:
+        if self._compares == "shared":
+            if hello.session != self._session:
+                return None
+            dim, layout = hello.shared_dim, hello.shared_layout
+        elif self._compares == "trained" and hello.trained_dim:
             dim, layout = hello.trained_dim, hello.trained_layout
         if dim != self._dim:
-            return f"{dim:,} values, here {self._dim:,}"
+            shared = "shares " if self._compares == "shared" else ""
+            return f"{shared}{dim:,} values, here {self._dim:,}"
         return None if layout == self._layout else "other names or shapes, or others of its parameters are frozen"
 
     def _answer_duplicate(

@@ -54,6 +54,7 @@ from gradbus.actors.federated.rounds import (
 )
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.selectors.base import make_selector
+from gradbus.actors.federated.sharing import Sharing, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
@@ -155,7 +156,10 @@ class Controller:
         self._rates = RoundRates(
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
-        self._model = FlatModel(self._task.build_model(), config.exchange)
+        sharing = Sharing.of(config)
+        self._model = FlatModel(self._task.build_model(), sharing)
+        check_sharing(self._model.specs, sharing)
+        self._check_evaluation()
         self._strategy = self._make_strategy()
         self._strategy.lay_out([shape for _, _, shape in self._model.table])
         check_strategy(config, self._strategy)
@@ -168,6 +172,22 @@ class Controller:
         self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
         self._state.incarnation = self._identity.incarnation
 
+    def _check_evaluation(self) -> None:
+        """Note which tensors are personal. Raises ConfigError: the run is to end by an evaluation that there is not."""
+        names = [spec.name for spec in self._model.personal if spec.dtype.is_floating_point]
+        self._has_whole_model = not names
+        if not names:
+            return
+        if self._config.early_stop.patience is not None:
+            raise ConfigError(
+                f"federated.early_stop.patience needs evaluations, and {', '.join(names[:5])} are personal "
+                f"(federated.share): this controller has no whole model to evaluate. Leave patience out"
+            )
+        log.info(
+            "personal tensors", tensors=len(names), first=names[:5], shared_values=self._model.dim,
+            effect="they stay at the clients; this controller evaluates nothing",
+        )  # fmt: skip
+
     def _check_buffers(self) -> None:
         """Raises ConfigError: noise would be added to what is no parameter, such as a variance: it becomes negative."""
         names = {name for name, _ in self._model.module.named_buffers()}
@@ -175,7 +195,8 @@ class Controller:
         if self._config.privacy.name != "none" and sent:
             raise ConfigError(
                 f"federated.privacy: the model exchanges the buffers {', '.join(sent[:5])}, statistics of the data "
-                f"that noise would make useless. Use a model without, such as with GroupNorm in place of BatchNorm"
+                f"that noise would make useless. Let them stay at the clients (federated.share.exclude), or use a "
+                f"model without, such as with GroupNorm in place of BatchNorm"
             )
 
     def _make_strategy(self) -> Strategy:
@@ -199,7 +220,8 @@ class Controller:
         self._registry = ClientRegistry(
             dim=dim, layout=self._model.layout, session=self._identity.incarnation,
             dead_after_s=config.clients.dead_after_s, duplicate_after_s=2.4 * config.clients.heartbeat_s,
-            memory=self._bus.memory.here, trained_only=config.exchange == "trained",
+            memory=self._bus.memory.here,
+            compares="shared" if Sharing.of(config).has_patterns else config.exchange,
         )  # fmt: skip
         self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
@@ -684,7 +706,7 @@ class Controller:
         """Quality of the current weights, as a report has it; empty: it is not due after this round, or the task has no
         evaluation."""
         every = self._config.eval_every
-        if not every or (round_id % every and round_id != self._config.rounds):
+        if not every or not self._has_whole_model or (round_id % every and round_id != self._config.rounds):
             return {}
         self.progress.phase = "evaluating"
         return await self._compute.run(self._evaluate)

@@ -17,6 +17,7 @@ from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMoni
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
@@ -239,7 +240,7 @@ class Dispatcher:
     async def welcome(self, client: Member) -> None:
         """Send a client its Welcome."""
         config = self._context.config
-        training, codec = config.training, CODECS.options(config.codec)
+        training, codec, sharing = config.training, CODECS.options(config.codec), Sharing.of(config)
         welcome = Welcome(
             to=client.client_id, incarnation=client.incarnation, run_id=self._context.run_id,
             next_round=client.from_round, codec=config.codec.name, density=codec.get("density", 1.0),
@@ -250,6 +251,7 @@ class Dispatcher:
             broadcast=self._publisher.num_broadcast,
             has_terms=training.has_terms or self.fetch_models or client.client_id >= FIRST_HOST,
             fetch_models=self.fetch_models,
+            include=list(sharing.include) if sharing.has_patterns else [], exclude=list(sharing.exclude),
         )  # fmt: skip
         if (terms := self.terms) is not None:
             welcome = replace(

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
-Exchange = Literal["trained", "all"]
+from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
+from gradbus.runtime.errors import CheckpointError
 
 
 class FlatModel:
     """The floating-point tensors of a module's state as one vector, of which the first part is exchanged.
 
-    Exchanged are parameters that require a gradient, and floating-point buffers, such as running means; with
-    ``exchange="all"``, or where no parameter requires a gradient, all of them, in the module's order. The others are
-    frozen. Where all tensors are float32 on one device they become views of the vector, which then *is* the model.
-    Otherwise :meth:`read` and :meth:`write` copy. Integer buffers stay local.
+    Which tensors are exchanged, frozen, or personal is decided by :func:`.sharing.divide`. The vector has the first
+    two, in the module's order. Where these are all float32 on one device they become views of the vector, which then
+    *is* the model. Otherwise :meth:`read` and :meth:`write` copy. Personal tensors, integer buffers among them, are not
+    in it: they are read and written by name, in their own dtype.
 
     Attributes:
         dim: number of exchanged elements. frozen_dim: of the others.
         layout: 64-bit hash over names, shapes and dtypes: equal on nodes whose vectors mean the same.
         frozen: 64-bit hash over the frozen values as float32; 0: there are none.
         table: name, dtype and shape of each exchanged tensor, in the order of the vector.
+        personal: each personal tensor, in the module's order.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
 
@@ -33,43 +34,57 @@ class FlatModel:
     layout: int
     frozen: int
 
-    def __init__(self, module: nn.Module, exchange: Exchange = "trained") -> None:
+    def __init__(
+        self, module: nn.Module, sharing: Sharing | None = None, *, rebuild: Callable[[], nn.Module] | None = None
+    ) -> None:
+        """``rebuild``: makes the module anew, for the initial values of tensors that become personal later on; None:
+        the values that they have then are the initial ones."""
         self.module = module
-        floats = _floats(module)
-        self.everything, self.trained = (_shape_of(floats, kind) for kind in ("all", "trained"))
+        self.specs = specs_of(module)
+        self._rebuild = rebuild
+        self._is_as_built = True
+        shapes = [self.shape_of(Sharing(exchange)) for exchange in ("all", "trained")]
+        self.everything, self.trained = ((shape.dim, shape.layout) for shape in shapes)
         if self.everything == self.trained:
             self.trained = (0, 0)
-        self.arrange(exchange)
+        self.arrange(sharing or Sharing())
 
-    def arrange(self, exchange: Exchange) -> None:
-        """Lay the vector out for this exchange; the module keeps its values."""
-        if getattr(self, "_exchange", None) == exchange:
+    def shape_of(self, sharing: Sharing) -> Shape:
+        """Sizes and layout with that sharing, which is not arranged. Raises ConfigError as :func:`.divide` does."""
+        return shape_of(self.specs, divide(self.specs, sharing))
+
+    def arrange(self, sharing: Sharing) -> None:
+        """Lay the vector out for this sharing; the module keeps its values."""
+        if getattr(self, "_sharing", None) == sharing:
             return
-        self._exchange = exchange
-        floats = _floats(self.module)
-        exchanged = _exchanged_names(floats, exchange)
-        self._places: dict[str, slice] = {}  # of every name; tied weights share one
+        division = divide(self.specs, sharing)
+        self._sharing = sharing
+        state = self.module.state_dict(keep_vars=True)
+        self._places: dict[str, slice] = {}  # of every name in the vector; tied weights share one
         self.table: list[tuple[str, str, list[int]]] = []
         seen: dict[int, slice] = {}
         size = 0
-        for of_frozen in (False, True):
-            for name, tensor in floats.items():
-                if exchanged[name] is of_frozen:
+        for names in (division.shared, division.constant):
+            for spec in self.specs:
+                if spec.name not in names:
                     continue
+                tensor = state[spec.name]
                 if id(tensor) not in seen:
                     seen[id(tensor)] = slice(size, size + tensor.numel())
                     size += tensor.numel()
-                    if not of_frozen:
+                    if names is division.shared:
                         dtype = str(tensor.dtype).removeprefix("torch.")
-                        self.table.append((name, dtype, list(tensor.shape)))
-                self._places[name] = seen[id(tensor)]
-            if not of_frozen:
+                        self.table.append((spec.name, dtype, list(tensor.shape)))
+                self._places[spec.name] = seen[id(tensor)]
+            if names is division.shared:
                 self.dim = size
         self.frozen_dim = size - self.dim
-        self._frozen_names = [name for name in floats if not exchanged[name]]
-        self.layout = _layout_of(floats, exchanged)
+        self._frozen_names = [spec.name for spec in self.specs if spec.name in division.constant]
+        self.personal = [one for one in self.specs if one.name in division.personal and one.name == one.first]
+        self.layout = shape_of(self.specs, division).layout
+        self._initial = self._initial_values()
         self._vector: Tensor | None = None
-        kinds = {(tensor.dtype, tensor.device) for tensor in floats.values()}
+        kinds = {(state[name].dtype, state[name].device) for name in self._places}
         if len(kinds) == 1 and next(iter(kinds))[0] == torch.float32:
             self._vector = torch.empty(size, device=next(iter(kinds))[1])
             for tensor, place in self._tensors():
@@ -77,6 +92,64 @@ class FlatModel:
                 view.copy_(tensor.detach())
                 tensor.data = view
         self._note_frozen()
+
+    def _initial_values(self) -> dict[str, Tensor]:
+        """Copies of the personal tensors as they were built."""
+        is_changed = self.personal and not self._is_as_built and self._rebuild is not None
+        source = self._rebuild() if is_changed and self._rebuild is not None else self.module
+        return _copied(source.state_dict(), [spec.name for spec in self.personal])
+
+    # By name
+
+    def read_personal(self) -> dict[str, Tensor]:
+        """Copies of the personal tensors on the CPU, but for those buffers of integers, and frozen parameters, that are
+        as they were built."""
+        found = _copied(self.module.state_dict(), [spec.name for spec in self.personal])
+        return {
+            spec.name: found[spec.name] for spec in self.personal
+            if (spec.dtype.is_floating_point and spec.kind != "frozen")
+            or not torch.equal(found[spec.name], self._initial[spec.name])
+        }  # fmt: skip
+
+    def write_personal(self, kept: Mapping[str, Tensor]) -> None:
+        """Set the personal tensors to what :meth:`read_personal` gave; those that it left out, as they were built.
+
+        Raises:
+            CheckpointError: it is of a model with other personal tensors.
+        """
+        self._write_named({**self._initial, **kept}, {spec.name: spec for spec in self.personal})
+
+    def read_own(self) -> dict[str, Tensor]:
+        """Copies of all that training can change, exchanged or personal, on the CPU."""
+        return _copied(self.module.state_dict(), list(self._own_specs()))
+
+    def write_own(self, kept: Mapping[str, Tensor]) -> None:
+        """Set all that training can change to what :meth:`read_own` gave. Raises CheckpointError: it is of another
+        model."""
+        self._write_named(kept, self._own_specs())
+
+    def _own_specs(self) -> dict[str, TensorSpec]:
+        names = {name for name, _, _ in self.table} | {spec.name for spec in self.personal}
+        return {spec.name: spec for spec in self.specs if spec.name in names}
+
+    @torch.no_grad()
+    def _write_named(self, tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
+        self._is_as_built = False
+        if tensors.keys() != specs.keys():
+            odd = sorted(tensors.keys() ^ specs.keys())[:5]
+            raise CheckpointError(
+                f"what this client keeps is of a model with other tensors: {', '.join(map(repr, odd))} "
+                f"are in one of them alone. Use the model of the run, or begin a new run"
+            )
+        state = self.module.state_dict(keep_vars=True)
+        for name, tensor in tensors.items():
+            spec = specs[name]
+            if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+                raise CheckpointError(
+                    f"what this client keeps has {name!r} as {tensor.dtype} of shape {tuple(tensor.shape)}, the model "
+                    f"has {spec.dtype} of shape {spec.shape}. Use the model of the run, or begin a new run"
+                )
+            state[name].copy_(tensor)
 
     def _tensors(self, part: slice | None = None) -> list[tuple[Tensor, slice]]:
         """The module's tensors of a part of the vector, and their places. ``to()`` and others replace tensors."""
@@ -151,6 +224,7 @@ class FlatModel:
 
     @torch.no_grad()
     def _write(self, part: slice, vector: Tensor) -> None:
+        self._is_as_built = False
         if self._in_place:
             assert self._vector is not None
             self._vector[part].copy_(vector)
@@ -182,7 +256,7 @@ class FlatModel:
         return [(state[name].data_ptr(), state[name]._version) for name in self._frozen_names]
 
     def vector_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The whole vector of a module with these tensors, float32.
+        """The whole vector of a module with these tensors, float32; personal ones are not in it.
 
         Raises:
             KeyError: a tensor of this model is missing. ValueError: one has another shape.
@@ -197,35 +271,9 @@ class FlatModel:
         return vector
 
 
-def _shape_of(floats: Mapping[str, Tensor], exchange: Exchange) -> tuple[int, int]:
-    """``dim`` and ``layout`` with that exchange."""
-    exchanged = _exchanged_names(floats, exchange)
-    sizes = {id(tensor): tensor.numel() for name, tensor in floats.items() if exchanged[name]}
-    return sum(sizes.values()), _layout_of(floats, exchanged)
-
-
-def _floats(module: nn.Module) -> dict[str, Tensor]:
-    return {n: tensor for n, tensor in module.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
-
-
-def _exchanged_names(floats: Mapping[str, Tensor], exchange: Exchange) -> dict[str, bool]:
-    trained = any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in floats.values())
-    everything = exchange == "all" or not trained
-    return {
-        name: everything or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-        for name, tensor in floats.items()
-    }
-
-
-def _layout_of(floats: Mapping[str, Tensor], exchanged: Mapping[str, bool]) -> int:
-    """Tied weights count once, by their first name. Frozen ones come last, marked as such."""
-    first = {id(tensor): name for name, tensor in reversed(list(floats.items()))}
-    lines: tuple[list[str], list[str]] = ([], [])
-    for name, tensor in floats.items():
-        if first[id(tensor)] == name:
-            lines[int(not exchanged[name])].append(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}")
-    text = "\n".join([*lines[0], *(f"frozen {line}" for line in lines[1])])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+def _copied(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Copies of these tensors on the CPU."""
+    return {name: state[name].detach().to("cpu", copy=True).contiguous() for name in names}
 
 
 def _hash_of(values: Tensor) -> int:

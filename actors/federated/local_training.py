@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,16 @@ from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
-from gradbus.actors.federated.client_state import RESIDUAL, ClientStateStore
+from gradbus.actors.federated.client_state import OWN_MODEL, PERSONAL, RESIDUAL, ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
-from gradbus.actors.federated.rules.base import RoundEnd, RoundStart, make_rule
-from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart, make_rule
+from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.task import FederatedTask, TrainOutcome
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
 from gradbus.codecs import Codec, NonFiniteError
-from gradbus.runtime.choices import CODECS
+from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
@@ -32,7 +34,7 @@ from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Wel
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
-_OF_RULE, _OF_OPTIMIZER = "rule.", "optimizer."  # in the names of kept tensors
+_OF_RULE, _OF_OPTIMIZER, _OF_OWN_OPTIMIZER = "rule.", "optimizer.", "own_optimizer."  # in the names of kept tensors
 
 
 def codec_of(welcome: Welcome) -> Codec:
@@ -93,6 +95,22 @@ class RoundInputs:
         return {**self.welcome.options, **({} if self.terms is None else self.terms.options)}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Training:
+    """One training of a round. ``chosen``: the optimizer; None: the task's. ``terms``: how the round is counted."""
+
+    inputs: RoundInputs
+    rule: ClientRule
+    chosen: Choice | None
+    terms: Mapping[str, Any]
+    should_stop: Callable[[], bool]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that are asked for; 0: as many as the epochs have."""
+        return int(self.terms.get("steps", 0))
+
+
 class LocalTraining:
     """One client's model, task and residuals. All methods are for the compute thread."""
 
@@ -119,8 +137,8 @@ class LocalTraining:
         self._task.prepare(self._identity.sender, num_clients)
 
     def arrange(self, welcome: Welcome) -> None:
-        """Exchange what the controller does: all of the model, or the trained part."""
-        self._model.arrange("trained" if welcome.frozen else "all")
+        """Exchange what the controller does: all of the model, the trained part, or what its patterns name."""
+        self._model.arrange(Sharing.of_welcome(welcome))
 
     def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
         """Set the frozen parameters to the controller's."""
@@ -156,29 +174,17 @@ class LocalTraining:
             self._number = max(self._number, self._counted + 1, self._kept.newest + 1)
         kept = self._kept.before(self._number)
         started_s = time.perf_counter()
-        self._model.write(base)
         options, chosen = split_options(sent)
         rule = make_rule(welcome.rule, options, allowed=self._allowed_rule)
-        steps = int(terms.get("steps", 0))
-        made, optimizer = optimizer_argument(self._task, chosen, command.lr), None
-        if terms.get("keep_optimizer") and made:
-            optimizer = made["make_optimizer"] = KeptOptimizer(made["make_optimizer"], _part(kept, _OF_OPTIMIZER))
-        own = {**made, **steps_argument(self._task, steps)}
-        begin = RoundStart(
-            round_id=command.round_id, lr=command.lr, model=self._model.module, base=base,
-            parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
-            state=_part(kept, _OF_RULE),
-        )  # fmt: skip
-        with rule.attached(begin):
-            outcome = self._task.train(
-                self._model.module, client_id=identity.sender, round_id=self._number, epochs=command.epochs,
-                lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=should_stop, **own,
-            )  # fmt: skip
+        training = _Training(inputs, rule, chosen, terms, should_stop)
+        own = self._train_own(training, rule.personal(), kept)
+        self._begin(base, kept)
+        outcome, optimizer_state = self._run(training, kept)
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
         self._check_loss(outcome.loss)
-        if steps and rule.steps != steps:
-            raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {steps}")
+        if training.steps and rule.steps != training.steps:
+            raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {training.steps}")
         self._model.check_frozen()
         end = rule.finish(self._model.read())
         codec = codec_of(welcome)
@@ -213,8 +219,61 @@ class LocalTraining:
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", command.round_id)
         # From now on it is in one place only, also for frames.
-        state = _to_keep(end, residual, {} if optimizer is None else optimizer.state())
+        state = {**_to_keep(end, residual, optimizer_state), **own, **self._personal()}
         return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, state, sealed)
+
+    def _begin(self, base: Tensor, kept: Mapping[str, Tensor]) -> None:
+        """Set the module to the global model, with what this client keeps of its own."""
+        self._model.write(base)
+        self._model.write_personal(_part(kept, PERSONAL))
+
+    def _run(
+        self, training: _Training, kept: Mapping[str, Tensor], optimizer_part: str = _OF_OPTIMIZER
+    ) -> tuple[TrainOutcome, dict[str, Tensor]]:
+        """Train the module as it is, by the task and with the rule. Returns what the task does, and the state of an
+        optimizer that is kept, by its names there, which begin with ``optimizer_part``."""
+        command, rule, inputs = training.inputs.command, training.rule, training.inputs
+        made, optimizer = optimizer_argument(self._task, training.chosen, command.lr), None
+        if training.terms.get("keep_optimizer") and made:
+            optimizer = made["make_optimizer"] = KeptOptimizer(made["make_optimizer"], _part(kept, optimizer_part))
+        own = {**made, **steps_argument(self._task, training.steps)}
+        begin = RoundStart(
+            round_id=command.round_id, lr=command.lr, model=self._model.module, base=inputs.base,
+            parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
+            state=_part(kept, _OF_RULE),
+        )  # fmt: skip
+        with rule.attached(begin):
+            outcome = self._task.train(
+                self._model.module, client_id=self._identity.sender, round_id=self._number, epochs=command.epochs,
+                lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
+                **own,
+            )  # fmt: skip
+        return outcome, {} if optimizer is None else _named(optimizer_part, optimizer.state())
+
+    def _train_own(
+        self, training: _Training, how: PersonalTraining | None, kept: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Train the model that the rule keeps at this client. Returns what is kept of it. The module has any values
+        then."""
+        if how is None:
+            return {}
+        command = training.inputs.command
+        command = replace(command, epochs=how.epochs or command.epochs, lr=how.lr or command.lr)
+        self._begin(training.inputs.base, kept)
+        if before := _part(kept, OWN_MODEL):
+            self._model.write_own(before)
+        # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
+        inputs = replace(training.inputs, command=command, broadcast=torch.empty(0))
+        outcome, optimizer_state = self._run(
+            replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE), _OF_OWN_OPTIMIZER
+        )
+        self._check_loss(outcome.loss)
+        self._model.check_frozen()
+        return {**_named(OWN_MODEL, _checked_finite(self._model.read_own())), **optimizer_state}
+
+    def _personal(self) -> dict[str, Tensor]:
+        """What this client keeps of the model that it has trained."""
+        return _named(PERSONAL, _checked_finite(self._model.read_personal()))
 
     def _local_loss(self) -> float:
         """The loss of the module on this client's data. Raises ConfigError: the task has no such method."""
@@ -320,6 +379,25 @@ class LocalTraining:
         self._kept.close()
 
 
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _without(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in kept.items() if not name.startswith(prefix)}
+
+
+def _checked_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, which would be kept for good. Raises NonFiniteResult: one is not finite."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteResult(
+                NON_FINITE_MODEL, f"training made {name!r}, which stays at this client, non-finite. Lower the "
+                f"learning rate"
+            )  # fmt: skip
+    return tensors
+
+
 def _part(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The kept tensors of a part, by their own names."""
     return {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
@@ -327,10 +405,10 @@ def _part(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _to_keep(end: RoundEnd, residual: Tensor | None, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a client keeps if its update counts."""
-    kept = {_OF_RULE + name: tensor for name, tensor in end.state.items()}
+    kept = _named(_OF_RULE, end.state)
     if residual is not None:
         kept[RESIDUAL] = residual
-    return kept | {_OF_OPTIMIZER + name: tensor for name, tensor in optimizer.items()}
+    return {**kept, **optimizer}
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

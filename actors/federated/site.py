@@ -27,6 +27,7 @@ from gradbus.actors.federated.local_training import EncodedUpdate
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.actors.federated.session import ControllerSession
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.site_controller import (
     CONTRIBUTED_FILE,
     RelayingController,
@@ -345,7 +346,8 @@ class Site:
         due_s = due_s or own
         log.info("round deadlines", above_s=welcome.round_s, here_s=due_s)
         config = self._config.replaced("round.timeout_s", due_s).replaced("rounds", ENDLESS)
-        return config.replaced("exchange", "trained" if welcome.frozen else "all")
+        sharing = Sharing.of_welcome(welcome)
+        return config.replaced("exchange", sharing.exchange).replaced("share", sharing.settings())
 
     async def _go_on_alone(self, followed: Followed) -> None:
         """Rounds of the site's own, from its newest model, until the level above is back."""
@@ -401,7 +403,8 @@ def check_site(config: FederatedConfig, upstream: UpstreamConfig) -> None:
     """Raises ConfigError: these rules are not for a site."""
     if upstream.site is None:
         raise ConfigError("upstream.site is missing: each site of a level has a number of its own")
-    if given := sorted(config.model_fields_set & {"rounds", "seed", "training", "codec", "exchange", "early_stop"}):
+    from_above = {"rounds", "seed", "training", "codec", "exchange", "share", "early_stop"}
+    if given := sorted(config.model_fields_set & from_above):
         raise ConfigError(
             f"federated.{', federated.'.join(given)}: at a site, the level above decides this. Set it at the top "
             f"level, and leave it out here"

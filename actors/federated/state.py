@@ -20,6 +20,7 @@ from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.participation import MAX_KNOWN, Entry, Participation, Quarantine, Strike
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.privacy.mechanisms import LEDGER
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import (
@@ -33,7 +34,7 @@ from gradbus.runtime.checkpoint import (
     tensor_of,
 )
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.journal import History, weights_name
@@ -52,6 +53,7 @@ class SavedRun(Meta):
     Attributes:
         tensors: name, dtype and shape of each tensor in the vector of weights, in its order.
         frozen: hash of the frozen parameters.
+        share: the patterns of what is in that vector.
     """
 
     run_id: Hex64
@@ -59,6 +61,7 @@ class SavedRun(Meta):
     layout: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)]
     tensors: Annotated[list[tuple[str, str, list[Count]]], Field(max_length=MAX_TENSORS)]
     frozen: Hex64 = NOTHING
+    share: ShareSettings = ShareSettings()
     downlink_codec: Annotated[str, StringConstraints(max_length=100)]
     downlink: Literal["full", "lossy"]
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
@@ -105,7 +108,8 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
     if place != weights.numel():
         raise CheckpointError(f"{where} holds {weights.numel():,} values, its table has {place:,}: it is damaged")
     if saved.frozen != NOTHING:
-        restore_frozen(FlatModel(module), saved.frozen, load, where)
+        sharing = Sharing("trained", saved.share.include, saved.share.exclude)
+        restore_frozen(FlatModel(module, sharing), saved.frozen, load, where)
 
 
 def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[str, Tensor]], where: str) -> None:
@@ -239,7 +243,8 @@ class RunState:
         saved, where = SavedRun.of(checkpoint), f"checkpoint of round {checkpoint.round_id}"
         if saved.layout != self._layout:
             raise CheckpointError(
-                f"{where} is of a model with other names or shapes. Use the same model, or another state directory"
+                f"{where} is of a model with other names or shapes, or other tensors of it were shared. Use the same "
+                f"model and the same federated.share, or another state directory"
             )
         if saved.downlink_codec != self._downlink_codec and "lossy" in (saved.downlink, self._kind()):
             raise CheckpointError(
@@ -345,7 +350,7 @@ class RunState:
             "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
             "participation": self.participation.state(),
-            "frozen": f"{self.model.frozen:016x}",
+            "frozen": f"{self.model.frozen:016x}", "share": self._config.share.model_dump(mode="json"),
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
         }  # fmt: skip
         if self.model.frozen_dim:

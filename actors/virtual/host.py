@@ -28,6 +28,7 @@ from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs, 
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import ClientHeartbeat, ControllerSession
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import ANSWERS, UpdateSender
 from gradbus.actors.virtual.pool import ClientFailed, ProcessDied, RoundWork, TrainingPool, TrainingProcess
@@ -144,7 +145,7 @@ class ClientHost(Client):
     def _open(self) -> None:
         """Build the model, off the loop."""
         self._bus.access_policy.check_client()
-        self._model = FlatModel(self._task.build_model())
+        self._model = FlatModel(self._task.build_model())  # which is never trained
         self._replica = ModelReplica(self._model.dim, probe=self._probe, access_policy=self._bus.access_policy)
         self._frozen = ModelReplica(self._model.frozen_dim, access_policy=self._bus.access_policy, frozen=True)
         self._memory = SharedModelReader(self._bus.memory, self._replica, self._decode, self.client_id)
@@ -194,11 +195,11 @@ class ClientHost(Client):
                 self._repeating.cancel()
 
     async def _lacks_frozen(self, welcome: Welcome) -> bool:
-        self._model.arrange("trained" if welcome.frozen else "all")
+        self._model.arrange(Sharing.of_welcome(welcome))
         return bool(welcome.frozen) and self._model.frozen != welcome.frozen
 
     def _take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
-        self._model.arrange("trained")
+        self._model.arrange(Sharing.of_welcome(welcome))
         self._model.write_frozen(vector)
 
     def _is_wanted(self) -> bool:
@@ -225,7 +226,7 @@ class ClientHost(Client):
         began_s, asked, before = time.monotonic(), len(queue), self._rounds
         self._status.set("training")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")
-        largest = codec_of(welcome).max_bytes(self._model.dim)
+        largest = codec_of(welcome).max_bytes(self._shape.dim)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
         try:
             async with asyncio.TaskGroup() as trainings:
@@ -302,7 +303,7 @@ class ClientHost(Client):
         """Save the state of a client whose update counts."""
         kept = open_state(self._state_dir, update.key.sender, to_write=True)
         try:
-            kept.start_run(update.key.job, self._model.dim)
+            kept.start_run(update.key.job, self._shape.dim)
             kept.accepted(update.key.round_id, update.state)
         finally:
             kept.close()

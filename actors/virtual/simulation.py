@@ -21,6 +21,7 @@ from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.selectors.base import make_selector
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.host import WAITING_BYTES, ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
@@ -145,7 +146,7 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
 def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
     """Raises ConfigError: the updates of a first round, which wait until the samples of all are known, have no room."""
     asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
-    size = int(CODECS.make(config.codec).max_bytes(FlatModel(task.build_model(), config.exchange).dim))
+    size = int(CODECS.make(config.codec).max_bytes(FlatModel(task.build_model(), Sharing.of(config)).dim))
     if config.limits.cap_samples == "median" and asked * size > WAITING_BYTES:
         raise ConfigError(
             f"federated.limits.cap_samples=median: no update of the first round is added before the samples of all are "

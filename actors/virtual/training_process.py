@@ -30,6 +30,7 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive, send
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
@@ -91,12 +92,7 @@ class _TrainingProcess:
         self._settings = settings
         self._stop = stop
         self._host = host
-        self._model = FlatModel(task.build_model())
-        # What the model has beside the vector, such as counts of batches: each client begins with it as it was built.
-        self._local = {
-            name: tensor.clone() for name, tensor in self._model.module.state_dict().items()
-            if not tensor.is_floating_point()
-        }  # fmt: skip
+        self._model = FlatModel(task.build_model(), rebuild=task.build_model)
         self._memory = PayloadMemory(switched_on=settings.shared_memory)
         self._no_memory = PayloadMemory(switched_on=False)
         self._probe = no_probe()
@@ -130,7 +126,7 @@ class _TrainingProcess:
             terms=terms, commanded_s=head["commanded_s"],
         )  # fmt: skip
         if frozen:
-            self._model.arrange("trained")
+            self._model.arrange(Sharing.of_welcome(welcome))
             self._model.write_frozen(_vector(frozen))
 
     def _train(self, client_id: int, incarnation: int, transfer: int) -> Parcel:
@@ -151,10 +147,6 @@ class _TrainingProcess:
             self._prepared = None
             self._task.prepare(client.sender, num_clients)
             self._prepared = client.sender, num_clients
-        with torch.no_grad():
-            state = self._model.module.state_dict()
-            for name, tensor in self._local.items():
-                state[name].copy_(tensor)
         kept = open_state(self._settings.state_dir, client.sender)
         try:
             memory = self._memory if len(self._sealed) < MAX_SEALED else self._no_memory

@@ -50,6 +50,27 @@ def _rule_can_travel(rule: Choice) -> Choice:
     return rule
 
 
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], Field(max_length=64)]
+"""Patterns of tensor names, which travel to the clients."""
+
+
+class ShareSettings(Settings):
+    """Which tensors of the model are shared, by the names of its state; see docs/personal.md."""
+
+    include: Patterns = ("*",)
+    """Patterns of names, where `*` stands for any characters: of what `exchange` exchanges, only what one of them
+    matches. The rest is personal: trained at each client, kept there and never sent."""
+    exclude: Patterns = ()
+    """Patterns of what is personal all the same, such as `["*.bn*"]` for the batch normalisation of each client, or
+    `["head.*"]` for its last layer."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ShareSettings:
+        if not self.include:
+            raise ValueError("include is empty, so nothing would be shared: leave it out to share everything")
+        return self
+
+
 class ClientsSettings(Settings):
     """The clients: how many there are, and when one counts as gone."""
 
@@ -319,6 +340,7 @@ class FederatedConfig(Settings):
     """What updates and models contain. `trained`: the parameters that require a gradient as the task builds the model,
     and floating-point buffers; frozen ones are sent once, to clients whose own differ. `all`: every floating-point
     tensor in every round."""
+    share: ShareSettings = ShareSettings()
     strategy: Annotated[Choice, STRATEGIES] = STRATEGIES.default
     """Aggregation of the updates, such as fedavg or fedadam, or, against hostile clients, median or krum, which hold
     all updates of a round in memory; docs/tuning.md lists all. Or your own, as package.module:Name."""
@@ -419,7 +441,8 @@ class ClientConfig(Settings):
     renamed: ClassVar[Mapping[str, str]] = {"history_dir": "history.dir"}
 
     state_dir: Path | None = None
-    """Directory that keeps the residual of a lossy codec over a restart. null: in memory only."""
+    """Directory that keeps over a restart what this client keeps from round to round: its personal tensors, the
+    residual of a lossy codec, the state of its rule. null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
     """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
     least_noise: NonNegative = 0.0

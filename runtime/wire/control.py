@@ -37,6 +37,7 @@ Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length
 Incarnations = Annotated[list[U64], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 IdRanges = Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(checked_ids)]
+Patterns = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
 Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]
@@ -65,6 +66,7 @@ class Hello:
         trained_dim, trained_layout: dim and layout of the trained part alone; 0: nothing of its model is frozen.
         site: it is the Controller of a site, whose updates are exact sums.
         ids: it speaks for the clients with these ids, which have its incarnation and its session; empty: for itself.
+        shared_dim, shared_layout: dim and layout of what its Welcome's patterns share; 0: it has not been given any.
     """
 
     protocol: U32
@@ -83,6 +85,8 @@ class Hello:
     trained_layout: U64 = 0
     site: bool = False
     ids: IdRanges = ""
+    shared_dim: U64 = 0
+    shared_layout: U64 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -103,6 +107,8 @@ class Welcome:
         broadcast: values that follow each model, for the rule: see ``Strategy.broadcast``.
         has_terms: RoundTerms belong to each command, and training waits for them.
         fetch_models: models are not sent to all: a client takes that of a round only if it takes part in it.
+        include, exclude: patterns of names of tensors, of which some are shared and the others stay at the client;
+            both empty: all are shared.
     """
 
     to: U32
@@ -123,6 +129,8 @@ class Welcome:
     broadcast: U64 = 0
     has_terms: bool = False
     fetch_models: bool = False
+    include: Patterns = dataclasses.field(default_factory=list)
+    exclude: Patterns = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

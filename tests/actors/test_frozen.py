@@ -18,6 +18,7 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors import Client, Controller
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.models import TrainResult
 from gradbus.runtime.errors import TrainingFailed
 
@@ -180,17 +181,17 @@ def test_a_model_that_is_laid_out_anew_keeps_its_values() -> None:
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     model = FlatModel(module)
     trained = (model.dim, model.layout)
-    model.arrange("all")
+    model.arrange(Sharing("all"))
     assert (model.dim, model.layout, model.frozen) == (*model.everything, 0)
     assert torch.equal(model.read()[TRAINED // 2 :][:FROZEN], before["body"])
-    model.arrange("trained")
+    model.arrange(Sharing())
     assert (model.dim, model.layout) == trained == model.trained
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
 def test_where_nothing_is_frozen_or_nothing_is_trained_by_gradients_everything_travels() -> None:
     plain = nn.Linear(3, 4)
-    model, all_of_it = FlatModel(plain), FlatModel(nn.Linear(3, 4), "all")
+    model, all_of_it = FlatModel(plain), FlatModel(nn.Linear(3, 4), Sharing("all"))
     assert (model.dim, model.layout, model.trained) == (16, all_of_it.layout, (0, 0))
     evolved = nn.Linear(3, 4).requires_grad_(False)
     assert (FlatModel(evolved).dim, FlatModel(evolved).frozen_dim) == (16, 0)

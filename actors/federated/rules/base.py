@@ -64,6 +64,20 @@ class RoundEnd:
     state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PersonalTraining:
+    """How a rule trains a model that stays at the client.
+
+    Attributes:
+        rule: what it adds to the steps. Its :class:`RoundStart` has the global model as ``base``, and no state.
+        epochs, lr: in place of those of the round; 0: these.
+    """
+
+    rule: ClientRule
+    epochs: int = 0
+    lr: float = 0.0
+
+
 StepHooks = tuple[Callable[[Optimizer], None], Callable[[Optimizer], None]]
 """What is called before and after a step of any optimizer of this process."""
 
@@ -126,6 +140,11 @@ class ClientRule:
 
     def loss_term(self, model: nn.Module) -> Tensor | None:
         """A scalar that is added to the loss of each step, by its gradient; None: nothing."""
+        return None
+
+    def personal(self) -> PersonalTraining | None:
+        """How to train one more model, which stays at this client from round to round, in each round before the global
+        one is trained; None: there is none."""
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:

@@ -1,0 +1,211 @@
+"""Which tensors of a model are exchanged, which are sent once, and which stay at their client: decided by name."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.wire.control import Welcome
+
+Exchange = Literal["trained", "all"]
+EVERYTHING = ("*",)
+_NAMED = 5  # tensors that a message names
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a run exchanges.
+
+    Attributes:
+        exchange: as ``federated.exchange``: the trained part, or all of it.
+        include, exclude: as ``federated.share``: patterns of tensor names.
+    """
+
+    exchange: Exchange = "trained"
+    include: tuple[str, ...] = EVERYTHING
+    exclude: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: FederatedConfig) -> Sharing:
+        """That of a controller's settings."""
+        return cls(config.exchange, tuple(config.share.include), tuple(config.share.exclude))
+
+    @classmethod
+    def of_welcome(cls, welcome: Welcome) -> Sharing:
+        """That of the run that a client is welcomed to."""
+        exchange: Exchange = "trained" if welcome.frozen else "all"
+        return cls(exchange, tuple(welcome.include) or EVERYTHING, tuple(welcome.exclude))
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether it names tensors, so that some may stay at the clients."""
+        return self.include != EVERYTHING or bool(self.exclude)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All of them; none without a choice by name."""
+        return (*self.include, *self.exclude) if self.has_patterns else ()
+
+    def settings(self) -> ShareSettings:
+        """The patterns as the setting that they come from."""
+        return ShareSettings(include=self.include, exclude=self.exclude)
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a model's state.
+
+    Attributes:
+        kind: a parameter that requires a gradient, one that does not, or a buffer.
+        first: the first name of the same tensor: another one where weights are tied.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: Literal["trained", "frozen", "buffer"]
+    first: str
+
+    @property
+    def line(self) -> str:
+        """What a layout is made of."""
+        return f"{self.name}:{self.dtype}:{self.shape}"
+
+
+class Division(NamedTuple):
+    """Names of tensors by what becomes of them. Frozen parameters that are in none of these stay as they were built.
+
+    Attributes:
+        shared: exchanged in every round. constant: sent once, and equal on all nodes.
+        personal: trained at a client, kept there and never sent.
+    """
+
+    shared: frozenset[str]
+    constant: frozenset[str]
+    personal: frozenset[str]
+
+
+class Shape(NamedTuple):
+    """A division in numbers: ``dim`` shared values and ``frozen_dim`` constant ones.
+
+    ``layout`` is a 64-bit hash over names, shapes and dtypes of both: equal on nodes whose vectors mean the same. What
+    is personal is not in it, so it may differ from client to client, as heads of different sizes do.
+    """
+
+    dim: int
+    layout: int
+    frozen_dim: int
+
+
+def specs_of(module: nn.Module) -> list[TensorSpec]:
+    """The tensors of a module's state, in its order."""
+    state = {name: one for name, one in module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+    first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
+    return [
+        TensorSpec(name, tensor.dtype, tuple(tensor.shape), _kind_of(tensor), first[id(tensor)])
+        for name, tensor in state.items()
+    ]
+
+
+def _kind_of(tensor: Tensor) -> Literal["trained", "frozen", "buffer"]:
+    if not isinstance(tensor, nn.Parameter):
+        return "buffer"
+    return "trained" if tensor.requires_grad else "frozen"
+
+
+def divide(specs: Sequence[TensorSpec], sharing: Sharing) -> Division:
+    """Decide what becomes of each tensor.
+
+    Exchanged are parameters that require a gradient, and floating-point buffers, such as running means; with
+    ``exchange="all"``, or where no parameter requires a gradient, frozen ones as well. Of these, ``include`` and
+    ``exclude`` choose. What they leave out is personal, as are all other buffers. A frozen parameter is sent once,
+    unless ``exclude`` names it.
+
+    Raises:
+        ConfigError: names of one tensor, as of tied weights, are on both sides.
+    """
+    everything = sharing.exchange == "all" or not any(spec.kind == "trained" for spec in specs)
+    names: Mapping[str, set[str]] = {"shared": set(), "constant": set(), "personal": set(), "built": set()}
+    side_of: dict[str, str] = {}
+    for spec in specs:
+        side = _side_of(spec, sharing, everything)
+        before = side_of.setdefault(spec.first, side)
+        if before != side:
+            raise ConfigError(
+                f"federated.share: {spec.first!r} and {spec.name!r} are names of one tensor, and the patterns share "
+                f"one of them alone. Let them match both names, or neither"
+            )
+        names[side].add(spec.name)
+    return Division(frozenset(names["shared"]), frozenset(names["constant"]), frozenset(names["personal"]))
+
+
+def _side_of(spec: TensorSpec, sharing: Sharing, everything: bool) -> str:
+    is_parameter, is_frozen = spec.kind != "buffer", spec.kind == "frozen"
+    if not spec.dtype.is_floating_point:
+        return "built" if is_parameter else "personal"
+    if _matches(spec.name, sharing.exclude):
+        return "built" if is_frozen and not everything else "personal"
+    if is_frozen and not everything:
+        return "constant"
+    return "shared" if _matches(spec.name, sharing.include) else "personal"
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def shape_of(specs: Sequence[TensorSpec], division: Division) -> Shape:
+    """Sizes and layout of a division. Tied weights count once, by their first name."""
+    lines: tuple[list[str], list[str]] = ([], [])
+    sizes = [0, 0]
+    for spec in specs:
+        for part, names in enumerate((division.shared, division.constant)):
+            if spec.name in names and spec.first == spec.name:
+                lines[part].append(spec.line)
+                sizes[part] += math.prod(spec.shape)
+    text = "\n".join([*lines[0], *(f"frozen {line}" for line in lines[1])])
+    return Shape(sizes[0], int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"), sizes[1])
+
+
+def check_sharing(specs: Sequence[TensorSpec], sharing: Sharing) -> None:
+    """Look whether the patterns fit the model.
+
+    Raises:
+        ConfigError: one matches no tensor, or nothing is left to share; with the names that come nearest.
+    """
+    names = [spec.name for spec in specs]
+    for pattern in sharing.patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"federated.share: {pattern!r} matches no tensor of the model; {_nearest(pattern, names)}. It is "
+                f"compared with whole names, where * stands for any characters"
+            )
+    if sharing.has_patterns and not divide(specs, sharing).shared:
+        left = [spec.name for spec in specs if spec.dtype.is_floating_point and spec.kind != "frozen"]
+        raise ConfigError(
+            f"federated.share: include {list(sharing.include)} and exclude {list(sharing.exclude)} leave nothing to "
+            f"share. What could be: {_some(left) or 'nothing, as all parameters are frozen'}"
+        )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """Names like the pattern, or that have a part of it."""
+    bare = pattern.replace("*", "").strip(".")
+    near = difflib.get_close_matches(bare, names, n=_NAMED, cutoff=0.4)
+    parts = {part: name for name in reversed(names) for part in name.split(".")}
+    near += [parts[part] for part in difflib.get_close_matches(bare, list(parts), n=_NAMED, cutoff=0.5)]
+    found = list(dict.fromkeys(near))[:_NAMED]
+    return f"near are {', '.join(map(repr, found))}" if found else f"there are {_some(names)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_NAMED])) + (" ..." if len(names) > _NAMED else "")
