@@ -34,9 +34,9 @@ class Squares:
     def prepare(self, client_id: int, num_clients: int) -> None:
         pass
 
-    def train(self, model: nn.Module, *, lr: float, **_: Any) -> TrainResult:
+    def train(self, model: nn.Module, *, lr: float, epochs: int = 1, **_: Any) -> TrainResult:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        for x, y in zip(X, Y, strict=True):
+        for x, y in [*zip(X, Y, strict=True)] * epochs:
             optimizer.zero_grad()
             (0.5 * (model(torch.tensor(x, dtype=torch.float32)) - y) ** 2).sum().backward()
             optimizer.step()
@@ -161,3 +161,36 @@ def test_a_task_without_a_local_loss_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr(Squares, "local_loss")
     with pytest.raises(ConfigError, match=r"Squares a method local_loss"):
         Client("loss_before").train(1, BASE)
+
+
+def own_model(update: EncodedUpdate) -> Any:
+    return update.state["own_model.weight"][0].double().numpy()
+
+
+def test_ditto_takes_its_own_steps_beside_those_of_fedavg_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+    lam, lr = 0.7, 0.03
+    client, plain = Client("ditto", directory=tmp_path, lam=lam, lr=lr), Client("plain")
+    v, base = BASE.double().numpy(), BASE
+    for round_id in (1, 2, 3):
+        w = base.double().numpy()
+        update = client.train(round_id, base)
+        for x, y in zip(X, Y, strict=True):
+            v = v - lr * ((v @ x - y) * x + lam * (v - w))
+        np.testing.assert_allclose(own_model(update), v, atol=1e-6)
+        np.testing.assert_allclose(delta_of(update), steps_of(base) - w, atol=1e-6)
+        assert update.payload == plain.train(round_id, base).payload, "the global model is that of FedAvg"
+        if round_id == 2:  # an update that does not count leaves nothing
+            again = client.train(2, base)
+            assert (own_model(again) == own_model(update)).all()
+        client.counts(round_id, update)
+        client.training.close()
+        client = Client("ditto", directory=tmp_path, lam=lam, lr=lr)
+        base = torch.tensor(w + delta_of(update), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("epochs", "passes"), [(0, 1), (3, 3)])
+def test_ditto_may_take_other_passes_for_its_own_model(epochs: int, passes: int) -> None:
+    v, w = BASE.double().numpy(), BASE.double().numpy()
+    for x, y in [*zip(X, Y, strict=True)] * passes:
+        v = v - LR * ((v @ x - y) * x + 0.1 * (v - w))
+    np.testing.assert_allclose(own_model(Client("ditto", epochs=epochs).train(1, BASE)), v, atol=1e-6)
