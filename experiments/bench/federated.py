@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gradbus.experiments.bench import asynchronous, codecs, sealing, selection, virtual
+from gradbus.experiments.bench import asynchronous, codecs, personal, sealing, selection, virtual
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
@@ -182,6 +182,7 @@ BENCHMARK = Benchmark(
         "selection": Part(
             lambda chosen: selection.measure(chosen.clients), "bytes of a round with a part of the clients", 60
         ),
+        "personal": Part(lambda _: personal.measure(), "adapters alone, beside the whole model; personal models", 90),
         "virtual": Part(
             lambda chosen: virtual.measure(chosen.flower), "many clients in a few processes", 300, needs_mnist=True
         ),
