@@ -20,6 +20,15 @@ OWN_MODEL = "own_model."  # of a rule that trains a second model, such as Ditto:
 _KEPT = 3
 
 
+def own_tensors(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the model that a client has of its own, by their names there: those of the model that its rule
+    trains, else its personal ones."""
+    for part in (OWN_MODEL, PERSONAL):
+        if own := {name.removeprefix(part): tensor for name, tensor in kept.items() if name.startswith(part)}:
+            return own
+    return {}
+
+
 class SavedClient(Meta):
     """The run of a saved state."""
 

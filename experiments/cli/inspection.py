@@ -76,6 +76,10 @@ def export(
         int | None,
         typer.Option("--round", min=0, metavar="N", help="Round, or step of ranks. [default: the newest checkpoint]"),
     ] = None,
+    client: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", help="State of a client, as STATE_DIR/client-3: the model of that client."),
+    ] = None,
 ) -> None:
     """Write the trained model of a run as named tensors, for model.load_state_dict().
 
@@ -85,7 +89,7 @@ def export(
     from gradbus.experiments.rundir.export import export as write
 
     add_current_directory_to_path()
-    print(write(run_dir, to, form, number).text)
+    print(write(run_dir, to, form, number, client).text)
 
 
 def check(

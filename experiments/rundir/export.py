@@ -3,10 +3,14 @@
 A checkpoint of a federated run holds one vector, in an order of its own; one of data-parallel ranks holds tensors under
 names of its own. What is written here has the names and shapes that ``model.state_dict()`` has, frozen parameters and
 buffers among them, so that ``model.load_state_dict(...)`` takes it as it is.
+
+Where some tensors are personal (``federated.share``), a run has no values of them: the file has those of
+``build_model``, and says in its metadata which these are. With the directory of a client's state it has the client's.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.state import SavedRank, restore_model
+from gradbus.actors.federated.client_state import SavedClient, own_tensors
+from gradbus.actors.federated.sharing import Sharing, divide, specs_of
 from gradbus.actors.federated.state import SavedRun, restore_weights
 from gradbus.actors.parameter_server.state import newest_version
 from gradbus.actors.parameter_server.state import restore_model as restore_from_servers
@@ -37,7 +43,8 @@ _UNITS: dict[Kind, str] = {"federated": "round", "parallel": "step"}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file that was written, after round or step ``number``; ``tensors``: their number."""
+    """The file that was written, after round or step ``number``; ``tensors``: their number. ``personal``: how many of
+    them are not those of the run, and ``client``: whose they are; empty: as ``build_model`` gives them."""
 
     path: Path
     format: Format
@@ -45,6 +52,8 @@ class Exported:
     number: int
     tensors: int
     num_bytes: int
+    personal: int = 0
+    client: str = ""
 
     @property
     def text(self) -> str:
@@ -54,29 +63,91 @@ class Exported:
             if self.format == "safetensors"
             else f"torch.load({str(self.path)!r}, weights_only=True)"
         )
+        about = ""
+        if self.client:
+            about = f", {self.personal} of them of {self.client}"
+        elif self.personal:
+            about = (
+                f"; {self.personal} of them are personal, and as the model was built: each client has its own "
+                f"(--client DIRECTORY)"
+            )
         return (
             f"written to {self.path} ({size(self.num_bytes)}): {self.tensors} tensors, after {self.unit} "
-            f"{self.number}\nto use it: model.load_state_dict({how})"
+            f"{self.number}{about}\nto use it: model.load_state_dict({how})"
         )
 
 
-def export(run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None) -> Exported:
+def export(
+    run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None, client: Path | None = None
+) -> Exported:
     """Write the model of a run, from the checkpoint of round or step ``number``, by default the newest one.
 
     Args:
         run: its directory; the run may be going on.
         to: the file; by default ``model.safetensors`` or ``model.pt`` there. form: of it; by default by its suffix.
+        client: the directory of a client's state, such as ``state/client-3``: write the model of that client.
 
     Raises:
         ConfigError: it is no run directory, the model cannot be made, or the file cannot be written.
         CheckpointError: there is no checkpoint, or it does not fit the model.
     """
     form = form or _SUFFIXES.get("" if to is None else to.suffix.lower(), "safetensors")
-    target = to or run / ("model.safetensors" if form == "safetensors" else "model.pt")
+    name = "model" if client is None else f"model-{client.name}"
+    target = to or run / (f"{name}.safetensors" if form == "safetensors" else f"{name}.pt")
     kind, model, checkpoint = _load(run, number)
+    about = {_UNITS[kind]: str(checkpoint.round_id), "format": "pt"}
+    personal = _personal_names(model, SavedRun.of(checkpoint)) if kind == "federated" else []
+    if client is not None:
+        if kind != "federated":
+            raise ConfigError("--client: a run of data-parallel ranks has no clients, and one model for all")
+        personal = _take_own(model, SavedRun.of(checkpoint).run_id, client)
+        about["client"] = client.name
     state = copy_state(model)
-    _write(state, target, form, {_UNITS[kind]: str(checkpoint.round_id), "format": "pt"})
-    return Exported(target, form, _UNITS[kind], checkpoint.round_id, len(state), target.stat().st_size)
+    if personal:
+        own = set(personal)
+        shared = [name for name, one in state.items() if name not in own and one.is_floating_point()]
+        about["personal"], about["shared"] = json.dumps(personal), json.dumps(shared)
+    _write(state, target, form, about)
+    return Exported(
+        target, form, _UNITS[kind], checkpoint.round_id, len(state), target.stat().st_size, len(personal),
+        about.get("client", ""),
+    )  # fmt: skip
+
+
+def _personal_names(model: nn.Module, saved: SavedRun) -> list[str]:
+    """Names of the tensors that the run has no values of, in the order of the model."""
+    specs = specs_of(model)
+    found = divide(specs, Sharing("trained", saved.share.include, saved.share.exclude)).personal
+    return [spec.name for spec in specs if spec.name in found and spec.dtype.is_floating_point]
+
+
+@torch.no_grad()
+def _take_own(model: nn.Module, run_id: str, client: Path) -> list[str]:
+    """Set a module to what a client has of its own: the model that its rule keeps, or else its personal tensors.
+
+    Returns:
+        Names of these.
+
+    Raises:
+        CheckpointError: it has none, or those of another run or model.
+    """
+    if not client.is_dir():
+        raise ConfigError(f"{client} is no directory. Name that of a client, in its client.state_dir: .../client-3")
+    checkpoint = CheckpointStore.to_read(client).load_newest(SavedClient.of)
+    if checkpoint is None or SavedClient.of(checkpoint).run_id != run_id:
+        raise CheckpointError(f"{client} has no state of run {run_id}. Name the directory that its clients have used")
+    own = own_tensors(checkpoint.tensors)
+    if not own:
+        raise CheckpointError(
+            f"{client} keeps no tensors of the model: nothing of it is personal (federated.share), and its rule trains "
+            f"no model of its own. Leave --client out"
+        )
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in own.items():
+        if name not in state or state[name].shape != tensor.shape:
+            raise CheckpointError(f"{client} keeps {name!r} of shape {tuple(tensor.shape)}, which the model has not")
+        state[name].copy_(tensor)
+    return list(own)
 
 
 def _load(run: Path, number: int | None) -> tuple[Kind, nn.Module, Checkpoint]:

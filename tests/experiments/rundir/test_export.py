@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from own_models import awkward
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
 from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.state import RunState
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
@@ -43,6 +46,71 @@ def federated(run: Path, *, seed: int = 0, rounds: int = 2) -> nn.Module:
         state.commit(RoundReport(round_id=round_id), None)
     state.close()
     return module
+
+
+def personal(run: Path, kept: dict[str, torch.Tensor], **share: Any) -> Path:
+    """The directory of a run that shares a part of the model, and that of a client with this state."""
+    run.mkdir()
+    config = FederatedConfig(checkpoint={"dir": run / "state"}, share=share)
+    write_json(run / "config.json", ControllerFile(task=TASK, federated=config).model_dump(mode="json"))
+    model = FlatModel(awkward(), Sharing.of(config))
+    state = RunState(config, model, STRATEGIES.make(config.strategy, model.dim))
+    state.weights.fill_(2.0)
+    state.commit(RoundReport(round_id=1), None)
+    state.close()
+    client = ClientStateStore(run.parent / "clients", 3)
+    client.start_run(state.run_id)
+    client.accepted(1, kept)
+    client.close()
+    return run.parent / "clients" / "client-3"
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata())
+
+
+def test_a_model_with_personal_tensors_says_which_they_are_and_a_client_brings_its_own(tmp_path: Path) -> None:
+    own = {f"norm.{name}": torch.full((4,), 5.0) for name in ("weight", "bias", "running_mean", "running_var")}
+    kept = {f"personal.{name}": tensor for name, tensor in own.items()}
+    client = personal(tmp_path / "run", kept, exclude=["norm.*"])
+    done = export(tmp_path / "run")
+    assert "4 of them are personal, and as the model was built" in done.text
+    about, found = metadata(done.path), load_file(done.path)
+    assert json.loads(about["personal"]) == list(own)
+    assert set(json.loads(about["shared"])) == {n for n, t in found.items() if t.is_floating_point() and n not in own}
+    assert bool((found["first.weight"] == 2.0).all())
+    assert torch.equal(found["norm.weight"], awkward().norm.weight.detach())
+    of_client = export(tmp_path / "run", client=client)
+    assert of_client.path.name == "model-client-3.safetensors"
+    assert "4 of them of client-3" in of_client.text
+    loaded = load_file(of_client.path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
+    assert bool((loaded["first.weight"] == 2.0).all())
+
+
+def test_the_model_that_a_rule_keeps_at_a_client_is_that_of_the_client(tmp_path: Path) -> None:
+    model = FlatModel(awkward())
+    own = {name: torch.full_like(tensor, 7) for name, tensor in model.read_own().items()}
+    client = personal(tmp_path / "run", {f"own_model.{name}": tensor for name, tensor in own.items()})
+    loaded = load_file(export(tmp_path / "run", client=client).path)
+    for name, tensor in awkward().state_dict().items():
+        expected = tensor if name.startswith("frozen") else torch.full_like(tensor, 7)
+        assert torch.equal(loaded[name], expected)
+
+
+def test_a_client_that_has_nothing_of_its_own_or_of_this_run_is_refused(tmp_path: Path) -> None:
+    client = personal(tmp_path / "run", {"residual": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match="keeps no tensors of the model"):
+        export(tmp_path / "run", client=client)
+    federated(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="has no state of run"):
+        export(tmp_path / "other", client=client)
+    with pytest.raises(ConfigError, match="is no directory"):
+        export(tmp_path / "run", client=tmp_path / "client-9")
+    parallel(tmp_path / "ranks")
+    with pytest.raises(ConfigError, match="has no clients"):
+        export(tmp_path / "ranks", client=client)
 
 
 def parallel(run: Path) -> nn.Module:
