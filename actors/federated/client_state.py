@@ -93,6 +93,11 @@ class ClientStateStore:
                 self._store.remove(stale)  # undone, and newer than this one
             self._store.save(Checkpoint(round_id, dict(state), {"run_id": f"{self._run_id:016x}"}))
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether states are saved, so that they outlive this process."""
+        return self._store is not None
+
     def close(self) -> None:
         """Let another process use the directory."""
         if self._store is not None:

@@ -16,7 +16,7 @@ from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
-from gradbus.actors.federated.client_state import OWN_MODEL, PERSONAL, RESIDUAL, ClientStateStore
+from gradbus.actors.federated.client_state import OWN_MODEL, PERSONAL, RESIDUAL, ClientStateStore, own_tensors
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
@@ -28,6 +28,7 @@ from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Welcome
@@ -35,6 +36,9 @@ from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
 _OF_RULE, _OF_OPTIMIZER, _OF_OWN_OPTIMIZER = "rule.", "optimizer.", "own_optimizer."  # in the names of kept tensors
+
+
+log = get_logger("client")
 
 
 def codec_of(welcome: Welcome) -> Codec:
@@ -130,6 +134,7 @@ class LocalTraining:
         self._counted = 0  # the newest one that counts
         # With local privacy: of the newest round, by run and round, what has left this client.
         self._released: tuple[tuple[int, int], Tensor, dict[str, float]] | None = None
+        self._has_warned = False
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -372,7 +377,18 @@ class LocalTraining:
         self._probe.reached("after_receipt_before_residual", update.key.round_id)
         if update.state:
             self._kept.accepted(self._number, update.state)
+            self._warn_of_loss(update.state)
         self._probe.reached("after_residual", update.key.round_id)
+
+    def _warn_of_loss(self, state: Mapping[str, Tensor]) -> None:
+        """Log, once, that a part of the model is in this process alone."""
+        own = [name for name, tensor in own_tensors(state).items() if tensor.is_floating_point()]
+        if own and not self._kept.is_durable and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "tensors of the model are kept in memory alone", client=self._identity.sender, tensors=len(own),
+                first=own[:5], effect="a restart loses them", remedy="set client.state_dir",
+            )  # fmt: skip
 
     def close(self) -> None:
         """Let another process use the directory of the state."""

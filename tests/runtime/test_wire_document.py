@@ -35,6 +35,7 @@ TYPES = {
     "Counts": "counts",
     "Options": "options",
     "Metrics": "metrics",
+    "Patterns": "patterns",
     "bool": "bool",
     "float": "float",
     "Annotated[float, Field(gt=0, le=1)]": "float",

@@ -3,7 +3,7 @@
 Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021 (arXiv:2012.04221), Algorithm 1:
 beside the update of the global model w, which is that of FedAvg, each client takes steps on its own model,
 ``v <- v - lr (grad F_k(v) + lam (v - w))``, with w as the round began with it. Differs from the paper: v takes as many
-passes over the data as w does, unless ``epochs`` says otherwise, where the paper counts steps; a client begins with the
+passes over the data as w does, unless ``own_epochs`` says otherwise, where the paper counts steps; a client begins with the
 first global model that it gets as v; and the data come to v in the order in which they come to w.
 """
 
@@ -23,9 +23,9 @@ class DittoOptions(Options):
 
     lam: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     """Weight lambda of the pull to the global model. 0: each client trains for itself; large: v is the global model."""
-    lr: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    own_lr: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Learning rate of the personal model. 0: that of the round."""
-    epochs: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    own_epochs: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
     """Number of passes of the personal model over the client's samples. 0: as of the round."""
 
 
@@ -35,8 +35,8 @@ class Ditto(ClientRule):
     choice = "ditto"
     Options = DittoOptions
 
-    def __init__(self, *, lam: float = 0.1, lr: float = 0.0, epochs: int = 0) -> None:
-        self._training = PersonalTraining(rule=FedProx(mu=lam), epochs=epochs, lr=lr)
+    def __init__(self, *, lam: float = 0.1, own_lr: float = 0.0, own_epochs: int = 0) -> None:
+        self._training = PersonalTraining(rule=FedProx(mu=lam), epochs=own_epochs, lr=own_lr)
 
     def personal(self) -> PersonalTraining:
         return self._training

@@ -169,7 +169,7 @@ def own_model(update: EncodedUpdate) -> Any:
 
 def test_ditto_takes_its_own_steps_beside_those_of_fedavg_and_goes_on_after_a_restart(tmp_path: Path) -> None:
     lam, lr = 0.7, 0.03
-    client, plain = Client("ditto", directory=tmp_path, lam=lam, lr=lr), Client("plain")
+    client, plain = Client("ditto", directory=tmp_path, lam=lam, own_lr=lr), Client("plain")
     v, base = BASE.double().numpy(), BASE
     for round_id in (1, 2, 3):
         w = base.double().numpy()
@@ -184,7 +184,7 @@ def test_ditto_takes_its_own_steps_beside_those_of_fedavg_and_goes_on_after_a_re
             assert (own_model(again) == own_model(update)).all()
         client.counts(round_id, update)
         client.training.close()
-        client = Client("ditto", directory=tmp_path, lam=lam, lr=lr)
+        client = Client("ditto", directory=tmp_path, lam=lam, own_lr=lr)
         base = torch.tensor(w + delta_of(update), dtype=torch.float32)
 
 
@@ -193,4 +193,4 @@ def test_ditto_may_take_other_passes_for_its_own_model(epochs: int, passes: int)
     v, w = BASE.double().numpy(), BASE.double().numpy()
     for x, y in [*zip(X, Y, strict=True)] * passes:
         v = v - LR * ((v @ x - y) * x + 0.1 * (v - w))
-    np.testing.assert_allclose(own_model(Client("ditto", epochs=epochs).train(1, BASE)), v, atol=1e-6)
+    np.testing.assert_allclose(own_model(Client("ditto", own_epochs=epochs).train(1, BASE)), v, atol=1e-6)

@@ -88,7 +88,16 @@ EXAMPLES: list[Body] = [
 
 
 LATER: dict[type[Any], dict[str, Any]] = {
-    Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0, "site": False, "ids": ""},
+    Hello: {
+        "memory": "",
+        "phase_s": 0.0,
+        "trained_dim": 0,
+        "trained_layout": 0,
+        "site": False,
+        "ids": "",
+        "shared_dim": 0,
+        "shared_layout": 0,
+    },
     Welcome: {
         "memory": "",
         "frozen": 0,
@@ -98,6 +107,8 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "broadcast": 0,
         "has_terms": False,
         "fetch_models": False,
+        "include": [],
+        "exclude": [],
     },
     RoundTerms: {"participants": ""},
     TrainingFailure: {"reason": "training failed"},
@@ -244,11 +255,15 @@ NOT_WRONG: dict[str, list[Any]] = {
     "traits": [{}, {"a": 1}],
     "incarnations": [[1 << 20]],
     "next_incarnations": [[1 << 20]],
+    "include": [["1"]],
+    "exclude": [["1"]],
 }
 
 
 OUT_OF_RANGE = [
     ("Status", "awaited", list(range(257))),
+    ("Welcome", "include", ["*"] * 65),
+    ("Welcome", "exclude", ["x" * 201]),
     ("Status", "silent_s", [math.nan]),
     ("Status", "dropped", {str(number): 1 for number in range(33)}),
     ("Status", "dropped", {"a": -1}),
