@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.sharing import Sharing
 from gradbus.experiments.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.runtime.algorithms.base import Place, make_algorithm
@@ -23,12 +25,13 @@ def kind_of(name: str) -> type[ControllerFile] | type[ClientFile]:
 def test_every_example_loads_and_names_a_task_that_can_be_made(name: str, configs: Path) -> None:
     file = load(kind_of(name), configs / name)
     task = ConfiguredTask(file.task)
-    assert sum(parameter.numel() for parameter in task.build_model().parameters()) == 1_199_882
+    expected = 824_064 if ".lora." in name else 1_199_882
+    assert sum(parameter.numel() for parameter in task.build_model().parameters()) == expected
 
 
 def test_there_is_an_example_for_each_codec_and_each_way_of_running() -> None:
     codecs = {f"controller.{codec}.conf.json" for codec in ("q8", "s4", "sq8")}
-    pairs = {f"{side}{way}.conf.json" for side in ("controller", "client") for way in ("", ".non-iid", ".two-machines")}
+    pairs = {f"{side}{way}.conf.json" for side in ("controller", "client") for way in ("", ".non-iid", ".two-machines", ".lora")}
     assert set(EXAMPLES) == codecs | pairs
 
 
@@ -59,12 +62,20 @@ def test_the_examples_of_several_aggregators_have_as_many_as_their_workers_expec
         load(AggregatorFile, configs / f"aggregator.{name}.conf.json", overrides=["aggregator.node=7"])
 
 
-@pytest.mark.parametrize("way", ["", ".non-iid", ".two-machines"])
+def test_the_example_of_adapters_shares_these_alone(configs: Path) -> None:
+    file = load(ControllerFile, configs / "controller.lora.conf.json")
+    model = FlatModel(ConfiguredTask(file.task).build_model(), Sharing.of(file.federated))
+    assert {name.rpartition(".")[2] for name, _, _ in model.table} == {"lora_a", "lora_b"}
+    assert model.dim / (model.dim + model.frozen_dim) < 0.02
+    assert model.personal == []
+
+
+@pytest.mark.parametrize("way", ["", ".non-iid", ".two-machines", ".lora"])
 def test_controller_and_client_of_an_example_agree(way: str, configs: Path) -> None:
     controller = load(ControllerFile, configs / f"controller{way}.conf.json")
     client = load(ClientFile, configs / f"client{way}.conf.json")
     assert controller.bus == client.bus
-    for key in ("model", "data", "partition", "seed"):
+    for key in ("model", "data", "partition", "seed", "task", "task_options"):
         assert getattr(controller.task, key) == getattr(client.task, key)
 
 

@@ -3,8 +3,8 @@
 Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021 (arXiv:2012.04221), Algorithm 1:
 beside the update of the global model w, which is that of FedAvg, each client takes steps on its own model,
 ``v <- v - lr (grad F_k(v) + lam (v - w))``, with w as the round began with it. Differs from the paper: v takes as many
-passes over the data as w does, unless ``own_epochs`` says otherwise, where the paper counts steps; a client begins with the
-first global model that it gets as v; and the data come to v in the order in which they come to w.
+passes over the data as w does, unless ``own_epochs`` says otherwise, where the paper counts steps; a client begins with
+the first global model that it gets as v; and the data come to v in the order in which they come to w.
 """
 
 from __future__ import annotations
