@@ -260,7 +260,7 @@ setup-fuzz: $(STAMP)  ## what make fuzz needs besides
 # A .venv of its own: what they bring along would change what the tests of everything else see. DeepSpeed's build asks the torch that is
 # installed for its version, and needs setuptools and wheel beside it.
 INTEGRATIONS := .venv-integrations
-setup-integrations: $(INTEGRATIONS)/.set-up  ## Accelerate, Lightning, DeepSpeed, torchft, MLflow, W&B, for their examples and tests
+setup-integrations: $(INTEGRATIONS)/.set-up  ## Accelerate, Lightning, DeepSpeed, torchft, peft, MLflow, W&B, for their examples and tests
 $(INTEGRATIONS)/.set-up: pyproject.toml constraints.txt | $(STAMP)
 	@if [ -n "$(UV_NOW)" ]; then \
 		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(INTEGRATIONS) && \
