@@ -59,8 +59,8 @@ class CausalTask:
         optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=lr)
         model.train()
         losses = []
-        for _ in range(epochs):
-            for batch in sequences(client_id, seed + round_id).split(16):
+        for _epoch in range(epochs):
+            for batch in torch.split(sequences(client_id, seed + round_id), 16):
                 if should_stop():
                     raise RuntimeError("not wanted any more")
                 optimizer.zero_grad()
@@ -96,13 +96,13 @@ async def run(rounds: int, domain: int) -> dict[str, object]:
         for client_id in range(CLIENTS):
             group.create_task(client(client_id))
         reports = await controller.run()
-    model = task.build_model()
+    model: Any = task.build_model()
     model.load_state_dict(await controller.state_dict())
     model.eval()
     batch = sequences(0, 7)
     with torch.no_grad():
         adapted = model(input_ids=batch).logits
-        merged = model.merge_and_unload()
+        merged: Any = model.merge_and_unload()
         difference = float((merged(input_ids=batch).logits - adapted).abs().max())
     whole = sum(parameter.numel() for parameter in merged.parameters())
     return {

@@ -6,9 +6,11 @@ import argparse
 from typing import Any
 
 import pytest
+import torch
 from call_profile import Watched, profile
 
-from gradbus.experiments.bench import collectives, data_parallel, parameter_server, sealing, selection
+from gradbus import codecs
+from gradbus.experiments.bench import collectives, data_parallel, parameter_server, personal, sealing, selection
 from gradbus.experiments.bench.collectives import (
     SIZES,
     CollectivesPlan,
@@ -26,6 +28,8 @@ from gradbus.experiments.bench.timing import by_turns, in_turns, size_text, slow
 from gradbus.experiments.bench.training import Training, train
 from gradbus.experiments.namespaces import NoNamespaces
 from gradbus.models import mnist_mlp
+from gradbus.models.lora import PATTERN
+from gradbus.runtime.wire.frames import HEADER_BYTES
 
 KIB_4 = 4096
 
@@ -161,3 +165,16 @@ def test_bytes_into_a_parameter_server_are_counted() -> None:
     (one,) = parameter_server.measure_bytes(((1, 1),), steps=2)
     assert one.falls_short is False
     assert 1.0 <= one.judged < 1.03
+
+
+@pytest.mark.slow
+def test_bytes_of_adapters_are_counted_and_personal_models_are_compared_with_the_global_one() -> None:
+    task = {"samples": 16, "model": {"width": 32, "layers": 1, "heads": 2, "context": 16}}
+    adapted = {**task, "lora": personal.LORA}
+    found = personal.count_bytes(1, adapted, other={"seed": 5}, share={"include": [PATTERN]})
+    values = 2 * 4 * 32 + 4 * (3 * 32 + 32)  # of A and B, of two layers
+    update = len(codecs.get("fp32").encode(torch.zeros(values)))
+    assert found.updates == personal.CLIENTS * (HEADER_BYTES + update), "one frame each"
+    assert found.models[-1] > 4 * 96 * 32, "the base of the client that has another one"
+    (ditto,) = personal.measure_ditto(1, task, clients=2)
+    assert len(ditto.ratios) == 2

@@ -56,6 +56,10 @@ ELSEWHERE = {
     "tests/experiments/run/test_virtual_commands.py": (
         "gradbus virtual *", "gradbus host *", "gradbus controller experiments/configs/controller.conf.json --set *",
     ),
+    "tests/experiments/run/test_personal_commands.py": (
+        "gradbus controller experiments/configs/controller.lora.conf.json",
+        "gradbus client experiments/configs/client.lora.conf.json *",
+    ),
     "tests/experiments/run/test_data_inspect.py": ("gradbus data inspect *",),
     "tests/experiments/report/test_metrics_server.py": ("gradbus * --metrics-port *",),
     "tests/experiments/report/test_trackers.py": ("gradbus * --mlflow *", "gradbus * --wandb *"),
