@@ -58,6 +58,7 @@ class TaskOptions(TypedDict, total=False):
         momentum, weight_decay: of SGD. The momentum starts at zero in every round.
         seed: of the initial parameters and the partition. Order and subsets take the seed given to ``train``.
         device: of model and data, as torch names it.
+        validation_share: of the samples of each client that are held out from training, for :meth:`evaluate_local`.
     """
 
     batch_size: int
@@ -65,9 +66,12 @@ class TaskOptions(TypedDict, total=False):
     weight_decay: float
     seed: int
     device: str
+    validation_share: float
 
 
-TASK_DEFAULTS: TaskOptions = {"batch_size": 64, "momentum": 0.9, "weight_decay": 0.0, "seed": 0, "device": "cpu"}
+TASK_DEFAULTS: TaskOptions = {
+    "batch_size": 64, "momentum": 0.9, "weight_decay": 0.0, "seed": 0, "device": "cpu", "validation_share": 0.0
+}  # fmt: skip
 
 
 class ClassificationTask(ShardedTraining):
@@ -109,6 +113,9 @@ class ClassificationTask(ShardedTraining):
         self.weight_decay = chosen["weight_decay"]
         self.seed = chosen["seed"]
         self.device = torch.device(chosen["device"])
+        self.validation_share = chosen["validation_share"]
+        if not 0 <= self.validation_share < 1:
+            raise ValueError(f"need 0 <= validation_share < 1, got {self.validation_share}")
         if num_clients < 1 or self.batch_size < 1:
             raise ValueError(f"num_clients and batch_size must be >= 1, got {num_clients} and {self.batch_size}")
         if not 0 <= self.momentum < 1 or not 0 <= self.weight_decay < math.inf:
@@ -166,7 +173,23 @@ class ClassificationTask(ShardedTraining):
         load_optimizers()
 
     def share(self, client_id: int) -> Tensor:
-        """Indices of this client's samples in ``data.train``: int64 (K,), sorted."""
+        """Indices of the samples in ``data.train`` that this client trains on: int64 (K,), sorted."""
+        return self._parts(client_id)[0]
+
+    def held_out(self, client_id: int) -> Tensor:
+        """Indices of the samples in ``data.train`` that this client holds out: int64, sorted. They are drawn by the
+        seed of the task, and at least one is left for training."""
+        return self._parts(client_id)[1]
+
+    def _parts(self, client_id: int) -> tuple[Tensor, Tensor]:
+        whole = self._whole_share(client_id)
+        count = min(round(self.validation_share * len(whole)), len(whole) - 1)
+        if count < 1:
+            return whole, whole[:0]
+        order = torch.randperm(len(whole), generator=seeded_generator("held out", self.seed, client_id))
+        return whole[order[count:].sort().values], whole[order[:count].sort().values]
+
+    def _whole_share(self, client_id: int) -> Tensor:
         train = self.data.train
         labels = train.labels.cpu()
         with self._lock:
@@ -256,6 +279,14 @@ class ClassificationTask(ShardedTraining):
         share, train = self.share(client_id), self.data.train
         _, loss_sum = count_correct(model, train.images[share], train.labels[share], self._loss)
         return float(loss_sum / len(share))
+
+    def evaluate_local(self, model: nn.Module, *, client_id: int) -> EvalResult | None:
+        """Accuracy and loss on the samples that this client holds out; None: there are none."""
+        held_out, train = self.held_out(client_id), self.data.train
+        if not len(held_out):
+            return None
+        correct, loss_sum = count_correct(model, train.images[held_out], train.labels[held_out], self._loss)
+        return EvalResult(correct / len(held_out), loss_sum / len(held_out), len(held_out))
 
     def evaluate(self, model: nn.Module) -> EvalResult | None:
         """Accuracy and loss on the whole test set; the model's training mode is put back. None without a test set."""

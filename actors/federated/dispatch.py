@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gradbus.actors.federated.asynchronous import proportional_steps
+from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, HelloAnswer, HostedClient, Member
 from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMonitor
 from gradbus.actors.federated.participation import FOR_GOOD
@@ -26,6 +27,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
 from gradbus.runtime.wire.control import (
     Body,
+    EvaluationResult,
     Hello,
     Leave,
     ModelRequest,
@@ -104,8 +106,11 @@ class Dispatcher:
     Attributes:
         has_begun: the clients follow this controller: one that starts now stays away.
         fetch_models: not all clients take part in a round, and those that do not are not sent its model.
+        evaluator: takes results of evaluations.
         terms: how to train and to encode, as the level above has it; None: as this controller's settings have it.
     """
+
+    evaluator: ClientEvaluator
 
     def __init__(
         self, context: RunContext, registry: ClientRegistry, receiver: UpdateReceiver, publisher: ModelPublisher,
@@ -171,6 +176,8 @@ class Dispatcher:
                 await self._receiver.on_request(client_id, incarnation, body)
             case ModelRequest():
                 self._publisher.on_request(client_id, body, group)
+            case EvaluationResult():
+                self.evaluator.on_result(client_id, body)
             case TrainingFailure() if body.run_id == self._context.run_id:
                 self._events.client_failed(client_id, body)
             case Leave():

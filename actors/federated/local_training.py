@@ -94,7 +94,11 @@ class RoundInputs:
 
 
 class LocalTraining:
-    """One client's model, task and residuals. All methods are for the compute thread."""
+    """One client's model, task and residuals. All methods are for the compute thread.
+
+    Attributes:
+        keeps_local_model: whether the model that training has made stays in memory, for :meth:`local_model`.
+    """
 
     def __init__(
         self, task: FederatedTask, identity: Identity, model: FlatModel, kept: ClientStateStore,
@@ -112,6 +116,8 @@ class LocalTraining:
         self._counted = 0  # the newest one that counts
         # With local privacy: of the newest round, by run and round, what has left this client.
         self._released: tuple[tuple[int, int], Tensor, dict[str, float]] | None = None
+        self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
+        self.keeps_local_model = False
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -180,7 +186,7 @@ class LocalTraining:
         if steps and rule.steps != steps:
             raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {steps}")
         self._model.check_frozen()
-        end = rule.finish(self._model.read())
+        end = rule.finish(self._keep_local_model(welcome.run_id))
         codec = codec_of(welcome)
         residual_before = kept.get(RESIDUAL)
         change, facts = None, _finite(getattr(outcome, "metrics", {})) | _finite(end.metrics)
@@ -215,6 +221,29 @@ class LocalTraining:
         # From now on it is in one place only, also for frames.
         state = _to_keep(end, residual, {} if optimizer is None else optimizer.state())
         return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, state, sealed)
+
+    def _keep_local_model(self, run_id: int) -> Tensor:
+        """The vector of the model after training, of which a copy is kept where others may see it."""
+        vector = self._model.read()
+        if self.keeps_local_model:
+            self._local_model = run_id, vector.clone()
+        return vector
+
+    def local_model(self, welcome: Welcome, round_id: int, transfer: int) -> EncodedUpdate | None:
+        """The model that the newest training has made, float32 in full, to be uploaded under this round; None: there
+        is none of this run."""
+        if self._local_model is None or self._local_model[0] != welcome.run_id:
+            return None
+        payload = self._local_model[1].numpy().astype("<f4", copy=False).tobytes()
+        here = self._memory.here
+        sealed = self._memory.put(payload) if here and here == welcome.memory else None
+        request = UploadRequest(
+            run_id=welcome.run_id, round_id=round_id, transfer=transfer, total_bytes=len(payload), num_samples=1,
+            loss=math.nan, train_s=0.0, encode_s=0.0, memory="" if sealed is None else sealed.place,
+        )  # fmt: skip
+        me = self._identity
+        key = FrameKey(Kind.UPDATE, welcome.run_id, round_id, me.sender, me.incarnation, transfer)
+        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, sealed=sealed)
 
     def _local_loss(self) -> float:
         """The loss of the module on this client's data. Raises ConfigError: the task has no such method."""

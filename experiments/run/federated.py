@@ -24,6 +24,7 @@ from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.models import load_optimizers
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")
@@ -103,6 +104,11 @@ def _checked(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
         check_combination(config)
     else:
         check_choices(config)
+    if config.evaluation.is_on and file.task.task is None and not file.task.validation_share:
+        raise ConfigError(
+            "federated.evaluation: clients evaluate on samples that they do not train on, and task.validation_share is "
+            "0. Set it, as to 0.2, for the controller and its clients"
+        )
     if config.checkpoint.dir is None:
         config = config.replaced("checkpoint.dir", run.state)
     if config.history.dir is None:
