@@ -31,6 +31,7 @@ from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy
+from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
 from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
 from gradbus.actors.federated.early_stop import EarlyStop
@@ -231,6 +232,10 @@ class Controller:
         self._evaluator = self._dispatcher.evaluator = ClientEvaluator(
             context, self._registry, sleep_until=self._sleep_until, changed=self._changed
         )
+        models = self._dispatcher.local_models = LocalModelReceiver(
+            context, self._registry, dim=dim, sleep_until=self._sleep_until, changed=self._changed
+        )
+        self._cross_site = CrossSiteEvaluation(context, self._publisher, self._evaluator, models)
         for report in state.history:
             self.progress.add(report)
         self.progress.round_id = state.round_id
@@ -356,7 +361,8 @@ class Controller:
 
     async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
         """The rounds that are left, when all parts run."""
-        state, rounds = self._state, self._config.rounds
+        state, config, rounds = self._state, self._config, self._config.rounds
+        began_after = state.round_id
         await self._compute.run(self._note_end)
         await self._evaluate_resumed()  # it may show that the run had ended: then no clients are waited for
         if state.round_id < rounds and not self._stop.reason:
@@ -374,6 +380,9 @@ class Controller:
         if self._stop.reason:
             self.progress.ended_early = self._stop.reason
             log.info("stopped early", round=state.round_id, reason=self._stop.reason, best=self._stop.best_round)
+        if config.evaluation.cross_site and state.round_id > began_after:
+            self.progress.phase = "evaluating"
+            self.progress.cross_site = await self._cross_site.run()
         await self._compute.run(self._stop.run_ended, list(self.progress.reports))
 
     def _note_end(self) -> None:
