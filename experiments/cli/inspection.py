@@ -76,6 +76,9 @@ def export(
         int | None,
         typer.Option("--round", min=0, metavar="N", help="Round, or step of ranks. [default: the newest checkpoint]"),
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The best model of a run with federated.checkpoint.keep_best.")
+    ] = False,
 ) -> None:
     """Write the trained model of a run as named tensors, for model.load_state_dict().
 
@@ -85,7 +88,7 @@ def export(
     from gradbus.experiments.rundir.export import export as write
 
     add_current_directory_to_path()
-    print(write(run_dir, to, form, number).text)
+    print(write(run_dir, to, form, number, best=best).text)
 
 
 def check(

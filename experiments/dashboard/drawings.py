@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import parallel, style
+from gradbus.experiments.report.metric_parts import quality_name
 from gradbus.experiments.report.page import PageFigure, image_of
 from gradbus.experiments.rundir.reading import RunFiles
 
@@ -39,8 +40,11 @@ def _of_rounds(run: RunFiles) -> list[PageFigure]:
     shown = [
         PageFigure(
             "learning", partial(draw.draw_curves, [draw.curve_of_rounds(reports, up)], counted="round", sent="sent"),
-            "Accuracy and loss over rounds, bytes and time",
+            f"{quality_name(reports)} and loss over rounds, bytes and time",
         ),
+        *([PageFigure(
+            "clients-metrics", partial(draw.draw_client_metrics, reports), "What clients find on data of their own"
+        )] if any(report.by_clients.metrics for report in reports) else []),
         PageFigure("round-times", partial(draw.draw_round_times, reports), "Time of each round"),
     ]  # fmt: skip
     if newest is not None:
@@ -56,7 +60,7 @@ def _of_epochs(run: RunFiles) -> list[PageFigure]:
     shown = [
         PageFigure(
             "learning", partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),
-            "Accuracy and loss over epochs, bytes and time",
+            f"{quality_name(run.epochs)} and loss over epochs, bytes and time",
         ),
         PageFigure("windows", partial(draw.draw_windows, run.windows), "Step time and wait over the run"),
         PageFigure("step-parts", partial(draw.draw_step_parts, run.profiles), "Where the time of a step goes"),

@@ -89,6 +89,8 @@ async def run_controller(
         followed.end(failed=outcome == "failed")
         if progress.reports:  # else nothing is known, and what an earlier start wrote stays
             run.add(progress.reports)
+        if is_ours and progress.cross_site is not None:
+            run.write_cross_site(progress.cross_site)
         if is_ours:
             run.finish(
                 progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.state import SavedRank, restore_model
+from gradbus.actors.federated.best_model import SavedBest, place_of
 from gradbus.actors.federated.state import SavedRun, restore_weights
 from gradbus.actors.parameter_server.state import newest_version
 from gradbus.actors.parameter_server.state import restore_model as restore_from_servers
@@ -37,7 +38,7 @@ _UNITS: dict[Kind, str] = {"federated": "round", "parallel": "step"}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file that was written, after round or step ``number``; ``tensors``: their number."""
+    """The file that was written, after round or step ``number``; ``tensors``: their number. ``why``: that one."""
 
     path: Path
     format: Format
@@ -45,6 +46,7 @@ class Exported:
     number: int
     tensors: int
     num_bytes: int
+    why: str = ""
 
     @property
     def text(self) -> str:
@@ -56,15 +58,18 @@ class Exported:
         )
         return (
             f"written to {self.path} ({size(self.num_bytes)}): {self.tensors} tensors, after {self.unit} "
-            f"{self.number}\nto use it: model.load_state_dict({how})"
+            f"{self.number}{self.why}\nto use it: model.load_state_dict({how})"
         )
 
 
-def export(run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None) -> Exported:
+def export(
+    run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None, *, best: bool = False
+) -> Exported:  # fmt: skip
     """Write the model of a run, from the checkpoint of round or step ``number``, by default the newest one.
 
     Args:
         run: its directory; the run may be going on.
+        best: the best model of a run with ``federated.checkpoint.keep_best``, in place of the newest.
         to: the file; by default ``model.safetensors`` or ``model.pt`` there. form: of it; by default by its suffix.
 
     Raises:
@@ -73,10 +78,35 @@ def export(run: Path, to: Path | None = None, form: Format | None = None, number
     """
     form = form or _SUFFIXES.get("" if to is None else to.suffix.lower(), "safetensors")
     target = to or run / ("model.safetensors" if form == "safetensors" else "model.pt")
-    kind, model, checkpoint = _load(run, number)
+    if best and number is not None:
+        raise ConfigError("give --best or --round, not both")
+    kind, model, checkpoint = _load_best(run) if best else _load(run, number)
     state = copy_state(model)
     _write(state, target, form, {_UNITS[kind]: str(checkpoint.round_id), "format": "pt"})
-    return Exported(target, form, _UNITS[kind], checkpoint.round_id, len(state), target.stat().st_size)
+    why = ""
+    if best:
+        found = SavedBest.of(checkpoint).best
+        why = f", the {found.mode}imum of {found.metric}: {found.value:.6g}"
+    return Exported(target, form, _UNITS[kind], checkpoint.round_id, len(state), target.stat().st_size, why)
+
+
+def _load_best(run: Path) -> tuple[Kind, nn.Module, Checkpoint]:
+    """The best model of a federated run. Raises as :func:`export`."""
+    kind, config = kind_of(run), run / "config.json"
+    if kind != "federated":
+        raise ConfigError(f"--best is for federated runs, with federated.checkpoint.keep_best; {run} is of ranks")
+    federated = load_settings(ControllerFile, config, environment={})
+    own = federated.federated.checkpoint.dir
+    states = [run / "state", *([own] if own is not None else [])]
+    state = next((place for place in states if any(place_of(place).glob("round-*.json"))), None)
+    if state is None:
+        hint = "" if federated.federated.checkpoint.keep_best else ": the run has no federated.checkpoint.keep_best"
+        raise CheckpointError(f"no best model in {' nor in '.join(str(place_of(place)) for place in states)}{hint}")
+    checkpoint = CheckpointStore.to_read(place_of(state)).load_newest(SavedBest.of)
+    assert checkpoint is not None
+    model = ConfiguredTask(_on_cpu(federated.task)).build_model()
+    restore_weights(model, checkpoint, CheckpointStore.to_read(state).load_constant)
+    return kind, model, checkpoint
 
 
 def _load(run: Path, number: int | None) -> tuple[Kind, nn.Module, Checkpoint]:
