@@ -344,8 +344,10 @@ class Progress:
         self._note_evaluation(report)
 
     def _note_evaluation(self, report: RoundReport) -> None:
-        if report.eval_loss is not None:  # kept, as each heartbeat reports it
-            self.accuracy, self.metrics = report.accuracy, report.metrics
+        if report.accuracy is not None:  # kept, as each heartbeat reports it
+            self.accuracy = report.accuracy
+        if report.metrics:
+            self.metrics = report.metrics
 
 
 @dataclass(frozen=True, slots=True)
