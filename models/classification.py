@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypedDict, Unpack
 
@@ -15,18 +14,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from . import partition as partitions
-from .data import Dataset, DataSplit, batches
+from .data import Dataset, DataSplit
+from .local_sgd import MakeOptimizer, run_steps
 from .networks import reseed_dropout
 from .parallel import ShardedTraining, count_correct, load_optimizers
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
-from .task import EvalResult, TrainingStopped, TrainResult
+from .task import EvalResult, TrainResult
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits (B, classes), labels (B,)) -> mean loss over the batch, a scalar."""
-
-
-MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-"""Parameters -> their optimizer."""
 
 
 class TrainFn(Protocol):
@@ -246,33 +242,13 @@ class ClassificationTask(ShardedTraining):
             )  # fmt: skip
         optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         most = steps or epochs * math.ceil(len(share) / self.batch_size)
-        return self._run_steps(model, share, most, optimizer, generator, should_stop)
+        train = self.data.train
 
-    def _run_steps(
-        self,
-        model: nn.Module,
-        share: Tensor,
-        most: int,
-        optimizer: torch.optim.Optimizer,
-        generator: torch.Generator,
-        should_stop: Callable[[], bool],
-    ) -> TrainResult:
-        loss_sum = torch.zeros((), device=self.device)  # stays on the device: reading it would wait for every step
-        steps = seen = 0
-        model.train()
-        while steps < most:
-            order = share[torch.randperm(len(share), generator=generator)]
-            for images, labels in itertools.islice(batches(self.data.train, self.batch_size, order), most - steps):
-                if should_stop():
-                    raise TrainingStopped(steps)
-                optimizer.zero_grad()
-                loss = self._loss(model(images), labels)
-                torch.autograd.backward(loss)
-                optimizer.step()
-                loss_sum += loss.detach() * len(labels)
-                steps += 1
-                seen += len(labels)
-        return TrainResult(min(seen, len(share)), loss_sum.item() / seen)
+        def loss_of(batch: Tensor) -> Tensor:
+            picked = batch.to(train.labels.device)
+            return self._loss(model(train.images[picked]), train.labels[picked])
+
+        return run_steps(model, share, loss_of, optimizer, (most, self.batch_size), generator, should_stop)
 
     def local_loss(self, model: nn.Module, *, client_id: int) -> float:
         """Mean loss of the model on the share of this client, which is not trained on."""
