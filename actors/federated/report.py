@@ -260,7 +260,7 @@ class RoundReport:
 
     def named(self) -> dict[str, float]:
         """All that evaluations of this round have found, by name, as settings name it: ``eval_loss``, ``accuracy``,
-        the task's own metrics, and those of clients with :data:`OF_CLIENTS` in front."""
+        the task's own metrics, and those of clients with ``client.`` in front."""
         own = {"accuracy": self.accuracy, "eval_loss": self.eval_loss}
         known = {name: value for name, value in own.items() if value is not None}
         return {**known, **self.metrics, **self.by_clients.named()}

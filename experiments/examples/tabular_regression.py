@@ -2,7 +2,7 @@
 
 The price of a house from eight columns, of which each client has those of a town of its own. As ``regression.json``:
 
-    {"task": {"task": "gradbus.experiments.examples.tabular_regression:Regression"},
+    {"task": {"task": "gradbus.experiments.examples.tabular_regression:HousePrices"},
      "federated": {"rounds": 10, "training": {"epochs": 2}, "evaluation": {"every": 1},
                    "checkpoint": {"keep_best": "rmse"}}}
 
@@ -33,7 +33,7 @@ def town(number: int | str, samples: int, seed: int) -> tuple[Tensor, Tensor]:
     return table, price.unsqueeze(1)
 
 
-class Regression:
+class HousePrices:
     """The task. Each client trains on the first four fifths of its town, and evaluates on the rest."""
 
     def __init__(self, samples: int = 200, seed: int = 0) -> None:

@@ -145,6 +145,7 @@ def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence
     if run.cross_site is not None:
         width = None if screen.console.is_terminal else max(120, screen.console.width)  # a file has none
         for name in run.cross_site.names()[:MAX_SHOWN_METRICS]:
+            screen.say(f"{plain_line(name)} of each model (rows) on the data of each client (columns):")
             screen.console.print(cross_site_table(run.cross_site, name), width=width)
     for one in sums["never_counted"]:
         screen.say(f"never counted: client {one['client']}, {plain_line(one['reason'])}")

@@ -322,13 +322,9 @@ _MAX_COLUMNS = 16  # clients of a printed table; the files have all
 
 
 def cross_site_table(found: CrossSite, name: str) -> Table:
-    """One metric of each model on the data of each client."""
+    """One metric of each model on the data of each client; the first clients, where there are very many."""
     clients = found.clients[:_MAX_COLUMNS]
-    left_out = f", the first {len(clients)} of {len(found.clients)}" if len(clients) < len(found.clients) else ""
-    table = Table(
-        box=None, padding=(0, 1), header_style="bold", title_justify="left",
-        title=f"{plain_line(name)} of each model (rows) on the data of each client (columns{left_out})",
-    )  # fmt: skip
+    table = Table(box=None, padding=(0, 1), header_style="bold")
     for head_of in ("model of", *map(str, clients)):
         table.add_column(head_of, justify="right", no_wrap=True)
     for row in found.rows[: _MAX_COLUMNS + 1]:
