@@ -67,7 +67,7 @@ class ClientEvaluation:
     def from_json(cls, entry: Mapping[str, Any]) -> ClientEvaluation:
         """The inverse of :meth:`to_json`."""
         metrics = {
-            name: ClientMetric(**{**found, "worst": tuple((int(one), value) for one, value in found["worst"])})
+            name: ClientMetric(**{**found, "worst": tuple((int(one), value) for one, value in found.get("worst", ()))})
             for name, found in entry.get("metrics", {}).items()
         }
         return cls(**{**entry, "metrics": metrics})

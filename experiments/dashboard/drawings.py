@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import parallel, style
+from gradbus.experiments.report.federated import client_figures, cross_site_figures
 from gradbus.experiments.report.metric_parts import quality_name
 from gradbus.experiments.report.page import PageFigure, image_of
 from gradbus.experiments.rundir.reading import RunFiles
@@ -42,16 +43,15 @@ def _of_rounds(run: RunFiles) -> list[PageFigure]:
             "learning", partial(draw.draw_curves, [draw.curve_of_rounds(reports, up)], counted="round", sent="sent"),
             f"{quality_name(reports)} and loss over rounds, bytes and time",
         ),
-        *([PageFigure(
-            "clients-metrics", partial(draw.draw_client_metrics, reports), "What clients find on data of their own"
-        )] if any(report.by_clients.metrics for report in reports) else []),
+        *client_figures(run),
         PageFigure("round-times", partial(draw.draw_round_times, reports), "Time of each round"),
     ]  # fmt: skip
     if newest is not None:
         title = f"Where the time went in round {newest.round_id}"
         shown.append(PageFigure("timeline", partial(draw.draw_timeline, newest), title))
     title = "Bytes of each round, up and down"
-    return [*shown, PageFigure("bytes", partial(draw.draw_bytes, reports, up=up, down=down), title)]
+    shown.append(PageFigure("bytes", partial(draw.draw_bytes, reports, up=up, down=down), title))
+    return [*shown, *cross_site_figures(run)]
 
 
 def _of_epochs(run: RunFiles) -> list[PageFigure]:

@@ -125,22 +125,34 @@ def _notes(run: RunFiles) -> list[str]:
 
 def evaluation(run: RunFiles) -> Section:
     """What clients have found on data of their own, and local models on the data of all; empty where none was asked."""
-    reports, found = run.rounds, run.cross_site
-    names = [] if found is None else found.names()[:MAX_SHOWN_METRICS]
-    figures = [] if not any(report.by_clients.metrics for report in reports) else [PageFigure(
-        "clients-metrics", partial(draw.draw_client_metrics, reports), "What clients find on data of their own",
+    figures = [*client_figures(run), *cross_site_figures(run)]
+    return Section(title="Evaluation by clients", figures=figures, tables=evaluation_tables(run))
+
+
+def client_figures(run: RunFiles) -> list[PageFigure]:
+    """The metrics of evaluations by clients; none where there were none."""
+    if not any(report.by_clients.metrics for report in run.rounds):
+        return []
+    return [PageFigure(
+        "clients-metrics", partial(draw.draw_client_metrics, run.rounds), "What clients find on data of their own",
         "The global model on samples that each client does not train on. Line: mean over clients, weighted by samples; "
         "band: from the least to the largest value.",
     )]  # fmt: skip
-    for number, name in enumerate(names):
-        assert found is not None
-        figures.append(PageFigure(
-            f"cross-site-{number}", partial(draw.draw_cross_site, found, name),
+
+
+def cross_site_figures(run: RunFiles) -> list[PageFigure]:
+    """A heat map for each of the first metrics of a cross-site evaluation."""
+    found = run.cross_site
+    if found is None:
+        return []
+    return [
+        PageFigure(
+            f"cross-site-{place}", partial(draw.draw_cross_site, found, name),
             f"{plain_line(name)} of each model on the data of each client",
             "The models are those of each client's last training, and the global one. An empty cell: the client was "
             "lost, or had no result.",
-        ))  # fmt: skip
-    return Section(title="Evaluation by clients", figures=figures, tables=evaluation_tables(run))
+        ) for place, name in enumerate(found.names()[:MAX_SHOWN_METRICS])
+    ]  # fmt: skip
 
 
 def evaluation_tables(run: RunFiles) -> list[PageTable]:

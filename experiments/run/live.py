@@ -300,7 +300,7 @@ def client_quality(report: RoundReport) -> list[str]:
 
 def _over_clients(name: str, report: RoundReport) -> str:
     one = report.by_clients.metrics.get(name)
-    return number(None, 4) if one is None else f"{number(one.mean, 4)} \u00b1 {number(one.std, 4)}"
+    return number(None, 4) if one is None else f"{number(one.mean, 4)} +-{number(one.std, 4)}"
 
 
 def _metric(name: str, report: Evaluated) -> str:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from gradbus.actors.federated.evaluation import LOST
 from gradbus.actors.federated.local_evaluation import NOT_SHARED
+from gradbus.experiments.dashboard.drawings import figures_of
 from gradbus.experiments.dashboard.following import Following
 from gradbus.experiments.dashboard.pages import row_of, run_body
 from gradbus.experiments.examples.tabular_regression import HousePrices
@@ -124,6 +125,8 @@ def test_the_run_is_judged_by_its_metrics_everywhere(run_dir: tuple[Path, str], 
     followed.refresh()
     assert "rmse" in row_of("run", followed).cells[4]
     assert "worst clients" in run_body(followed, 1)
+    drawn = {figure.name for figure in figures_of(followed.files)}
+    assert drawn >= {"learning", "clients-metrics", "cross-site-0", "cross-site-1", "cross-site-2"}
 
 
 def test_the_best_model_of_the_run_is_exported(
