@@ -63,6 +63,9 @@ class TaskSettings(Settings):
     """Momentum of the clients' SGD. Workers use `parallel.optimizer.momentum`."""
     weight_decay: NonNegative = 0.0
     """Weight decay of the clients' SGD. Workers use `parallel.optimizer.weight_decay`."""
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the samples of each client that it does not train on, for `federated.evaluation`: it evaluates models on
+    them. Equal for the controller and its clients."""
     seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
     """Seed of the initial weights and of the partition."""
     train_fn: str | None = None
@@ -143,6 +146,7 @@ CLIENT_ONLY_SETTINGS = {
     "momentum": "parallel.optimizer.momentum",
     "weight_decay": "parallel.optimizer.weight_decay",
     "train_fn": "task.task",
+    "validation_share": "the data set's own test samples",
 }
 
 

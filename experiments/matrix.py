@@ -66,6 +66,14 @@ def dimensions() -> list[Dimension]:
         Dimension("clients", {name: {"clients": {"kind": name}} for name in ("clients", "sites")}),
         Dimension("privacy", _by_name(PRIVACY, central=enough, local=enough)),
         Dimension("share", {"everything": {}, "a part": {"share": {"exclude": ["*.bias"]}}}),
+        Dimension(
+            "evaluation",
+            {
+                "controller": {},
+                "clients": {"evaluation": {"every": 1}},
+                "cross-site": {"evaluation": {"cross_site": True}},
+            },
+        ),
         Dimension("selection", {"all": {}, **_by_name(SELECTORS, **part)}),
         Dimension("codec", codecs),
         Dimension("downlink_codec", {name: {"downlink_codec": {"name": name}} for name in codecs}),

@@ -8,6 +8,7 @@ from . import partition
 from .classification import ClassificationTask, Loss, TrainFn
 from .data import Dataset, DataSplit, batches, normalise
 from .data_sets import glyphs, load
+from .local_sgd import local_sgd
 from .mnist_files import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
 from .networks import SeededDropout, init_parameters, mnist_cnn, mnist_mlp, reseed_dropout
 from .noop import NoopTask, VectorModel
@@ -41,6 +42,7 @@ __all__ = [
     "init_parameters",
     "load",
     "load_optimizers",
+    "local_sgd",
     "mnist",
     "mnist_cnn",
     "mnist_mlp",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypedDict, Unpack
 
@@ -15,18 +14,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from . import partition as partitions
-from .data import Dataset, DataSplit, batches
+from .data import Dataset, DataSplit
+from .local_sgd import MakeOptimizer, run_steps
 from .networks import reseed_dropout
 from .parallel import ShardedTraining, count_correct, load_optimizers
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
-from .task import EvalResult, TrainingStopped, TrainResult
+from .task import EvalResult, TrainResult
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits (B, classes), labels (B,)) -> mean loss over the batch, a scalar."""
-
-
-MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-"""Parameters -> their optimizer."""
 
 
 class TrainFn(Protocol):
@@ -58,6 +54,7 @@ class TaskOptions(TypedDict, total=False):
         momentum, weight_decay: of SGD. The momentum starts at zero in every round.
         seed: of the initial parameters and the partition. Order and subsets take the seed given to ``train``.
         device: of model and data, as torch names it.
+        validation_share: of the samples of each client that are held out from training, for :meth:`evaluate_local`.
     """
 
     batch_size: int
@@ -65,9 +62,12 @@ class TaskOptions(TypedDict, total=False):
     weight_decay: float
     seed: int
     device: str
+    validation_share: float
 
 
-TASK_DEFAULTS: TaskOptions = {"batch_size": 64, "momentum": 0.9, "weight_decay": 0.0, "seed": 0, "device": "cpu"}
+TASK_DEFAULTS: TaskOptions = {
+    "batch_size": 64, "momentum": 0.9, "weight_decay": 0.0, "seed": 0, "device": "cpu", "validation_share": 0.0
+}  # fmt: skip
 
 
 class ClassificationTask(ShardedTraining):
@@ -109,6 +109,9 @@ class ClassificationTask(ShardedTraining):
         self.weight_decay = chosen["weight_decay"]
         self.seed = chosen["seed"]
         self.device = torch.device(chosen["device"])
+        self.validation_share = chosen["validation_share"]
+        if not 0 <= self.validation_share < 1:
+            raise ValueError(f"need 0 <= validation_share < 1, got {self.validation_share}")
         if num_clients < 1 or self.batch_size < 1:
             raise ValueError(f"num_clients and batch_size must be >= 1, got {num_clients} and {self.batch_size}")
         if not 0 <= self.momentum < 1 or not 0 <= self.weight_decay < math.inf:
@@ -166,7 +169,23 @@ class ClassificationTask(ShardedTraining):
         load_optimizers()
 
     def share(self, client_id: int) -> Tensor:
-        """Indices of this client's samples in ``data.train``: int64 (K,), sorted."""
+        """Indices of the samples in ``data.train`` that this client trains on: int64 (K,), sorted."""
+        return self._parts(client_id)[0]
+
+    def held_out(self, client_id: int) -> Tensor:
+        """Indices of the samples in ``data.train`` that this client holds out: int64, sorted. They are drawn by the
+        seed of the task, and at least one is left for training."""
+        return self._parts(client_id)[1]
+
+    def _parts(self, client_id: int) -> tuple[Tensor, Tensor]:
+        whole = self._whole_share(client_id)
+        count = min(round(self.validation_share * len(whole)), len(whole) - 1)
+        if count < 1:
+            return whole, whole[:0]
+        order = torch.randperm(len(whole), generator=seeded_generator("held out", self.seed, client_id))
+        return whole[order[count:].sort().values], whole[order[:count].sort().values]
+
+    def _whole_share(self, client_id: int) -> Tensor:
         train = self.data.train
         labels = train.labels.cpu()
         with self._lock:
@@ -223,39 +242,27 @@ class ClassificationTask(ShardedTraining):
             )  # fmt: skip
         optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         most = steps or epochs * math.ceil(len(share) / self.batch_size)
-        return self._run_steps(model, share, most, optimizer, generator, should_stop)
+        train = self.data.train
 
-    def _run_steps(
-        self,
-        model: nn.Module,
-        share: Tensor,
-        most: int,
-        optimizer: torch.optim.Optimizer,
-        generator: torch.Generator,
-        should_stop: Callable[[], bool],
-    ) -> TrainResult:
-        loss_sum = torch.zeros((), device=self.device)  # stays on the device: reading it would wait for every step
-        steps = seen = 0
-        model.train()
-        while steps < most:
-            order = share[torch.randperm(len(share), generator=generator)]
-            for images, labels in itertools.islice(batches(self.data.train, self.batch_size, order), most - steps):
-                if should_stop():
-                    raise TrainingStopped(steps)
-                optimizer.zero_grad()
-                loss = self._loss(model(images), labels)
-                torch.autograd.backward(loss)
-                optimizer.step()
-                loss_sum += loss.detach() * len(labels)
-                steps += 1
-                seen += len(labels)
-        return TrainResult(min(seen, len(share)), loss_sum.item() / seen)
+        def loss_of(batch: Tensor) -> Tensor:
+            picked = batch.to(train.labels.device)
+            return self._loss(model(train.images[picked]), train.labels[picked])
+
+        return run_steps(model, share, loss_of, optimizer, (most, self.batch_size), generator, should_stop)
 
     def local_loss(self, model: nn.Module, *, client_id: int) -> float:
         """Mean loss of the model on the share of this client, which is not trained on."""
         share, train = self.share(client_id), self.data.train
         _, loss_sum = count_correct(model, train.images[share], train.labels[share], self._loss)
         return float(loss_sum / len(share))
+
+    def evaluate_local(self, model: nn.Module, *, client_id: int) -> EvalResult | None:
+        """Accuracy and loss on the samples that this client holds out; None: there are none."""
+        held_out, train = self.held_out(client_id), self.data.train
+        if not len(held_out):
+            return None
+        correct, loss_sum = count_correct(model, train.images[held_out], train.labels[held_out], self._loss)
+        return EvalResult(correct / len(held_out), loss_sum / len(held_out), len(held_out))
 
     def evaluate(self, model: nn.Module) -> EvalResult | None:
         """Accuracy and loss on the whole test set; the model's training mode is put back. None without a test set."""

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader
+from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader, kind_of_model
+from gradbus.actors.federated.local_evaluation import (
+    NO_MODEL,
+    NOT_SHARED,
+    PRIVATE,
+    EvaluationStopped,
+    LocalEvaluation,
+)
 from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
@@ -40,7 +47,10 @@ from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
     FROZEN_ROUND,
     PROTOCOL,
+    EvaluationRequest,
+    EvaluationResult,
     Hello,
+    LocalModelRequest,
     ModelAvailable,
     ModelRequest,
     Refused,
@@ -102,6 +112,8 @@ class Client:
         self._waiting = WaitLog(log, bus.reach, client=client_id)
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
+        self._result: tuple[tuple[int, int], EvaluationResult] | None = None  # the newest, by session and round
+        self._shown = (0, 0)  # session and round under which the local model was uploaded last
 
     @property
     def from_round(self) -> int | None:
@@ -122,8 +134,17 @@ class Client:
         self._training = LocalTraining(
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
         )  # fmt: skip
-        self._replica = ModelReplica(self._model.dim, probe=self._probe, access_policy=self._bus.access_policy)
-        self._frozen = ModelReplica(self._model.frozen_dim, access_policy=self._bus.access_policy, frozen=True)
+        self._training.keeps_local_model = self._config.share_model
+        self._evaluation = LocalEvaluation(
+            self._task, self._model, self.client_id, kept, tells_errors=self._config.report_failures
+        )
+        self._open_replicas()
+
+    def _open_replicas(self) -> None:
+        policy = self._bus.access_policy
+        self._replica = ModelReplica(self._model.dim, probe=self._probe, access_policy=policy)
+        self._frozen = ModelReplica(self._model.frozen_dim, access_policy=policy, kind="frozen")
+        self._candidate = ModelReplica(self._model.dim, access_policy=policy, kind="candidate")
         self._memory = SharedModelReader(self._bus.memory, self._replica, self._decode, self.client_id)
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
 
@@ -220,7 +241,8 @@ class Client:
                     self._compute.stop_current()  # what is being trained now is no longer wanted
                 self._sender.interrupt()
             case ModelBlob():
-                copy = self._frozen if message.round_id == FROZEN_ROUND else self._replica
+                kind = kind_of_model(message.round_id)
+                copy = {"round": self._replica, "frozen": self._frozen, "candidate": self._candidate}[kind]
                 complete = copy.feed(message)
                 if complete is not None:
                     group.create_task(self._take_model(*complete, copy), name=f"client-{self.client_id}-model")
@@ -241,6 +263,7 @@ class Client:
         self._shape = self._shape_for(welcome)
         self._replica.start(welcome.run_id, self._shape.dim, welcome.broadcast)
         self._frozen.start(0)  # followed only once it is needed
+        self._candidate.start(0)
         self._memory.start()
         self._compute.stop_current()
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
@@ -279,6 +302,10 @@ class Client:
                 self._sender.on_answer(body, group)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
                 self._take_terms(body)
+            case EvaluationRequest() if body.run_id == current.run_id and session == current.incarnation:
+                self._take_evaluation(body)
+            case LocalModelRequest() if (body.to, body.incarnation) == me and session == current.incarnation:
+                current.model_request = body
             case ModelAvailable() if session == current.incarnation:
                 self._take_notice(session, body, group)
             case RunEnded() if body.run_id == current.run_id and body.ok:
@@ -299,6 +326,12 @@ class Client:
         if current.command is not None and not current.takes_part(self.client_id, current.command):
             self._compute.stop_current()  # others were faster: its update is not needed
             self._sender.interrupt()
+
+    def _take_evaluation(self, request: EvaluationRequest) -> None:
+        current = self._session
+        newest = -1 if current.command is None else current.command.round_id
+        if current.evaluates(self.client_id, request) and request.round_id >= newest:
+            current.evaluation = request
 
     def _take_notice(self, session: int, notice: ModelAvailable, group: asyncio.TaskGroup) -> None:
         """A model can be read in memory: that is done now, or when it is needed."""
@@ -336,7 +369,8 @@ class Client:
                 await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
                 continue
             if welcome is None or command is None or not current.is_for(self.client_id, welcome, command):
-                await self._wait(self._config.controller_timeout_s)
+                if welcome is None or not await self._answered(welcome, group):
+                    await self._wait(self._config.controller_timeout_s)
             elif await self._lacks_frozen(welcome):
                 await self._fetch_frozen(welcome, group)
             elif self._replica.round_id == command.round_id - 1 and self._replica.vector is not None:
@@ -378,16 +412,22 @@ class Client:
         def superseded() -> bool:
             return current.is_older(command) or not current.takes_part(self.client_id, command)
 
+        await self._fetch_round(welcome, command.round_id - 1, superseded, group)
+
+    async def _fetch_round(
+        self, welcome: Welcome, round_id: int, superseded: Callable[[], bool], group: asyncio.TaskGroup
+    ) -> None:
+        """Fetch the model after this round, or a later one, until it is here or superseded."""
         if not welcome.fetch_models:
-            await self._fetch(welcome, self._replica, command.round_id - 1, superseded)
+            await self._fetch(welcome, self._replica, round_id, superseded)
             return
         if (newest := self._memory.expect_newest()) is not None:
             await self._read_model(*newest)
-            if self._replica.round_id >= command.round_id - 1:
+            if self._replica.round_id >= round_id:
                 return
         self._receive_models(True, group)
         try:
-            await self._fetch(welcome, self._replica, command.round_id - 1, superseded, first_after_s=FIRST_MODEL_S)
+            await self._fetch(welcome, self._replica, round_id, superseded, first_after_s=FIRST_MODEL_S)
         finally:
             self._receive_models(False, group)
 
@@ -408,6 +448,19 @@ class Client:
 
     def _take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
         self._training.take_frozen(welcome, vector)
+
+    async def _fetch_candidate(
+        self, welcome: Welcome, round_id: int, superseded: Callable[[], bool], group: asyncio.TaskGroup
+    ) -> Tensor | None:
+        """Fetch a model that is only evaluated. None: it is no longer wanted."""
+        self._receive_models(True, group)
+        try:
+            self._candidate.start(welcome.run_id, self._model.dim)
+            await self._fetch(welcome, self._candidate, round_id, superseded, first_after_s=0.0)
+            return self._candidate.vector if self._candidate.round_id == round_id else None
+        finally:
+            self._candidate.start(0)
+            self._receive_models(not welcome.fetch_models, group)
 
     async def _fetch(
         self, welcome: Welcome, replica: ModelReplica, round_id: int, superseded: Callable[[], bool], *,
@@ -439,6 +492,83 @@ class Client:
         self._waiting.look(
             f"the controller of job {self._bus.job!r}", began_s=self._session.seen_s, misconfiguration=misconfiguration
         )
+
+    async def _answered(self, welcome: Welcome, group: asyncio.TaskGroup) -> bool:
+        """Do what is asked beside training; whether there was anything."""
+        if (request := self._session.model_request) is not None:
+            await self._upload_local_model(welcome, request)
+            if self._session.model_request is request:
+                self._session.model_request = None
+            return True
+        if (asked := self._session.evaluation) is not None:
+            await self._evaluate(welcome, asked, group)
+            if self._session.evaluation is asked:
+                self._session.evaluation = None
+            return True
+        return False
+
+    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: asyncio.TaskGroup) -> None:
+        """Evaluate a model on the data of this client, and send the result. A request that is repeated gets the same
+        result again."""
+        current, session, round_id = self._session, self._session.incarnation, request.round_id
+        if self._result is None or self._result[0] != (session, round_id):
+            vector = await self._model_to_evaluate(welcome, request, group)
+            if vector is None:
+                return
+            self._status.set("evaluating")
+            group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
+            try:
+                result = await self._compute.run(
+                    self._evaluation.evaluate, vector, welcome, request, self._compute.should_stop
+                )
+            except EvaluationStopped:
+                return
+            finally:
+                self._status.set("idle")
+            self._result = (session, round_id), result
+        if current.wants_result(request, session):
+            with contextlib.suppress(BusError):  # it is requested again
+                await self._bus.publish(self._identity, self._result[1])
+
+    async def _model_to_evaluate(
+        self, welcome: Welcome, request: EvaluationRequest, group: asyncio.TaskGroup
+    ) -> Tensor | None:
+        """The model of a request, once it is here; None: it is no longer wanted."""
+        round_id, session = request.round_id, self._session.incarnation
+
+        def superseded() -> bool:
+            return not self._session.wants_result(request, session)
+
+        if await self._lacks_frozen(welcome):
+            await self._fetch_frozen(welcome, group)
+        if kind_of_model(round_id) == "candidate":
+            return await self._fetch_candidate(welcome, round_id, superseded, group)
+        if self._replica.round_id < round_id:
+            await self._fetch_round(welcome, round_id, superseded, group)
+        return self._replica.vector if self._replica.round_id == round_id else None
+
+    async def _upload_local_model(self, welcome: Welcome, request: LocalModelRequest) -> None:
+        """Send the model that training here has made, for others to evaluate, or the reason why not."""
+        session, round_id = self._session.incarnation, request.round_id
+        if (session, round_id) == self._shown:
+            return  # it is there: the request was repeated before
+        self._transfers += 1
+        update, why = None, ""
+        if privacy_of(welcome.options) is not None:
+            why = PRIVATE
+        elif not self._config.share_model:
+            why = NOT_SHARED
+        elif (update := await self._compute.run(
+            self._training.local_model, welcome, round_id, self._transfers
+        )) is None:  # fmt: skip
+            why = NO_MODEL
+        if update is None:
+            with contextlib.suppress(BusError):  # it is requested again
+                await self._bus.publish(self._identity, EvaluationResult(request.run_id, round_id, 0, {}, why, 0.0))
+            return
+        receipt = await self._sender.deliver(update, check=lambda: self._same_session(session))
+        if receipt is not None:
+            self._shown = session, round_id
 
     async def _train_and_send(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup

@@ -20,11 +20,16 @@ OWN_MODEL = "own_model."  # of a rule that trains a second model, such as Ditto:
 _KEPT = 3
 
 
+def part_of(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in kept.items() if name.startswith(prefix)}
+
+
 def own_tensors(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the model that a client has of its own, by their names there: those of the model that its rule
     trains, else its personal ones."""
     for part in (OWN_MODEL, PERSONAL):
-        if own := {name.removeprefix(part): tensor for name, tensor in kept.items() if name.startswith(part)}:
+        if own := part_of(kept, part):
             return own
     return {}
 
@@ -75,6 +80,10 @@ class ClientStateStore:
         """The state to start this round with; empty: there is none yet."""
         earlier = [known for known in self._by_round if known < round_id]
         return self._by_round[max(earlier)] if earlier else {}
+
+    def after_newest(self) -> Mapping[str, Tensor]:
+        """The state after the newest update that counts; empty: there is none yet."""
+        return self.before(self.newest + 1)
 
     @property
     def newest(self) -> int:

@@ -24,7 +24,9 @@ Compared = Literal["all", "trained", "shared"]
 MAX_MEMBERS = 65_536  # any process can send a Hello
 FIRST_HOST = 0x8000_0000  # no client has such an id: a host has the lowest one of its clients, above this
 DOUBT_S = 5.0  # so long a client that may be gone is waited for
-BUSY_PHASES = frozenset({"preparing", "training"})  # the user's own code runs, which may hold the interpreter
+BUSY_PHASES = frozenset(
+    {"preparing", "training", "evaluating"}
+)  # the user's own code runs, which may hold the interpreter
 
 
 class HelloAnswer(Enum):

@@ -29,6 +29,29 @@ def check_choices(config: FederatedConfig) -> None:
     CLIENT_OPTIMIZERS.options(config.training.optimizer)
     CLIENT_SCHEDULES.options(config.training.schedule)
     check_selection(config, make_selector(config.selection))
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: FederatedConfig) -> None:
+    """Raises ConfigError: the clients of such a run cannot evaluate its models."""
+    if not config.evaluation.is_on:
+        return
+    if config.clients.kind == "sites":
+        raise ConfigError(
+            "federated.evaluation: with federated.clients.kind=sites the clients are behind sites, which pass on sums "
+            "alone. Leave it out in trees; this Controller evaluates on its own data (eval_every)"
+        )
+    if config.mode == "asynchronous":
+        raise ConfigError(
+            "federated.evaluation: with federated.mode=asynchronous clients train without a pause, and there is no "
+            "model that all of them hold. Use mode=synchronous; this Controller evaluates on its own data (eval_every)"
+        )
+    if config.privacy.name != "none":
+        raise ConfigError(
+            f"federated.evaluation: metrics and models of single clients get no noise, which would undo what "
+            f"federated.privacy={config.privacy.name} protects. Leave one of them out; the Controller evaluates on its "
+            f"own data (eval_every)"
+        )
 
 
 def check_combination(config: FederatedConfig) -> None:

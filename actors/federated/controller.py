@@ -27,8 +27,11 @@ from gradbus.actors.aggregation import partial_sum, updates
 from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
+from gradbus.actors.federated.best_model import BestModel
+from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy
+from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
 from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
 from gradbus.actors.federated.early_stop import EarlyStop
@@ -62,7 +65,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
+from gradbus.runtime.config.federated import IN_COMMAND, OF_CLIENTS, FederatedConfig
 from gradbus.runtime.errors import ConfigError, GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
@@ -178,14 +181,19 @@ class Controller:
         self._has_whole_model = not names
         if not names:
             return
-        if self._config.early_stop.patience is not None:
-            raise ConfigError(
-                f"federated.early_stop.patience needs evaluations, and {', '.join(names[:5])} are personal "
-                f"(federated.share): this controller has no whole model to evaluate. Leave patience out"
-            )
+        stop, best = self._config.early_stop, self._config.checkpoint.keep_best
+        for key, metric in (
+            ("early_stop.metric", stop.metric if stop.patience is not None else None), ("checkpoint.keep_best", best),
+        ):  # fmt: skip
+            if metric is not None and not metric.startswith(OF_CLIENTS):
+                raise ConfigError(
+                    f"federated.{key}: {metric!r} is of an evaluation by this controller, which has no whole model: "
+                    f"{', '.join(names[:5])} are personal (federated.share). Take one that the clients find with their "
+                    f"own, such as {OF_CLIENTS}loss, with federated.evaluation.every"
+                )
         log.info(
             "personal tensors", tensors=len(names), first=names[:5], shared_values=self._model.dim,
-            effect="they stay at the clients; this controller evaluates nothing",
+            effect="they stay at the clients, which alone can evaluate the model (federated.evaluation)",
         )  # fmt: skip
 
     def _check_buffers(self) -> None:
@@ -248,6 +256,13 @@ class Controller:
             context, self._registry, self._receiver, self._publisher, self._monitor, self
         )  # fmt: skip
         self._dispatcher.fetch_models = self._selector.partial
+        self._evaluator = self._dispatcher.evaluator = ClientEvaluator(
+            context, self._registry, sleep_until=self._sleep_until, changed=self._changed
+        )
+        models = self._dispatcher.local_models = LocalModelReceiver(
+            context, self._registry, dim=dim, sleep_until=self._sleep_until, changed=self._changed
+        )
+        self._cross_site = CrossSiteEvaluation(context, self._publisher, self._evaluator, models)
         for report in state.history:
             self.progress.add(report)
         self.progress.round_id = state.round_id
@@ -348,6 +363,8 @@ class Controller:
         self._on_open()
         await self._compute.run(state.note_start, self._probe.history)
         self._stop = EarlyStop(config.early_stop, self._callbacks, state.history)
+        self._best = await self._compute.run(BestModel, config.checkpoint, state)
+        stack.callback(self._best.close)
         began_after = state.round_id
         inbox = stack.enter_context(self._bus.subscribe(ClientUpdate, Control))
         async with asyncio.TaskGroup() as group:
@@ -371,7 +388,8 @@ class Controller:
 
     async def _all_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
         """The rounds that are left, when all parts run."""
-        state, rounds = self._state, self._config.rounds
+        state, config, rounds = self._state, self._config, self._config.rounds
+        began_after = state.round_id
         await self._compute.run(self._note_end)
         await self._evaluate_resumed()  # it may show that the run had ended: then no clients are waited for
         if state.round_id < rounds and not self._stop.reason:
@@ -379,14 +397,19 @@ class Controller:
             await self._compute.run(state.save_initial)
             with tolerate_write_timeout("model", state.round_id):
                 await self._publisher.publish_full(state.round_id)
+            await self._evaluate_resumed_by_clients()
         while state.round_id < rounds and await self._compute.run(self._stop.may_begin, state.round_id + 1):
             report = await self._one_round(state.round_id + 1)
             on_report(report)
+            await self._compute.run(self._best.note, report)
             await self._compute.run(self._stop.round_done, report)
             await self._compute.run(self._note_end)
         if self._stop.reason:
             self.progress.ended_early = self._stop.reason
             log.info("stopped early", round=state.round_id, reason=self._stop.reason, best=self._stop.best_round)
+        if config.evaluation.cross_site and state.round_id > began_after:
+            self.progress.phase = "evaluating"
+            self.progress.cross_site = await self._cross_site.run()
         await self._compute.run(self._stop.run_ended, list(self.progress.reports))
 
     def _note_end(self) -> None:
@@ -426,6 +449,7 @@ class Controller:
         self.progress.clients = tuple(sorted(member.client_id for member in self._registry if not member.silent))
         self.progress.out = self._state.quarantine.excluded(self._state.round_id + 1)
         self._monitor.client_left()
+        self._evaluator.membership_changed()
         self._changed()
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
@@ -702,14 +726,25 @@ class Controller:
         self._state.commit(report, self._publisher.held_apart)
         self._publisher.note_commit(report)
 
-    async def _evaluate_after(self, round_id: int) -> dict[str, Any]:
+    async def _evaluate_after(self, round_id: int, *, by_clients: bool = True) -> dict[str, Any]:
         """Quality of the current weights, as a report has it; empty: it is not due after this round, or the task has no
-        evaluation."""
+        evaluation. Clients evaluate at the same time as the controller."""
         every = self._config.eval_every
-        if not every or not self._has_whole_model or (round_id % every and round_id != self._config.rounds):
+        is_due = bool(every) and self._has_whole_model
+        is_due = is_due and (round_id % every == 0 or round_id == self._config.rounds)
+        by_clients = by_clients and self._evaluator.is_due(round_id)
+        if not is_due and not by_clients:
             return {}
         self.progress.phase = "evaluating"
-        return await self._compute.run(self._evaluate)
+        if not by_clients:
+            return await self._compute.run(self._evaluate)
+        try:
+            async with asyncio.TaskGroup() as group:
+                clients = group.create_task(self._evaluator.after_round(round_id), name="evaluation-by-clients")
+                found = await self._compute.run(self._evaluate) if is_due else {}
+        except BaseExceptionGroup as errors:
+            raise single_error(errors) from None
+        return {**found, "by_clients": clients.result()}
 
     def _evaluate(self) -> dict[str, Any]:
         self._model.hold(self._state.weights)
@@ -722,7 +757,24 @@ class Controller:
     async def _evaluate_resumed(self) -> None:
         """The round before a crash was committed, but may not have been evaluated."""
         last = self.progress.reports[-1] if self.progress.reports else None
-        if last and last.eval_loss is None and (found := await self._evaluate_after(last.round_id)):
+        if last and last.eval_loss is None:
+            await self._amend(last, await self._evaluate_after(last.round_id, by_clients=False))
+
+    async def _evaluate_resumed_by_clients(self) -> None:
+        """The same for the evaluation by clients, once they are here."""
+        last = self.progress.reports[-1] if self.progress.reports else None
+        if last and not last.by_clients.asked and self._evaluator.is_due(last.round_id):
+            self.progress.phase = "evaluating"
+            await self._amend(last, {"by_clients": await self._evaluator.after_round(last.round_id)})
+
+    async def _amend(self, last: RoundReport, found: dict[str, Any]) -> None:
+        """Note what was found of the newest round after a resume."""
+        if found:
             report = self._state.amend(last, **found)
             self.progress.amend(report)
-            await self._compute.run(self._stop.evaluated, report)
+            await self._compute.run(self._evaluated, report)
+
+    def _evaluated(self, report: RoundReport) -> None:
+        """The evaluation of the newest model decides whether the run goes on, and whether the model is the best one."""
+        self._best.note(report)
+        self._stop.evaluated(report)

@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gradbus.actors.federated.asynchronous import proportional_steps
+from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, HelloAnswer, HostedClient, Member
+from gradbus.actors.federated.cross_site import LocalModelReceiver
 from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMonitor
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.publish import ModelPublisher
@@ -26,7 +28,9 @@ from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
 from gradbus.runtime.wire.control import (
+    CANDIDATE_ROUNDS,
     Body,
+    EvaluationResult,
     Hello,
     Leave,
     ModelRequest,
@@ -105,8 +109,12 @@ class Dispatcher:
     Attributes:
         has_begun: the clients follow this controller: one that starts now stays away.
         fetch_models: not all clients take part in a round, and those that do not are not sent its model.
+        evaluator: takes results of evaluations. local_models: takes the models that clients show others.
         terms: how to train and to encode, as the level above has it; None: as this controller's settings have it.
     """
+
+    evaluator: ClientEvaluator
+    local_models: LocalModelReceiver
 
     def __init__(
         self, context: RunContext, registry: ClientRegistry, receiver: UpdateReceiver, publisher: ModelPublisher,
@@ -149,7 +157,8 @@ class Dispatcher:
         match message:
             case ClientUpdate():
                 self._mark_alive(message.client_id, message.frame.key.incarnation)
-                await self._receiver.on_frame(message)
+                is_local_model = message.frame.key.round_id in CANDIDATE_ROUNDS
+                await (self.local_models if is_local_model else self._receiver).on_frame(message)
             case Control(sender=sender, incarnation=incarnation) if sender != CONTROLLER:
                 if isinstance(message.body, Hello):
                     await self._hello(sender, incarnation, message.body, message.number)
@@ -166,12 +175,17 @@ class Dispatcher:
 
     async def _on_client(self, client_id: int, incarnation: int, body: Body, group: asyncio.TaskGroup) -> None:
         match body:
+            case UploadRequest() if body.round_id in CANDIDATE_ROUNDS:
+                await self.local_models.on_request(client_id, incarnation, body)
             case UploadRequest():
                 if body.run_id == self._context.run_id:
                     self._registry.holds(client_id, incarnation, body.round_id - 1)  # its base
                 await self._receiver.on_request(client_id, incarnation, body)
             case ModelRequest():
                 self._publisher.on_request(client_id, body, group)
+            case EvaluationResult():
+                self.local_models.on_result(client_id, body)
+                self.evaluator.on_result(client_id, body)
             case TrainingFailure() if body.run_id == self._context.run_id:
                 self._events.client_failed(client_id, body)
             case Leave():

@@ -14,10 +14,27 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gradbus.actors.federated.report import RoundReport
-from gradbus.runtime.config.federated import EarlyStopSettings
+from gradbus.runtime.config.federated import OF_CLIENTS, EarlyStopSettings
 from gradbus.runtime.errors import ConfigError
 
 METHODS = ("on_round", "on_report", "on_end")
+
+
+def evaluated_metric(report: RoundReport, metric: str, key: str) -> float | None:
+    """The metric of this name in a round's report; None: the evaluation that finds it was not made, or nobody has
+    answered. ``key``: of the setting that names it.
+
+    Raises:
+        ConfigError: the evaluation was made, and lacks it.
+    """
+    is_of_clients = metric.startswith(OF_CLIENTS)
+    if not report.by_clients.metrics if is_of_clients else report.eval_loss is None:
+        return None
+    named = report.named()
+    if metric not in named:
+        known = ", ".join(name for name in named if name.startswith(OF_CLIENTS) is is_of_clients)
+        raise ConfigError(f"{key}: the evaluation has no {metric!r}; it has {known}")
+    return named[metric]
 
 
 class EarlyStop:
@@ -39,6 +56,7 @@ class EarlyStop:
         self._callbacks = callbacks
         self._best: float | None = None
         self._waited = 0
+        self._newest = 0  # round whose evaluation is noted
         self.best_round = 0
         self.reason = ""
         for report in history:
@@ -71,13 +89,12 @@ class EarlyStop:
         """Note the evaluation of a round, once, where it has one: also of the last round before a resume, which is
         evaluated after it. Raises ConfigError: it lacks the metric."""
         patience, metric = self._settings.patience, self._settings.metric
-        if patience is None or report.eval_loss is None:
+        if patience is None or report.round_id <= self._newest:
             return
-        named = {"accuracy": report.accuracy, "eval_loss": report.eval_loss, **report.metrics}
-        value = named.get(metric)
+        value = evaluated_metric(report, metric, "federated.early_stop.metric")
         if value is None:
-            known = ", ".join(name for name, found in named.items() if found is not None)
-            raise ConfigError(f"federated.early_stop.metric: the evaluation has no {metric!r}; it has {known}")
+            return
+        self._newest = report.round_id
         better = value if self._settings.mode == "max" else -value
         if self._best is None or better > self._best + self._settings.min_delta:  # NaN is not
             self._best, self._waited, self.best_round = better, 0, report.round_id

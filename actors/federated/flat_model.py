@@ -50,7 +50,7 @@ class FlatModel:
         self.arrange(sharing or Sharing())
 
     def shape_of(self, sharing: Sharing) -> Shape:
-        """Sizes and layout with that sharing, which is not arranged. Raises ConfigError as :func:`.sharing.divide` does."""
+        """Sizes and layout with that sharing, which is not arranged. Raises ConfigError: as :func:`.sharing.divide`."""
         return shape_of(self.specs, divide(self.specs, sharing))
 
     def arrange(self, sharing: Sharing) -> None:

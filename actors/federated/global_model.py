@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +19,24 @@ from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.wire.assembler import Assembler, Verdict
-from gradbus.runtime.wire.control import FROZEN_ROUND, ModelAvailable
+from gradbus.runtime.wire.control import CANDIDATE_ROUNDS, FROZEN_ROUND, ModelAvailable
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
 
 log = get_logger("client")
 MAX_BROADCAST = 2  # times the model: what a controller may send behind it
 WARN_EVERY_S = 10.0  # about models that the controller has not published
+
+
+ModelKind = Literal["round", "frozen", "candidate"]
+
+
+def kind_of_model(round_id: int) -> ModelKind:
+    """What the number of a model's round says of it: a model of a round, what no round changes, or a model that is
+    only evaluated."""
+    if round_id in CANDIDATE_ROUNDS:
+        return "candidate"
+    return "frozen" if round_id == FROZEN_ROUND else "round"
 
 
 class ModelReplica:
@@ -39,17 +51,17 @@ class ModelReplica:
 
     def __init__(
         self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None,
-        access_policy: AccessPolicy | None = None, frozen: bool = False,
+        access_policy: AccessPolicy | None = None, kind: ModelKind = "round",
     ) -> None:  # fmt: skip
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
-        and a header. ``frozen``: this is what no round changes, and not what every round does.
+        and a header. ``kind``: of models that it takes.
         ``probe``: records the models. ``access_policy``: checks their signatures."""
         self._probe = probe or no_probe()
         self._access_policy = access_policy or AccessPolicy()
         self._dim = dim
         self._limit = max_bytes
         self._max_bytes = 8 * dim + 4096 if max_bytes is None else max_bytes
-        self._is_frozen = frozen
+        self._kind = kind
         self._assembler = Assembler()
         self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
         self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
@@ -117,7 +129,7 @@ class ModelReplica:
         """Whether this transfer is followed; if not, that begins, where it is of use."""
         if key in self._keys:
             return True
-        if (key.round_id == FROZEN_ROUND) is not self._is_frozen:
+        if kind_of_model(key.round_id) != self._kind:
             return False
         if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
             return False

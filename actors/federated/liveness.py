@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -51,8 +52,14 @@ def make_status(
         dropped={reason[:64]: count for reason, count in total.most_common(MAX_NAMED // 2)},
         last_s=0.0 if last is None else last.seconds,
         bytes_up=0 if last is None else last.bytes_up, bytes_down=0 if last is None else last.bytes_down,
-        accuracy=-1.0 if progress.accuracy is None else progress.accuracy,
+        accuracy=-1.0 if progress.accuracy is None else progress.accuracy, metrics=_finite(progress.metrics),
     )  # fmt: skip
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The first metrics that a message has room for."""
+    known = {name[:64]: value for name, value in metrics.items() if math.isfinite(value)}
+    return dict(list(known.items())[: MAX_NAMED // 4])
 
 
 def _silent_s(members: ClientRegistry, client_id: int, now_s: float) -> float:

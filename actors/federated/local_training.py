@@ -16,7 +16,7 @@ from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
-from gradbus.actors.federated.client_state import OWN_MODEL, PERSONAL, RESIDUAL, ClientStateStore, own_tensors
+from gradbus.actors.federated.client_state import OWN_MODEL, PERSONAL, RESIDUAL, ClientStateStore, own_tensors, part_of
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
@@ -116,7 +116,11 @@ class _Training:
 
 
 class LocalTraining:
-    """One client's model, task and residuals. All methods are for the compute thread."""
+    """One client's model, task and residuals. All methods are for the compute thread.
+
+    Attributes:
+        keeps_local_model: whether the model that training has made stays in memory, for :meth:`local_model`.
+    """
 
     def __init__(
         self, task: FederatedTask, identity: Identity, model: FlatModel, kept: ClientStateStore,
@@ -135,6 +139,8 @@ class LocalTraining:
         # With local privacy: of the newest round, by run and round, what has left this client.
         self._released: tuple[tuple[int, int], Tensor, dict[str, float]] | None = None
         self._has_warned = False
+        self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
+        self.keeps_local_model = False
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -191,7 +197,7 @@ class LocalTraining:
         if training.steps and rule.steps != training.steps:
             raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {training.steps}")
         self._model.check_frozen()
-        end = rule.finish(self._model.read())
+        end = rule.finish(self._keep_local_model(welcome.run_id))
         codec = codec_of(welcome)
         residual_before = kept.get(RESIDUAL)
         change, facts = None, _finite(getattr(outcome, "metrics", {})) | _finite(end.metrics)
@@ -230,7 +236,7 @@ class LocalTraining:
     def _begin(self, base: Tensor, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""
         self._model.write(base)
-        self._model.write_personal(_part(kept, PERSONAL))
+        self._model.write_personal(part_of(kept, PERSONAL))
 
     def _run(
         self, training: _Training, kept: Mapping[str, Tensor], optimizer_part: str = _OF_OPTIMIZER
@@ -240,12 +246,12 @@ class LocalTraining:
         command, rule, inputs = training.inputs.command, training.rule, training.inputs
         made, optimizer = optimizer_argument(self._task, training.chosen, command.lr), None
         if training.terms.get("keep_optimizer") and made:
-            optimizer = made["make_optimizer"] = KeptOptimizer(made["make_optimizer"], _part(kept, optimizer_part))
+            optimizer = made["make_optimizer"] = KeptOptimizer(made["make_optimizer"], part_of(kept, optimizer_part))
         own = {**made, **steps_argument(self._task, training.steps)}
         begin = RoundStart(
             round_id=command.round_id, lr=command.lr, model=self._model.module, base=inputs.base,
             parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
-            state=_part(kept, _OF_RULE),
+            state=part_of(kept, _OF_RULE),
         )  # fmt: skip
         with rule.attached(begin):
             outcome = self._task.train(
@@ -265,7 +271,7 @@ class LocalTraining:
         command = training.inputs.command
         command = replace(command, epochs=how.epochs or command.epochs, lr=how.lr or command.lr)
         self._begin(training.inputs.base, kept)
-        if before := _part(kept, OWN_MODEL):
+        if before := part_of(kept, OWN_MODEL):
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
         inputs = replace(training.inputs, command=command, broadcast=torch.empty(0))
@@ -279,6 +285,29 @@ class LocalTraining:
     def _personal(self) -> dict[str, Tensor]:
         """What this client keeps of the model that it has trained."""
         return _named(PERSONAL, _checked_finite(self._model.read_personal()))
+
+    def _keep_local_model(self, run_id: int) -> Tensor:
+        """The vector of the model after training, of which a copy is kept where others may see it."""
+        vector = self._model.read()
+        if self.keeps_local_model:
+            self._local_model = run_id, vector.clone()
+        return vector
+
+    def local_model(self, welcome: Welcome, round_id: int, transfer: int) -> EncodedUpdate | None:
+        """The model that the newest training has made, float32 in full, to be uploaded under this round; None: there
+        is none of this run."""
+        if self._local_model is None or self._local_model[0] != welcome.run_id:
+            return None
+        payload = self._local_model[1].numpy().astype("<f4", copy=False).tobytes()
+        here = self._memory.here
+        sealed = self._memory.put(payload) if here and here == welcome.memory else None
+        request = UploadRequest(
+            run_id=welcome.run_id, round_id=round_id, transfer=transfer, total_bytes=len(payload), num_samples=1,
+            loss=math.nan, train_s=0.0, encode_s=0.0, memory="" if sealed is None else sealed.place,
+        )  # fmt: skip
+        me = self._identity
+        key = FrameKey(Kind.UPDATE, welcome.run_id, round_id, me.sender, me.incarnation, transfer)
+        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, sealed=sealed)
 
     def _local_loss(self) -> float:
         """The loss of the module on this client's data. Raises ConfigError: the task has no such method."""
@@ -412,11 +441,6 @@ def _checked_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"learning rate"
             )  # fmt: skip
     return tensors
-
-
-def _part(kept: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The kept tensors of a part, by their own names."""
-    return {name.removeprefix(prefix): kept[name] for name in kept if name.startswith(prefix)}
 
 
 def _to_keep(end: RoundEnd, residual: Tensor | None, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:

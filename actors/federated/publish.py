@@ -135,6 +135,7 @@ class ModelPublisher:
         self._weights = state.weights
         self.held = self._weights if state.held is None else state.held
         self._frozen: _OutgoingModel | None = None
+        self._candidate: _OutgoingModel | None = None  # sent to whoever requests it, and to nobody else
         self._held_crc32 = 0
         self.residual_norm = 0.0
         self._transfer = 0
@@ -281,10 +282,28 @@ class ModelPublisher:
             return
         if need.round_id == FROZEN_ROUND:
             self._on_frozen_request(client_id, need)
+        elif self._candidate is not None and need.round_id == self._candidate.key.round_id:
+            self._enqueue(
+                client_id, self._candidate, need.seqs if need.transfer == self._candidate.key.transfer else ()
+            )
         elif need.round_id == self._round_id and self._current is not None:  # else it will request the newer one
             self._on_model_request(client_id, need)
         if (self.queue or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
+
+    def offer(self, round_id: int, payload: memoryview) -> None:
+        """Send this model to clients that request it, until :meth:`withdraw`. ``round_id``: one of CANDIDATE_ROUNDS;
+        ``payload``: float32, shape (D,), little-endian."""
+        self.queue.asked.clear()  # the quota is for each model
+        self._candidate = _OutgoingModel(self._next_key()._replace(round_id=round_id), payload)
+
+    async def withdraw(self) -> None:
+        """Send the offered model no more. Returns when nothing reads it."""
+        self._candidate = None
+        self.queue.clear()
+        if self._resending is not None:
+            self._resending.cancel()
+            await asyncio.wait([self._resending], timeout=5.0)
 
     def _on_frozen_request(self, client_id: int, need: ModelRequest) -> None:
         """A client lacks the frozen parameters."""
@@ -319,7 +338,7 @@ class ModelPublisher:
             log.warning("model requested too often", client=client_id, round=self._round_id, frames=had)
 
     def _message(self, transfer: int) -> _OutgoingModel | None:
-        messages = (self._current, self._full, self._frozen)
+        messages = (self._current, self._full, self._frozen, self._candidate)
         return next((message for message in messages if message is not None and message.key.transfer == transfer), None)
 
     async def _resend(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
+from gradbus.actors.federated.evaluation import ClientEvaluation, CrossSite
 from gradbus.actors.federated.participation import Strike
 from gradbus.runtime.wire.control import UploadRequest
 
@@ -189,6 +190,8 @@ class RoundReport:
         loss: mean training loss, weighted by samples; None without one.
         accuracy, eval_loss: of the global model on the test set; None if not evaluated, or the task has none. metrics:
             more numbers of that evaluation, by name.
+        by_clients: evaluation of the global model by clients on their own data.
+        by_clients: evaluation of the global model by clients on their own data.
         bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
         bytes_up_shared, bytes_down_shared: of these, what was read in shared memory and not sent over DDS.
         train_s, encode_s: of the slowest client.
@@ -241,6 +244,7 @@ class RoundReport:
     timeline: tuple[ClientTimeline, ...] = ()
     updates: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    by_clients: ClientEvaluation = field(default_factory=ClientEvaluation)
     staleness: float = 0.0
     max_staleness: int = 0
     epsilon: float | None = None
@@ -254,12 +258,20 @@ class RoundReport:
         """Bytes that were read in shared memory, up and down together."""
         return self.bytes_up_shared + self.bytes_down_shared
 
+    def named(self) -> dict[str, float]:
+        """All that evaluations of this round have found, by name, as settings name it: ``eval_loss``, ``accuracy``,
+        the task's own metrics, and those of clients with ``client.`` in front."""
+        own = {"accuracy": self.accuracy, "eval_loss": self.eval_loss}
+        known = {name: value for name, value in own.items() if value is not None}
+        return {**known, **self.metrics, **self.by_clients.named()}
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
             **values, "clients": list(self.clients), "dropped": dict(self.dropped),
-            "metrics": dict(self.metrics), "strikes": [strike.to_json() for strike in self.strikes],
+            "metrics": dict(self.metrics), "by_clients": self.by_clients.to_json(),
+            "strikes": [strike.to_json() for strike in self.strikes],
             "marks": {mark: list(clients) for mark, clients in self.marks.items()},
             "timeline": [client.to_json() for client in self.timeline],
         }  # fmt: skip
@@ -271,6 +283,7 @@ class RoundReport:
         values["clients"] = tuple(entry.get("clients", ()))
         values["strikes"] = tuple(Strike(**strike) for strike in entry.get("strikes", ()))
         values["marks"] = {mark: tuple(clients) for mark, clients in entry.get("marks", {}).items()}
+        values["by_clients"] = ClientEvaluation.from_json(entry.get("by_clients", {}))
         return cls(**values)
 
     def without_timeline(self) -> RoundReport:
@@ -279,7 +292,9 @@ class RoundReport:
 
     def figures(self) -> RoundReport:
         """The report without all that names clients."""
-        return replace(self, clients=(), strikes=(), marks={}, timeline=())
+        return replace(
+            self, clients=(), strikes=(), marks={}, timeline=(), by_clients=self.by_clients.without_clients()
+        )
 
 
 @dataclass(slots=True)
@@ -292,9 +307,10 @@ class Progress:
         ready: updates that are in. expected: of so many. minimum: that suffice.
         clients: ids of the present clients. out: of those in quarantine, and until which round.
         reports: the rounds that are done, oldest first, all but the newest without their timelines.
-        dropped: what did not count in them, by reason. accuracy: of the newest round that was evaluated.
+        dropped: what did not count in them, by reason. accuracy, metrics: of the newest round that was evaluated.
         never_counted: at the end, clients of which no update has counted in the whole run, and why.
         ended_early: why the run ended before its last round; empty: it did not.
+        cross_site: at the end, local models on the data of all clients; None: that was not asked for.
     """
 
     phase: str = "starting"
@@ -308,8 +324,10 @@ class Progress:
     reports: list[RoundReport] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     accuracy: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     never_counted: Mapping[int, str] = field(default_factory=dict)
     ended_early: str = ""
+    cross_site: CrossSite | None = None
 
     def add(self, report: RoundReport) -> None:
         """A round is done."""
@@ -318,16 +336,18 @@ class Progress:
             self.reports[-1 - TIMELINES_IN_MEMORY] = self.reports[-1 - TIMELINES_IN_MEMORY].without_timeline()
         for reason, count in report.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count
-        self._note_accuracy(report)
+        self._note_evaluation(report)
 
     def amend(self, report: RoundReport) -> None:
         """More is known of the newest round."""
         self.reports[-1] = report
-        self._note_accuracy(report)
+        self._note_evaluation(report)
 
-    def _note_accuracy(self, report: RoundReport) -> None:
+    def _note_evaluation(self, report: RoundReport) -> None:
         if report.accuracy is not None:  # kept, as each heartbeat reports it
             self.accuracy = report.accuracy
+        if report.metrics:
+            self.metrics = report.metrics
 
 
 @dataclass(frozen=True, slots=True)

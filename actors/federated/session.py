@@ -9,7 +9,16 @@ from collections.abc import Callable
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, BusError
-from gradbus.runtime.wire.control import Hello, Leave, RoundTerms, RunEnded, TrainingFailure, Welcome
+from gradbus.runtime.wire.control import (
+    EvaluationRequest,
+    Hello,
+    Leave,
+    LocalModelRequest,
+    RoundTerms,
+    RunEnded,
+    TrainingFailure,
+    Welcome,
+)
 from gradbus.runtime.wire.id_ranges import has_id, parse_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
@@ -28,6 +37,7 @@ class ControllerSession:
         ended: the controller's last message, when all rounds are done.
         incarnation: of the controller that has welcomed this client last. run_id: of its run.
         terms: the newest RoundTerms of this session.
+        evaluation: the newest request to evaluate, until it is answered. model_request: the same for the local model.
         counted_round: the last round in which an update of this client counted, in this session.
         controller_timeout_s: without a message of a controller for so long, this client gives up.
     """
@@ -41,6 +51,8 @@ class ControllerSession:
         self.welcome: Welcome | None = None
         self.command: TrainCmd | None = None
         self.terms: RoundTerms | None = None
+        self.evaluation: EvaluationRequest | None = None
+        self.model_request: LocalModelRequest | None = None
         self.commanded_s = 0.0
         self.failure: TrainingFailure | None = None
         self.ended: RunEnded | None = None
@@ -89,6 +101,7 @@ class ControllerSession:
         committed."""
         if session != self.incarnation:  # else its command still holds: it is not repeated
             self.command, self.counted_round, self.failure, self.terms = None, 0, None, None
+            self.evaluation = self.model_request = None
         self.incarnation, self._session_seen_s, self.run_id = session, time.monotonic(), welcome.run_id
 
     def take(self, command: TrainCmd) -> bool:
@@ -103,6 +116,8 @@ class ControllerSession:
         if other or self._handled:
             self.commanded_s = time.perf_counter()
         self.command, self._handled, self.failure = command, False, None
+        if self.evaluation is not None and self.evaluation.round_id < command.round_id:
+            self.evaluation = None  # its round is over
         return other
 
     def wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
@@ -136,6 +151,15 @@ class ControllerSession:
         if self.welcome is None or self.command is None or not self.welcome.has_terms:
             return True
         return self.terms is not None and self.terms.round_id == self.command.round_id
+
+    def evaluates(self, client_id: int, request: EvaluationRequest) -> bool:
+        """Whether a client is asked to evaluate."""
+        return has_id(parse_ids(request.participants), client_id)
+
+    def wants_result(self, request: EvaluationRequest, session: int) -> bool:
+        """Whether the results of this request, or of a repetition of it, are still of use."""
+        newest = self.evaluation
+        return newest is not None and newest.round_id == request.round_id and self.is_current(session)
 
     def superseded(self, command: TrainCmd) -> bool:
         """Whether the result of this command is no longer wanted."""

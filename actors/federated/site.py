@@ -44,7 +44,7 @@ from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, Upst
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import single_error
-from gradbus.runtime.wire.control import Hello, Status, UploadRequest, Welcome
+from gradbus.runtime.wire.control import EvaluationRequest, Hello, Status, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Message, TrainCmd
 
@@ -128,6 +128,9 @@ class SiteMember(Client):
         if isinstance(body, Status) and self.controller is not None:
             self.controller.progress.rounds = body.rounds
         super()._on_controller(session, body, group)
+
+    def _take_evaluation(self, request: EvaluationRequest) -> None:
+        pass  # a site has no data; a Controller of sites asks none
 
     def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
         try:
@@ -433,6 +436,15 @@ def check_site(config: FederatedConfig, upstream: UpstreamConfig) -> None:
         raise ConfigError(
             f"federated.selection ({config.selection.name}): the rounds of a site are those of the level above, and "
             f"all of its clients take part. Leave it out here"
+        )
+    if config.evaluation.is_on:
+        raise ConfigError(
+            "federated.evaluation: the rounds of a site are those of the level above, whose deadline leaves no time to "
+            "evaluate. Leave it out in trees; the Controller of the top level evaluates on its own data (eval_every)"
+        )
+    if config.checkpoint.keep_best is not None:
+        raise ConfigError(
+            "federated.checkpoint.keep_best: the models of a site are those of the level above. Set it at the top level"
         )
     if config.history.payloads:
         raise ConfigError("federated.history.payloads: the rounds of a site cannot be computed again from its updates")

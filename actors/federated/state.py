@@ -6,7 +6,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -344,18 +344,25 @@ class RunState:
         tensors = {"weights": self.weights, "torch_rng": torch.get_rng_state(), **self._strategy.state()}
         if held is not None:
             tensors["held"] = held
-        meta = {
+        if self.model.frozen_dim:
+            self._store.save_constant(f"frozen-{self.model.frozen:016x}", {"frozen": self.model.read_frozen()})
+        self._store.save(Checkpoint(self.round_id, tensors, self._meta(self.history)))
+
+    def checkpoint_of_weights(self, **more: Any) -> Checkpoint:
+        """The model alone, as a checkpoint that :func:`restore_weights` takes; ``more``: beside its metadata."""
+        meta = {**self._meta([]), "downlink": "full", "conduct": [], "participation": [], **more}
+        return Checkpoint(self.round_id, {"weights": self.weights}, meta)
+
+    def _meta(self, history: Iterable[RoundReport]) -> dict[str, Any]:
+        return {
             "run_id": f"{self.run_id:016x}",
             "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table,
             "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
             "participation": self.participation.state(),
             "frozen": f"{self.model.frozen:016x}", "share": self._config.share.model_dump(mode="json"),
-            "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
+            "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in history],
         }  # fmt: skip
-        if self.model.frozen_dim:
-            self._store.save_constant(f"frozen-{self.model.frozen:016x}", {"frozen": self.model.read_frozen()})
-        self._store.save(Checkpoint(self.round_id, tensors, meta))
 
     def close(self) -> None:
         """Let another process use the state directory."""

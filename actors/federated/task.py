@@ -60,3 +60,18 @@ class FederatedTask(Protocol):
 
     def evaluate(self, model: nn.Module) -> EvalOutcome | None:
         """Quality on the test set, or None."""
+
+    # One more method is looked for, for evaluations by clients (federated.evaluation):
+    #
+    #   evaluate_local(model, *, client_id) -> LocalEvalOutcome | None
+    #
+    # Quality on data that this client does not train on, without gradients; None: it has no such data. It is called
+    # between two trainings, and its forward passes end with an exception once its result is of no more use.
+
+
+class LocalEvalOutcome(EvalOutcome, Protocol):
+    """What evaluation on a client's own data gives back."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that it was made on: the weight of this client."""

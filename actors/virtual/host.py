@@ -23,21 +23,37 @@ from torch import Tensor
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader
+from gradbus.actors.federated.local_evaluation import HOSTED
 from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs, codec_of
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
-from gradbus.actors.federated.session import ClientHeartbeat, ControllerSession
+from gradbus.actors.federated.session import ControllerSession
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import ANSWERS, UpdateSender
-from gradbus.actors.virtual.pool import ClientFailed, ProcessDied, RoundWork, TrainingPool, TrainingProcess
+from gradbus.actors.virtual.pool import (
+    ClientFailed,
+    EvaluationWork,
+    ProcessDied,
+    RoundWork,
+    TrainingPool,
+    TrainingProcess,
+)
 from gradbus.actors.virtual.training_process import open_state, vector_bytes
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import Hello, Refused, RoundTerms, TrainingFailure, Welcome
+from gradbus.runtime.wire.control import (
+    EvaluationRequest,
+    EvaluationResult,
+    Hello,
+    LocalModelRequest,
+    Refused,
+    RoundTerms,
+    TrainingFailure,
+    Welcome,
+)
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse_ids
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, TrainCmd
@@ -96,6 +112,13 @@ class HostSession(ControllerSession):
     def is_for(self, client_id: int, welcome: Welcome, command: TrainCmd) -> bool:
         return command.round_id >= welcome.next_round and self.has_terms and bool(self.to_train(command))
 
+    def evaluates(self, client_id: int, request: EvaluationRequest) -> bool:
+        return next(common_ids(self._ids, parse_ids(request.participants)), None) is not None
+
+    def to_evaluate(self, request: EvaluationRequest) -> list[int]:
+        """Those of its clients that a request names."""
+        return list(common_ids(self._ids, parse_ids(request.participants)))
+
     def takes_part(self, client_id: int, command: TrainCmd) -> bool:
         terms = self.terms
         return terms is None or terms.round_id != command.round_id or bool(self.to_train(command))
@@ -133,6 +156,10 @@ class ClientHost(Client):
         self._failures: dict[int, TrainingFailure] = {}
         self._numbers = itertools.count(1)  # of transfers
         self._work_now: RoundWork | None = None
+        self._evaluating: EvaluationWork | None = None
+        self._evaluating_session = 0
+        # Of the model that was evaluated last: its session and round, and the results by client.
+        self._results: tuple[tuple[int, int], dict[int, EvaluationResult]] = (0, 0), {}
         self._repeating: asyncio.Task[None] | None = None
         self._trained_s = 0.0
         self._bytes_up = 0
@@ -145,11 +172,8 @@ class ClientHost(Client):
     def _open(self) -> None:
         """Build the model, off the loop."""
         self._bus.access_policy.check_client()
-        self._model = FlatModel(self._task.build_model())  # which is never trained
-        self._replica = ModelReplica(self._model.dim, probe=self._probe, access_policy=self._bus.access_policy)
-        self._frozen = ModelReplica(self._model.frozen_dim, access_policy=self._bus.access_policy, frozen=True)
-        self._memory = SharedModelReader(self._bus.memory, self._replica, self._decode, self.client_id)
-        self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
+        self._model = FlatModel(self._task.build_model())
+        self._open_replicas()
 
     def _describe(self, matched: bool) -> Hello:
         return replace(super()._describe(matched), ids=self._text)
@@ -164,6 +188,9 @@ class ClientHost(Client):
 
     def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
         super()._handle(message, group)
+        work = self._evaluating
+        if work is not None and not self._session.wants_result(work.request, self._evaluating_session):
+            self._pool.stop(work)
         if self._work_now is None or (isinstance(message, Control) and isinstance(message.body, ANSWERS)):
             return
         if not self._is_wanted():
@@ -176,6 +203,8 @@ class ClientHost(Client):
             sender = self._sending.get(body.to)
             if sender is not None and body.incarnation == self._identity.incarnation:
                 sender.on_answer(body, group)
+        elif isinstance(body, LocalModelRequest) and body.incarnation == self._identity.incarnation:
+            group.create_task(self._refuse_model(body), name="host-no-model")
         elif isinstance(body, Refused) and body.to != self._identity.sender:
             log.error("client refused", client=body.to, reason=body.why)
         else:
@@ -307,6 +336,67 @@ class ClientHost(Client):
             kept.accepted(update.key.round_id, update.state)
         finally:
             kept.close()
+
+    # Evaluation
+
+    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: asyncio.TaskGroup) -> None:
+        """Have the processes evaluate a model on the data of each client that is named, and send the results as they
+        come. Those that are there already are sent again."""
+        session = self._session.incarnation
+        if self._results[0] != (session, request.round_id):
+            self._results = (session, request.round_id), {}
+        results, named = self._results[1], self._session.to_evaluate(request)
+        for client_id in named:
+            if client_id in results:
+                await self._send_result(client_id, results[client_id])
+        queue = deque((client_id, 0) for client_id in named if client_id not in results)
+        if not queue or (vector := await self._model_to_evaluate(welcome, request, group)) is None:
+            return
+        frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
+        work = self._evaluating = self._pool.new_evaluation(welcome, request, vector, frozen)
+        self._evaluating_session = session
+        self._status.set("evaluating")
+        group.create_task(self._heartbeat.send_hello(), name="host-hello")
+        try:
+            async with asyncio.TaskGroup() as evaluations:
+                for number in range(min(self._pool.size, len(queue))):
+                    name = f"host-evaluate-{number}"
+                    evaluations.create_task(self._evaluate_some(work, queue, results), name=name)
+        finally:
+            self._evaluating = None
+            self._status.set("idle")
+
+    async def _evaluate_some(
+        self, work: EvaluationWork, queue: deque[tuple[int, int]], results: dict[int, EvaluationResult]
+    ) -> None:
+        """Evaluate on the data of clients of the queue until there are none. Each comes with the number of processes
+        that have died meanwhile."""
+        request = work.request
+        while queue and not self._pool.is_stopped(work):
+            client_id, deaths = queue.popleft()
+            result: EvaluationResult | None = None
+            with contextlib.suppress(ProcessDied):
+                async with self._pool.borrow() as process:
+                    result = await process.evaluate(work, client_id, tells_errors=self._config.report_failures)
+                if result is None:
+                    return  # stopped
+            if result is None and deaths + 1 < MAX_DEATHS:
+                queue.append((client_id, deaths + 1))
+                continue
+            if result is None:
+                why = f"its process has died {MAX_DEATHS} times"
+                result = EvaluationResult(request.run_id, request.round_id, 0, {}, why, 0.0)
+            results[client_id] = result
+            await self._send_result(client_id, result)
+
+    async def _send_result(self, client_id: int, result: EvaluationResult) -> None:
+        with contextlib.suppress(BusError):  # it is requested again
+            await self._bus.publish(Identity(client_id, self._identity.incarnation), result)
+
+    async def _refuse_model(self, request: LocalModelRequest) -> None:
+        await self._send_result(
+            request.to, EvaluationResult(request.run_id, request.round_id, 0, {}, HOSTED, 0.0)
+        )  # fmt: skip
 
     async def _fail(self, client_id: int, error: ClientFailed) -> None:
         """Report that the training of a client failed."""

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from safetensors.torch import load
+from torch import Tensor
 
 from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs
 from gradbus.actors.federated.task import FederatedTask
@@ -62,6 +63,24 @@ class RoundWork:
         ])  # fmt: skip
 
 
+class EvaluationWork:
+    """A model that clients are to evaluate, as training processes get it.
+
+    Attributes:
+        number: of the same count as that of a :class:`RoundWork`. request: that is answered.
+    """
+
+    def __init__(
+        self, number: int, welcome: control.Welcome, request: control.EvaluationRequest, vector: Tensor,
+        frozen: Any = b"",
+    ) -> None:  # fmt: skip
+        self.number = number
+        self.request = request
+        self.parcel = Parcel({"do": "model", "work": number}, [
+            vector_bytes(vector), frozen, control.encode(welcome), control.encode(request),
+        ])  # fmt: skip
+
+
 class TrainingProcess:
     """One of them. It trains one client at a time.
 
@@ -81,20 +100,8 @@ class TrainingProcess:
         Raises:
             ClientFailed: its training raised. ProcessDied: this process is of no more use.
         """
-        done, self._read = self._read, []
-        try:
-            if self._work != work.number:
-                await send_soon(self._end, work.parcel)
-                self._work = work.number
-            given = {"client_id": client.sender, "incarnation": client.incarnation, "transfer": transfer}
-            await send_soon(self._end, Parcel({"do": "train", "with": given, "read": done}))
-            answer = await receive_soon(self._end)
-        except ChannelClosed:
-            self.close()
-            raise ProcessDied from None
-        except BaseException:  # half a message is left in the channel
-            self.close()
-            raise
+        given = {"client_id": client.sender, "incarnation": client.incarnation, "transfer": transfer}
+        answer = await self._answer(work, "train", given)
         match answer.head["is"]:
             case "failed":
                 raise ClientFailed(answer.head["summary"], answer.head["reason"], answer.head["text"])
@@ -108,6 +115,38 @@ class TrainingProcess:
             payload = await asyncio.to_thread(read, request.memory, request.total_bytes)
         key = FrameKey(Kind.UPDATE, request.run_id, request.round_id, client.sender, client.incarnation, transfer)
         return EncodedUpdate(key, request, payload, load(bytes(state)) if state else {})
+
+    async def evaluate(
+        self, work: EvaluationWork, client_id: int, *, tells_errors: bool
+    ) -> control.EvaluationResult | None:
+        """The result of a client; None: it was stopped. ``tells_errors``: as of a LocalEvaluation.
+
+        Raises:
+            ProcessDied: this process is of no more use.
+        """
+        given = {"client_id": client_id, "tells_errors": tells_errors}
+        answer = await self._answer(work, "evaluate", given)
+        if answer.head["is"] == "stopped":
+            return None
+        result = control.decode(answer.parts[0])
+        assert isinstance(result, control.EvaluationResult)
+        return result
+
+    async def _answer(self, work: RoundWork | EvaluationWork, do: str, given: dict[str, Any]) -> Parcel:
+        """What the process says to one client's part of this work. Raises ProcessDied."""
+        done, self._read = self._read, []
+        try:
+            if self._work != work.number:
+                await send_soon(self._end, work.parcel)
+                self._work = work.number
+            await send_soon(self._end, Parcel({"do": do, "with": given, "read": done}))
+            return await receive_soon(self._end)
+        except ChannelClosed:
+            self.close()
+            raise ProcessDied from None
+        except BaseException:  # half a message is left in the channel
+            self.close()
+            raise
 
     def is_read(self, update: EncodedUpdate) -> None:
         """An update is no longer needed where it was made. That process hears it with its next training."""
@@ -200,11 +239,18 @@ class TrainingPool:
         self._work += 1
         return RoundWork(self._work, inputs, frozen)
 
-    def stop(self, work: RoundWork) -> None:
+    def new_evaluation(
+        self, welcome: control.Welcome, request: control.EvaluationRequest, vector: Tensor, frozen: Any = b""
+    ) -> EvaluationWork:
+        """What is to be evaluated next."""
+        self._work += 1
+        return EvaluationWork(self._work, welcome, request, vector, frozen)
+
+    def stop(self, work: RoundWork | EvaluationWork) -> None:
         """Trainings of this work, and of what came before, give up at the next batch."""
         self._stop.up_to = max(self._stop.up_to, work.number)
 
-    def is_stopped(self, work: RoundWork) -> bool:
+    def is_stopped(self, work: RoundWork | EvaluationWork) -> bool:
         """Whether it is no longer wanted."""
         return self._stop.up_to >= work.number
 

@@ -59,12 +59,9 @@ class SimulationResult:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Those of the newest round that was evaluated, by name: accuracy, eval_loss, and the task's own."""
-        for report in reversed(self.rounds):
-            if report.eval_loss is not None:
-                own = {"accuracy": report.accuracy, "eval_loss": report.eval_loss, **report.metrics}
-                return {name: value for name, value in own.items() if value is not None}
-        return {}
+        """Those of the newest round that was evaluated, by name: accuracy, eval_loss, the task's own, and those that
+        clients have found, such as ``client.loss``."""
+        return next((named for report in reversed(self.rounds) if (named := report.named())), {})
 
     @property
     def trained(self) -> int:
@@ -131,6 +128,11 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
         )
     if config.clients.kind != "clients":
         raise ConfigError("federated.clients.kind=sites: virtual clients are clients, and belong to one controller")
+    if config.evaluation.cross_site:
+        raise ConfigError(
+            "federated.evaluation.cross_site: virtual clients keep no model from round to round. Leave it out, or use "
+            "processes of their own for the clients (gradbus client)"
+        )
     changed = config.model_dump(exclude_defaults=True)
     changed["clients"] = {**changed.get("clients", {}), "num": clients}
     if fraction is not None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.local_evaluation import MAX_FAILURE_CHARS, EvaluationStopped, LocalEvaluation
 from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.sharing import Sharing
@@ -99,6 +100,7 @@ class _TrainingProcess:
         self._prepared: tuple[int, int] | None = None  # client, and number of clients
         self._sealed: dict[int, SharedPayload] = {}  # by transfer: updates that the controller may still read
         self._inputs: RoundInputs
+        self._evaluated: tuple[Tensor, control.Welcome, control.EvaluationRequest]
         self._work = 0
 
     def serve(self) -> None:
@@ -113,6 +115,10 @@ class _TrainingProcess:
                         self._begin(parcel)
                     case "train":
                         send(self._host, self._train(**parcel.head["with"]))
+                    case "model":
+                        self._begin_evaluation(parcel)
+                    case "evaluate":
+                        send(self._host, self._evaluate(**parcel.head["with"]))
 
     def _begin(self, parcel: Parcel) -> None:
         """The model that the next trainings start from, and how to train."""
@@ -129,6 +135,44 @@ class _TrainingProcess:
             self._model.arrange(Sharing.of_welcome(welcome))
             self._model.write_frozen(_vector(frozen))
 
+    def _begin_evaluation(self, parcel: Parcel) -> None:
+        """The model that is to be evaluated next."""
+        vector, frozen, welcome, request = parcel.parts
+        welcome, request = control.decode(welcome), control.decode(request)
+        assert isinstance(welcome, control.Welcome)
+        assert isinstance(request, control.EvaluationRequest)
+        self._work = parcel.head["work"]
+        if frozen:
+            self._model.arrange(Sharing.of_welcome(welcome))
+            self._model.write_frozen(_vector(frozen))
+        self._evaluated = _vector(vector), welcome, request
+
+    def _evaluate(self, client_id: int, tells_errors: bool) -> Parcel:
+        """Evaluate the model on the data of a client: its result."""
+        work, (vector, welcome, request) = self._work, self._evaluated
+
+        def should_stop() -> bool:
+            return self._stop.up_to >= work
+
+        try:
+            self._prepare(client_id, welcome.num_clients)
+            with contextlib.closing(open_state(self._settings.state_dir, client_id)) as kept:
+                evaluation = LocalEvaluation(self._task, self._model, client_id, kept, tells_errors)
+                result = evaluation.evaluate(vector, welcome, request, should_stop)
+        except EvaluationStopped:
+            return Parcel({"is": "stopped"})
+        except Exception as error:  # its data cannot be loaded
+            why = str(user_error(error))[:MAX_FAILURE_CHARS]
+            result = control.EvaluationResult(request.run_id, request.round_id, 0, {}, why, 0.0)
+        return Parcel({"is": "result"}, [control.encode(result)])
+
+    def _prepare(self, client_id: int, num_clients: int) -> None:
+        """Make this client's data ready."""
+        if self._prepared != (client_id, num_clients):
+            self._prepared = None
+            self._task.prepare(client_id, num_clients)
+            self._prepared = client_id, num_clients
+
     def _train(self, client_id: int, incarnation: int, transfer: int) -> Parcel:
         """Train a client: its update, or why there is none."""
         work = self._work
@@ -142,11 +186,7 @@ class _TrainingProcess:
             return Parcel({"is": "failed", "reason": reason, "summary": str(user_error(error)), "text": text[-8000:]})
 
     def _update(self, client: Identity, transfer: int, should_stop: Callable[[], bool]) -> Parcel:
-        num_clients = self._inputs.welcome.num_clients
-        if self._prepared != (client.sender, num_clients):
-            self._prepared = None
-            self._task.prepare(client.sender, num_clients)
-            self._prepared = client.sender, num_clients
+        self._prepare(client.sender, self._inputs.welcome.num_clients)
         kept = open_state(self._settings.state_dir, client.sender)
         try:
             memory = self._memory if len(self._sealed) < MAX_SEALED else self._no_memory

@@ -80,6 +80,9 @@ def export(
         Path | None,
         typer.Option(metavar="DIRECTORY", help="State of a client, as STATE_DIR/client-3: the model of that client."),
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The best model of a run with federated.checkpoint.keep_best.")
+    ] = False,
 ) -> None:
     """Write the trained model of a run as named tensors, for model.load_state_dict().
 
@@ -89,7 +92,7 @@ def export(
     from gradbus.experiments.rundir.export import export as write
 
     add_current_directory_to_path()
-    print(write(run_dir, to, form, number, client).text)
+    print(write(run_dir, to, form, number, client=client, best=best).text)
 
 
 def check(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import parallel, style
+from gradbus.experiments.report.federated import client_figures, cross_site_figures
+from gradbus.experiments.report.metric_parts import quality_name
 from gradbus.experiments.report.page import PageFigure, image_of
 from gradbus.experiments.rundir.reading import RunFiles
 
@@ -39,15 +41,17 @@ def _of_rounds(run: RunFiles) -> list[PageFigure]:
     shown = [
         PageFigure(
             "learning", partial(draw.draw_curves, [draw.curve_of_rounds(reports, up)], counted="round", sent="sent"),
-            "Accuracy and loss over rounds, bytes and time",
+            f"{quality_name(reports)} and loss over rounds, bytes and time",
         ),
+        *client_figures(run),
         PageFigure("round-times", partial(draw.draw_round_times, reports), "Time of each round"),
     ]  # fmt: skip
     if newest is not None:
         title = f"Where the time went in round {newest.round_id}"
         shown.append(PageFigure("timeline", partial(draw.draw_timeline, newest), title))
     title = "Bytes of each round, up and down"
-    return [*shown, PageFigure("bytes", partial(draw.draw_bytes, reports, up=up, down=down), title)]
+    shown.append(PageFigure("bytes", partial(draw.draw_bytes, reports, up=up, down=down), title))
+    return [*shown, *cross_site_figures(run)]
 
 
 def _of_epochs(run: RunFiles) -> list[PageFigure]:
@@ -56,7 +60,7 @@ def _of_epochs(run: RunFiles) -> list[PageFigure]:
     shown = [
         PageFigure(
             "learning", partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),
-            "Accuracy and loss over epochs, bytes and time",
+            f"{quality_name(run.epochs)} and loss over epochs, bytes and time",
         ),
         PageFigure("windows", partial(draw.draw_windows, run.windows), "Step time and wait over the run"),
         PageFigure("step-parts", partial(draw.draw_step_parts, run.profiles), "Where the time of a step goes"),

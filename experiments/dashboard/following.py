@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.dashboard.growing_file import GrowingFile, read_regular
 from gradbus.experiments.rundir.reading import Kind, RunFiles, profiles_of, report_in
@@ -34,6 +35,7 @@ SILENT_S = 60.0  # a run whose files do not change for so long is not called run
 _PROFILES_EVERY_S = 2.0
 
 _ROUNDS: TypeAdapter[RoundReport] = TypeAdapter(RoundReport)
+_CROSS_SITE: TypeAdapter[CrossSite] = TypeAdapter(CrossSite)
 _EPOCHS: TypeAdapter[EpochReport] = TypeAdapter(EpochReport)
 
 
@@ -121,8 +123,15 @@ class Following:
         return RunFiles(
             path=old.path, kind=old.kind, config=self._entry("config.json")[1], summary=self._entry("summary.json")[1],
             rounds=reports if federated else (), epochs=() if federated else reports, profiles=profiles,
-            windows=windows,
+            windows=windows, cross_site=self._cross_site(),
         )  # fmt: skip
+
+    def _cross_site(self) -> CrossSite | None:
+        values = self._entry("cross_site.json")[1]
+        try:
+            return _CROSS_SITE.validate_python(values) if values else None
+        except ValueError:
+            return None
 
     # -- the files
 
@@ -188,7 +197,7 @@ class Following:
 
     def _read_json(self) -> bool:
         changed = False
-        for name in ("config.json", "summary.json"):
+        for name in ("config.json", "summary.json", "cross_site.json"):
             path = self.files.path / name
             try:
                 now = path.stat()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gradbus.experiments.amounts import DASH, percent, size
+from gradbus.experiments.amounts import DASH, size
 from gradbus.experiments.dashboard.drawings import figures_of
 from gradbus.experiments.dashboard.following import MAX_NAMED, Following
 from gradbus.experiments.files import ControllerFile, WorkerFile
 from gradbus.experiments.report import federated, parallel
+from gradbus.experiments.report.metric_parts import newest_quality
 from gradbus.experiments.report.page import PageFigure, PageTable, Section, Tile, settings_section, template
 from gradbus.experiments.run.live import Evaluated
 from gradbus.experiments.rundir.reading import RunFiles
@@ -53,7 +54,7 @@ class Row(NamedTuple):
     cells: tuple[str, ...]
 
 
-HEAD = ("job", "kind", "done", "clients or ranks", "accuracy", "bytes")
+HEAD = ("job", "kind", "done", "clients or ranks", "quality", "bytes")
 
 
 def list_body(rows: list[Row], folder: str) -> str:
@@ -99,10 +100,9 @@ def row_of(name: str, run: Following) -> Row:
         sent = sum(r.bytes_out_per_step * max(0, r.step - before)
                    for r, before in zip(files.epochs, steps, strict=False))  # fmt: skip
     reports: tuple[Evaluated, ...] = (*files.rounds, *files.epochs)
-    known = [report.accuracy for report in reports if report.accuracy is not None]
     kind = "federated" if files.kind == "federated" else "data parallel"
     cells = (
-        files.job, kind, f"{done} {unit}", members, percent(known[-1] if known else None), size(sent)
+        files.job, kind, f"{done} {unit}", members, newest_quality(reports), size(sent)
     )  # fmt: skip
     return Row(name, run.state, now.text if run.state == "running" else "", run.changed_s, cells)
 
@@ -166,6 +166,7 @@ def _sections(files: RunFiles) -> list[Section]:
         left = _left_out(len(reports), "rounds")
         return [
             Section(title="Newest rounds", text=left, tables=tables),
+            Section(title="Evaluation by clients", tables=federated.evaluation_tables(files)),
             Section(title="Clients", tables=federated.clients_tables([r for r in reports if r.timeline])),
             federated.faults(reports),
         ]

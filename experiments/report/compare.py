@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 
@@ -12,10 +12,12 @@ from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import parallel, style
 from gradbus.experiments.report.page import Page, PageFigure, PageTable, Section, text_of
 from gradbus.experiments.report.style import Look
+from gradbus.experiments.run.live import Evaluated
 from gradbus.experiments.rundir.directory import totals
 from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.plain_text import plain_line
 
 IGNORED = {"run_dir", "federated.checkpoint.dir", "parallel.checkpoint.dir", "bus.job", "bus.domain", "rank"}
 """Settings of the place of a run."""
@@ -58,11 +60,11 @@ def page_of(runs: Sequence[RunFiles]) -> Page:
         lead=f"{kind} runs side by side: {places}.",
         notes=[f"{label}: {note}" for run, label in zip(runs, labels, strict=True) for note in run.missing],
         sections=[
-            Section(title="In numbers", tables=[measures_table(runs, labels, measures)]),
+            Section(title="In numbers", tables=[measures_table(runs, labels, [*measures, *metric_measures(runs)])]),
             Section(title="Learning", figures=[PageFigure(
                 "learning", partial(draw.draw_curves, curves, counted=counted, sent=sent),
-                f"Accuracy and loss over {counted}s, bytes and time",
-                "Above: accuracy on the test set. Below: mean training loss.",
+                f"{plain_line(draw.shown_quality(curves)) or 'Accuracy'} and loss over {counted}s, bytes and time",
+                "Above: on the test set. Below: mean training loss.",
             )]),
             Section(title="Time", figures=[PageFigure(
                 "parts", partial(draw.draw_parts, dict(zip(map(style.plain, labels), bars, strict=True))),
@@ -128,6 +130,7 @@ _loss = partial(number, digits=4)
 FEDERATED: Sequence[Measure] = (
     ("rounds", _total("rounds"), _count),
     ("test accuracy", _total("accuracy"), percent),
+    ("test loss", _total("eval_loss"), _loss),
     ("best test accuracy", _total("best_accuracy"), percent),
     ("training loss", _total("loss"), _loss),
     ("up", _total("bytes_up"), size),
@@ -149,6 +152,22 @@ PARALLEL: Sequence[Measure] = (
     ("epoch, the last", _last("seconds"), duration),
     ("the whole run", _wall_s, duration),
 )
+
+
+def metric_measures(runs: Sequence[RunFiles]) -> list[Measure]:
+    """A row for each metric of the tasks, as of the newest evaluation."""
+    newest = [_newest_metrics(run.rounds or run.epochs) for run in runs]
+    by_run = {id(run): metrics for run, metrics in zip(runs, newest, strict=True)}
+    names = dict.fromkeys(name for metrics in newest for name in metrics)
+
+    def of(name: str) -> Callable[[RunFiles], float | None]:
+        return lambda run: by_run[id(run)].get(name)
+
+    return [(plain_line(name), of(name), _loss) for name in names]
+
+
+def _newest_metrics(reports: Sequence[Evaluated]) -> Mapping[str, float]:
+    return next((report.metrics for report in reversed(reports) if report.metrics), {})
 
 
 def measures_table(runs: Sequence[RunFiles], labels: Sequence[str], measures: Sequence[Measure]) -> PageTable:

@@ -11,10 +11,17 @@ from gradbus.actors.federated.participation import FOR_GOOD, Strike
 from gradbus.actors.federated.report import MAX_CLIENTS, ClientTimeline, RoundReport
 from gradbus.actors.federated.rounds import Outcome
 from gradbus.experiments.amounts import duration, listed, size
+from gradbus.experiments.amounts import number as decimal
 from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
-from gradbus.experiments.report.metric_parts import metric_columns, quality_tiles
+from gradbus.experiments.report.metric_parts import (
+    client_columns,
+    client_tiles,
+    metric_columns,
+    quality_name,
+    quality_tiles,
+)
 from gradbus.experiments.report.page import (
     Page,
     PageFigure,
@@ -28,8 +35,10 @@ from gradbus.experiments.report.page import (
     run_page,
     time_column,
 )
+from gradbus.experiments.run.live import MAX_SHOWN_METRICS
 from gradbus.experiments.rundir.directory import totals
 from gradbus.experiments.rundir.reading import RunFiles
+from gradbus.runtime.plain_text import plain_line
 
 MAX_FAULTS = 60  # rows of a table of faults
 
@@ -48,11 +57,12 @@ def page_of(run: RunFiles) -> Page:
         sections=[
             Section(title="Learning", figures=[PageFigure(
                 "learning", partial(draw.draw_curves, [curve], counted="round", sent="sent, up and down"),
-                "Accuracy and loss over rounds, bytes and time",
-                "Above: accuracy of the global model on the test set. Below: mean loss of the clients' training, and "
-                "of the test set. Bytes are encoded updates and models, up and down together; time includes the "
-                "evaluation.",
+                f"{quality_name(reports)} and loss over rounds, bytes and time",
+                f"Above: {quality_name(reports)} of the global model on the test set. Below: mean loss of the clients' "
+                "training, and of the test set. Bytes are encoded updates and models, up and down together; time "
+                "includes the evaluation.",
             )]),
+            evaluation(run),
             _time(reports),
             Section(title="Bytes", figures=[PageFigure(
                 "bytes", partial(draw.draw_bytes, reports, up=up, down=down), "Bytes of each round, up and down",
@@ -80,6 +90,7 @@ def tiles_of(run: RunFiles) -> list[Tile]:
     wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.summary.get("wall_s"), reports[-1].epsilon
     return [
         *quality_tiles(reports),
+        *client_tiles(reports),
         Tile("rounds", str(count), f"of {wanted}" if wanted else ""),
         Tile("clients", str(len(clients)), "whose updates count"),
         Tile("up", size(sums["bytes_up"]), f"{size(sums['bytes_up'] // count)} a round"),
@@ -107,6 +118,73 @@ def _notes(run: RunFiles) -> list[str]:
     if not any(report.timeline for report in run.rounds):
         notes.append("There are no timelines of clients: the run was made by an older program.")
     return notes
+
+
+# -- evaluation by clients ---------------------------------------------------------------------------------------------
+
+
+def evaluation(run: RunFiles) -> Section:
+    """What clients have found on data of their own, and local models on the data of all; empty where none was asked."""
+    figures = [*client_figures(run), *cross_site_figures(run)]
+    return Section(title="Evaluation by clients", figures=figures, tables=evaluation_tables(run))
+
+
+def client_figures(run: RunFiles) -> list[PageFigure]:
+    """The metrics of evaluations by clients; none where there were none."""
+    if not any(report.by_clients.metrics for report in run.rounds):
+        return []
+    return [PageFigure(
+        "clients-metrics", partial(draw.draw_client_metrics, run.rounds), "What clients find on data of their own",
+        "The global model on samples that each client does not train on. Line: mean over clients, weighted by samples; "
+        "band: from the least to the largest value.",
+    )]  # fmt: skip
+
+
+def cross_site_figures(run: RunFiles) -> list[PageFigure]:
+    """A heat map for each of the first metrics of a cross-site evaluation."""
+    found = run.cross_site
+    if found is None:
+        return []
+    return [
+        PageFigure(
+            f"cross-site-{place}", partial(draw.draw_cross_site, found, name),
+            f"{plain_line(name)} of each model on the data of each client",
+            "The models are those of each client's last training, and the global one. An empty cell: the client was "
+            "lost, or had no result.",
+        ) for place, name in enumerate(found.names()[:MAX_SHOWN_METRICS])
+    ]  # fmt: skip
+
+
+def evaluation_tables(run: RunFiles) -> list[PageTable]:
+    """The newest evaluation by clients, metric by metric; why results are missing; models that were not shown."""
+    newest = next((report for report in reversed(run.rounds) if report.by_clients.asked), None)
+    if newest is None and run.cross_site is None:
+        return []
+    tables: list[PageTable] = []
+    if newest is not None:
+        found = newest.by_clients
+        rows = [
+            [
+                plain_line(name), *(decimal(value, 4) for value in (one.mean, one.std, one.min, one.max)),
+                str(one.clients), ", ".join(f"{client} ({decimal(value, 4)})" for client, value in one.worst),
+            ]
+            for name, one in found.metrics.items()
+        ]  # fmt: skip
+        title = f"After round {newest.round_id}: {found.answered} of {found.asked} clients, {found.num_samples} samples"
+        tables.append(row_table(
+            "by-clients", ("metric", "mean", "std", "min", "max", "clients", "worst clients"), rows, "metrics",
+            title=title,
+        ))  # fmt: skip
+        tables.append(row_table(
+            "by-clients-missing", ("why there is no result", "clients"),
+            [[reason, str(count)] for reason, count in found.missing.items()], "reasons",
+        ))  # fmt: skip
+    if run.cross_site is not None:
+        tables.append(row_table(
+            "cross-site-missing", ("client", "why its model was not evaluated"),
+            [[str(row.model), row.failure] for row in run.cross_site.rows if row.failure], "clients", most=MAX_FAULTS,
+        ))  # fmt: skip
+    return [table for table in tables if table.rows]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -170,6 +248,7 @@ def rounds_table(reports: Sequence[RoundReport]) -> PageTable:
         column("accuracy", [r.accuracy for r in reports], unit="%", factor=0.01, digits=2),
         column("test loss", [r.eval_loss for r in reports], digits=4),
         *metric_columns([r.metrics for r in reports]),
+        *client_columns(reports),
         byte_column("up", [r.bytes_up for r in reports]),
         byte_column("down", [r.bytes_down for r in reports]),
         time_column("train", [r.train_s for r in reports]),

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import ClientTimeline, Piece, RoundReport
 from gradbus.experiments.report import style
 from gradbus.experiments.report.style import Look
+from gradbus.experiments.run.live import client_metric_names
 from gradbus.experiments.rundir.reading import StepSpan
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 MAX_BARS = 60  # rounds that are drawn as bars; more become an area
 MAX_CLIENTS = 24  # rows of a timeline
 MAX_RANKS = 16  # bars
+MAX_HEAT = 48  # clients of a heat map
+MAX_WRITTEN = 150  # cells of one whose numbers are written
 MAX_LINES = 10  # clients or ranks that get a line of their own; of more there is the median in a band
 
 Bar = Sequence[tuple[str, str, float]]
@@ -66,6 +71,7 @@ class Curve:
     Attributes:
         look: of its lines. counts: rounds or epochs. num_bytes: sent until then, both ways. seconds: spent until then.
         accuracy, loss, eval_loss: NaN where there is none.
+        metrics: other numbers of the model by name, NaN where there is none.
     """
 
     look: Look
@@ -75,6 +81,12 @@ class Curve:
     accuracy: Sequence[float]
     loss: Sequence[float]
     eval_loss: Sequence[float]
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether some round or epoch has an accuracy."""
+        return any(map(math.isfinite, self.accuracy))
 
 
 def curve_of_rounds(reports: Sequence[RoundReport], look: Look) -> Curve:
@@ -87,6 +99,7 @@ def curve_of_rounds(reports: Sequence[RoundReport], look: Look) -> Curve:
         [_or_nan(report.accuracy) for report in reports],
         [_or_nan(report.loss) for report in reports],
         [_or_nan(report.eval_loss) for report in reports],
+        _metrics_of(reports),
     )
 
 
@@ -102,23 +115,38 @@ def curve_of_epochs(reports: Sequence[EpochReport], look: Look) -> Curve:
         [_or_nan(report.accuracy) for report in reports],
         [report.loss for report in reports],
         [_or_nan(report.eval_loss) for report in reports],
+        _metrics_of(reports),
     )
 
 
+def _metrics_of(reports: Sequence[RoundReport] | Sequence[EpochReport]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for report in reports for name in report.metrics)
+    return {name: [report.metrics.get(name, math.nan) for report in reports] for name in names}
+
+
+def shown_quality(curves: Sequence[Curve]) -> str:
+    """By which number the models of these runs are shown: "" for the accuracy, else the first metric that all of them
+    have."""
+    if any(curve.has_accuracy for curve in curves):
+        return ""
+    return next((name for curve in curves[:1] for name in curve.metrics if all(name in c.metrics for c in curves)), "")
+
+
 def draw_curves(curves: Sequence[Curve], *, counted: str, sent: str) -> Figure | None:
-    """Accuracy and loss over rounds or epochs, over bytes and over time."""
+    """Accuracy, or a metric of the task where there is none, and loss over rounds or epochs, bytes and time."""
     curves = [curve for curve in curves if curve.counts]
     if not curves:
         return None
     bytes_ = style.byte_unit(max(max(curve.num_bytes) for curve in curves))
     times = style.time_unit(max(max(curve.seconds) for curve in curves))
-    many = len(curves) > 1
+    many, metric = len(curves) > 1, shown_quality(curves)
     figure, axes = _new(2, 3, height_in=4.6, sharex="col", sharey="row")
     for curve in curves:
         marker = curve.look.marker if len(curve.counts) <= MAX_BARS else ""
         across = (curve.counts, _scaled(curve.num_bytes, bytes_), _scaled(curve.seconds, times))
         for upper, lower, xs in zip(axes[:3], axes[3:], across, strict=True):
-            known = [(x, 100 * y) for x, y in zip(xs, curve.accuracy, strict=True) if math.isfinite(y)]
+            values = curve.metrics[metric] if metric else [100 * share for share in curve.accuracy]
+            known = [(x, y) for x, y in zip(xs, values, strict=True) if math.isfinite(y)]
             _plot(upper, known, color=curve.look.color, marker=marker, label=curve.look.label)
             lower.plot(xs, curve.loss, label="training", color=curve.look.color, marker=marker)
             tested = [(x, y) for x, y in zip(xs, curve.eval_loss, strict=True) if math.isfinite(y)]
@@ -129,7 +157,7 @@ def draw_curves(curves: Sequence[Curve], *, counted: str, sent: str) -> Figure |
     losses = [value for curve in curves for value in curve.loss if math.isfinite(value) and value > 0]
     if losses and max(losses) > 20 * min(losses):
         axes[3].set_yscale("log")
-    axes[0].set_ylabel("test accuracy / %")
+    axes[0].set_ylabel(style.plain(metric) if metric else "test accuracy / %")
     axes[3].set_ylabel("training loss" if many else "loss")
     for axis, text in zip(axes[3:], (counted, f"{sent} / {bytes_.name}", f"time / {times.name}"), strict=True):
         axis.set_xlabel(text)
@@ -275,6 +303,52 @@ def _norm_lines(axes: Axes, reports: Sequence[RoundReport], norm: Callable[[Clie
     _lines(axes, {f"client {number}": lines[number] for number in sorted(lines)}, "all clients")
     style.label(axes, x="round", y="L2 norm")
     style.whole_numbers(axes.xaxis)
+
+
+def draw_client_metrics(reports: Sequence[RoundReport]) -> Figure | None:
+    """The first metrics that clients have found on their own data: the mean, in a band from least to largest."""
+    names = client_metric_names(reports)
+    if not names:
+        return None
+    figure, panels = _new(1, len(names), height_in=3.2, sharex=True)
+    for axes, name in zip(panels, names, strict=True):
+        known = [(r.round_id, r.by_clients.metrics[name]) for r in reports if name in r.by_clients.metrics]
+        rounds = [number for number, _ in known]
+        least, largest = [one.min for _, one in known], [one.max for _, one in known]
+        axes.fill_between(rounds, least, largest, color=style.BLUE, alpha=0.25, linewidth=0, label="all clients")
+        marker = "o" if len(known) <= MAX_BARS else ""
+        _plot(axes, [(n, one.mean) for n, one in known], color=style.BLUE, marker=marker, label="mean")
+        style.label(axes, x="round", y=style.plain(plain_line(name)))
+        style.whole_numbers(axes.xaxis)
+    _legend(figure, panels[0], columns=2)
+    return figure
+
+
+def draw_cross_site(found: CrossSite, name: str) -> Figure | None:
+    """One metric of each model on the data of each client, as a heat map; empty cells stay empty."""
+    rows = [row for row in found.rows if any(name in metrics for metrics in row.results.values())]
+    clients = found.clients[:MAX_HEAT]
+    if not rows or not clients:
+        return None
+    rows = rows[: MAX_HEAT + 1]
+    cells = [[row.results.get(one, {}).get(name, math.nan) for one in clients] for row in rows]
+    height_in = 1.6 + 0.32 * len(rows)
+    figure, (axes,) = _new(1, 1, height_in=height_in)
+    image = axes.imshow(cells, aspect="auto", cmap="viridis")
+    axes.grid(visible=False)
+    axes.set_xticks(range(len(clients)), [str(one) for one in clients])
+    axes.set_yticks(range(len(rows)), ["global" if row.model is None else str(row.model) for row in rows])
+    axes.set_xlabel("evaluated on the data of client")
+    axes.set_ylabel("model of")
+    figure.colorbar(image, ax=axes, label=style.plain(plain_line(name)))
+    if len(rows) * len(clients) <= MAX_WRITTEN:
+        low, high = image.get_clim()
+        for y, values in enumerate(cells):
+            for x, value in enumerate(values):
+                if math.isfinite(value):
+                    dark = high > low and (value - low) / (high - low) < 0.5
+                    axes.text(x, y, f"{value:.3g}", ha="center", va="center", color="white" if dark else "black")
+    return figure
 
 
 # -- a data-parallel run -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from gradbus.actors import Client, ElasticWorker, EpochReport, Progress, RoundReport, Worker
+from gradbus.actors.federated.evaluation import ClientEvaluation
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
 from gradbus.experiments.report.scalars import PHASES
 from gradbus.runtime.bus.bus import Bus
@@ -23,7 +24,8 @@ class Totals:
 
     Attributes:
         rounds: reports so far. sums: of their bytes and seconds, by the names of the fields. dropped: by reason.
-        loss: of the newest report. accuracy, eval_loss, metrics by name: of the newest one that was evaluated.
+        loss: of the newest report. accuracy, eval_loss, metrics by name: of the newest one that was evaluated;
+            by_clients: of the newest one that clients have evaluated.
     """
 
     def __init__(self) -> None:
@@ -34,6 +36,7 @@ class Totals:
         self.accuracy: float | None = None
         self.eval_loss: float | None = None
         self.metrics: Mapping[str, float] = {}
+        self.by_clients = ClientEvaluation()
 
     def follow(self, reports: Sequence[RoundReport]) -> Totals:
         """Add those of the run's reports that are new."""
@@ -45,6 +48,8 @@ class Totals:
             self.loss = report.loss
             if report.eval_loss is not None or report.accuracy is not None:
                 self.accuracy, self.eval_loss, self.metrics = report.accuracy, report.eval_loss, report.metrics
+            if report.by_clients.asked:
+                self.by_clients = report.by_clients
         return self
 
 

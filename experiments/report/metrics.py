@@ -52,6 +52,10 @@ class JobCollector(Collector):
             "accuracy": gauge("accuracy", "Accuracy of the newest evaluated model, 0 to 1"),
             "eval_loss": gauge("eval_loss", "Loss of the newest evaluated model on the test set"),
             "metric": gauge("metric", "Metrics of the newest evaluated model, by name", "name"),
+            "by_clients": gauge(
+                "client_metric", "Metrics that clients have found on their own data: mean, std, min, max", "name", "of"
+            ),
+            "answered": gauge("evaluation_clients", "Clients whose result counts in the newest evaluation by clients"),
             "loss": gauge("train_loss", "Mean training loss of the newest round, weighted by samples"),
             "rounds": counter("rounds", "Committed rounds"),
             "seconds": counter("round_seconds", "Seconds from the command of a round to its published model"),
@@ -80,6 +84,11 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
             put(key, value)
     for metric, value in totals.metrics.items():
         put("metric", value, metric)
+    if totals.by_clients.asked:
+        put("answered", totals.by_clients.answered)
+    for metric, found in totals.by_clients.metrics.items():
+        for of in ("mean", "std", "min", "max"):
+            put("by_clients", getattr(found, of), metric, of)
     put("rounds", totals.rounds)
     put("seconds", totals.sums["seconds"])
     for direction in ("up", "down"):

@@ -10,7 +10,7 @@ from gradbus.experiments.amounts import duration, size
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
-from gradbus.experiments.report.metric_parts import metric_columns, quality_tiles
+from gradbus.experiments.report.metric_parts import metric_columns, quality_name, quality_tiles
 from gradbus.experiments.report.page import (
     Page,
     PageFigure,
@@ -41,8 +41,9 @@ def page_of(run: RunFiles) -> Page:
         sections=[
             Section(title="Learning", figures=[PageFigure(
                 "learning", partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),
-                "Accuracy and loss over epochs, bytes and time",
-                "Above: accuracy on the test set. Below: mean loss of training, and of the test set. Bytes are the "
+                f"{quality_name(run.epochs)} and loss over epochs, bytes and time",
+                f"Above: {quality_name(run.epochs)} on the test set. Below: mean loss of training, and of the test "
+                "set. Bytes are the "
                 "payload that the rank that reports handed to the bus; time includes the evaluation.",
             )]),
             _time(run),

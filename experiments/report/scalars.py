@@ -22,6 +22,7 @@ from gradbus.runtime.logs import get_logger
 
 if TYPE_CHECKING:
     from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.actors.federated.evaluation import ClientEvaluation
     from gradbus.actors.federated.report import RoundReport
     from gradbus.experiments.files import ControllerFile, WorkerFile
     from gradbus.runtime.profiling.summary import WindowStats
@@ -176,6 +177,7 @@ def round_values(report: RoundReport) -> Values:
         "loss/train": report.loss,
         "loss/eval": report.eval_loss,
         **{f"metrics/{name}": value for name, value in report.metrics.items()},
+        **_by_clients(report.by_clients),
         "clients/updates": report.updates,
         "clients/expected": report.expected,
         "bytes/up": report.bytes_up,
@@ -185,6 +187,17 @@ def round_values(report: RoundReport) -> Values:
         **{f"seconds/{phase}": getattr(report, f"{phase}_s") for phase in PHASES},
         **{f"dropped/{reason}": count for reason, count in report.dropped.items()},
     }
+
+
+def _by_clients(found: ClientEvaluation) -> dict[str, float | None]:
+    """What clients have found on data of their own: of each metric the mean and its spread over them."""
+    values: dict[str, float | None] = {}
+    for name, one in found.metrics.items():
+        spread = {"mean": one.mean, "std": one.std, "min": one.min, "max": one.max}
+        values |= {f"by_clients/{name}/{key}": value for key, value in spread.items()}
+    if found.asked:
+        values["by_clients/answered"] = found.answered
+    return values
 
 
 def epoch_values(report: EpochReport) -> Values:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gradbus.experiments.amounts import size
 from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import BindMode, LoopName
-from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
+from gradbus.experiments.figures.run_accuracy import draw_epochs, draw_rounds
 from gradbus.experiments.files import AggregatorFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.report.metrics_server import controller_metrics, rank_metrics
 from gradbus.experiments.report.scalars import open_scalars
@@ -26,7 +26,16 @@ from gradbus.experiments.run.console import Screen
 from gradbus.experiments.run.cores import as_ranges, bind
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.run.lifecycle import if_stopped, run_loop
-from gradbus.experiments.run.live import Display, EpochTable, Lines, epoch_line, quality, round_display
+from gradbus.experiments.run.live import (
+    MAX_SHOWN_METRICS,
+    Display,
+    EpochTable,
+    Lines,
+    cross_site_table,
+    epoch_line,
+    quality,
+    round_display,
+)
 from gradbus.experiments.run.rank_environment import RankPlace, find_number, find_place, find_world
 from gradbus.experiments.rundir.directory import ControllerDirectory, finished, new_path, open_log
 from gradbus.runtime.errors import ConfigError
@@ -132,7 +141,12 @@ def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence
         screen.say(f"done: this site has counted in no round; run directory {run.path}")
         return
     last = next((report for report in reversed(reports) if report.eval_loss is not None), reports[-1])
-    draw_accuracy(run.path / "accuracy.png", reports, title=title)
+    draw_rounds(run.path, reports, title=title)
+    if run.cross_site is not None:
+        width = None if screen.console.is_terminal else max(120, screen.console.width)  # a file has none
+        for name in run.cross_site.names()[:MAX_SHOWN_METRICS]:
+            screen.say(f"{plain_line(name)} of each model (rows) on the data of each client (columns):")
+            screen.console.print(cross_site_table(run.cross_site, name), width=width)
     for one in sums["never_counted"]:
         screen.say(f"never counted: client {one['client']}, {plain_line(one['reason'])}")
     if early := sums.get("ended_early"):
@@ -322,11 +336,11 @@ def _from_torchrun() -> dict[str, object]:
 def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str) -> None:
     from gradbus.experiments.report.profile_table import summary_table
 
-    summary, picture = outcome.summary, outcome.path / "accuracy.png"
+    summary = outcome.summary
     try:
-        draw_epochs(picture, outcome.reports, title=title)
+        draw_epochs(outcome.path, outcome.reports, title=title)
     except (OSError, ValueError) as error:  # the run is done, with or without it
-        log.warning("picture not drawn", path=str(picture), error=str(error))
+        log.warning("picture not drawn", path=str(outcome.path), error=str(error))
     width = None if screen.console.is_terminal else max(120, screen.console.width)  # a file has none
     screen.console.print(summary_table(outcome.profiles), width=width)
     screen.say(

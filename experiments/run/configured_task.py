@@ -79,6 +79,12 @@ class ConfiguredTask(_Configured):
         with _settings_errors():
             self._task.prepare(client_id, max(num_clients, self._settings.num_clients))
 
+    def __init__(self, settings: TaskSettings) -> None:
+        super().__init__(settings)
+        for name in ("evaluate_local", "local_loss"):  # a task need not have them
+            if callable(getattr(self._task, name, None)):
+                setattr(self, name, getattr(self._task, name))
+
     def shares(self) -> tuple[models.Dataset, list[Tensor]] | None:
         """The training set, and the indices of each client's samples in it; None: the task is the user's own, and
         does not tell. Raises NoData, ConfigError."""
@@ -176,6 +182,7 @@ def _classification(settings: TaskSettings) -> models.ClassificationTask:
         model, _source(settings), with_ids(settings.partition), settings.num_clients, train_fn=train_fn,
         batch_size=settings.batch_size, momentum=settings.momentum, weight_decay=settings.weight_decay,
         seed=settings.seed, device=local_device(settings.device, os.environ.get("LOCAL_RANK", "")),
+        validation_share=settings.validation_share,
     )  # fmt: skip
 
 

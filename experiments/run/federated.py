@@ -24,6 +24,7 @@ from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.models import load_optimizers
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")
@@ -88,6 +89,8 @@ async def run_controller(
         followed.end(failed=outcome == "failed")
         if progress.reports:  # else nothing is known, and what an earlier start wrote stays
             run.add(progress.reports)
+        if is_ours and progress.cross_site is not None:
+            run.write_cross_site(progress.cross_site)
         if is_ours:
             run.finish(
                 progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
@@ -103,6 +106,11 @@ def _checked(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
         check_combination(config)
     else:
         check_choices(config)
+    if config.evaluation.is_on and file.task.task is None and not file.task.validation_share:
+        raise ConfigError(
+            "federated.evaluation: clients evaluate on samples that they do not train on, and task.validation_share is "
+            "0. Set it, as to 0.2, for the controller and its clients"
+        )
     if config.checkpoint.dir is None:
         config = config.replaced("checkpoint.dir", run.state)
     if config.history.dir is None:

@@ -20,6 +20,7 @@ from gradbus.runtime.plain_text import plain_line
 if TYPE_CHECKING:
     from gradbus.actors import Controller, Site
     from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.actors.federated.evaluation import CrossSite
     from gradbus.actors.federated.report import Progress, RoundReport
 
 _REFRESH_PER_S = 5
@@ -95,7 +96,7 @@ def round_line(report: RoundReport, rounds: int) -> str:
     stale = f"stale {report.staleness:.1f} (at most {report.max_staleness}), " if report.max_staleness else ""
     return (
         f"round {report.round_id}/{rounds}: clients {report.updates}/{report.expected}, {stale}"
-        f"loss {number(report.loss, 4)}, {quality(report)}, "
+        f"loss {number(report.loss, 4)}, {quality(report)}, {''.join(f'{one}, ' for one in client_quality(report))}"
         f"up {size(report.bytes_up)}, down {size(report.bytes_down)}{shared}, train {report.train_s:.2f} s, "
         f"wire {report.wire_s:.2f} s, aggregate {report.aggregate_s:.3f} s, total {report.seconds:.2f} s"
     )
@@ -139,6 +140,7 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
         "stale": lambda report: f"{report.staleness:.1f}",
         "loss": lambda report: number(report.loss, 4),
         **quality_columns(reports),
+        **client_columns(reports),
         "up": lambda report: size(report.bytes_up),
         "down": lambda report: size(report.bytes_down),
         "in memory": lambda report: size(report.bytes_shared),
@@ -153,6 +155,7 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
         "wire s",
         "down",
         "train s",
+        *reversed(list(client_columns(reports))),
         *reversed(list(quality_columns(reports))[1:]),
         "loss",
     ]
@@ -272,6 +275,34 @@ def quality_columns(reports: Sequence[Evaluated]) -> dict[str, Callable[[Evaluat
     return columns
 
 
+def client_columns(reports: Sequence[RoundReport]) -> dict[str, Callable[[RoundReport], str]]:
+    """What clients have found on data of their own: the mean of each metric, and the standard deviation over them."""
+    return {f"clients' {plain_line(name)}": partial(_over_clients, name) for name in client_metric_names(reports)}
+
+
+def client_metric_names(reports: Sequence[RoundReport]) -> list[str]:
+    """The first metrics of evaluations by clients."""
+    names = dict.fromkeys(name for report in reports for name in report.by_clients.metrics)
+    return list(names)[:MAX_SHOWN_METRICS]
+
+
+def client_quality(report: RoundReport) -> list[str]:
+    """The same of one round in words, with the range over clients; empty: they have not evaluated it."""
+    found = report.by_clients
+    if not found.asked:
+        return []
+    shown = [
+        f"{plain_line(name)} {number(one.mean, 4)} ({number(one.min, 4)} to {number(one.max, 4)})"
+        for name, one in list(found.metrics.items())[:MAX_SHOWN_METRICS]
+    ]
+    return [f"on data of {found.answered}/{found.asked} clients: {' '.join(shown) or 'nothing'}"]
+
+
+def _over_clients(name: str, report: RoundReport) -> str:
+    one = report.by_clients.metrics.get(name)
+    return number(None, 4) if one is None else f"{number(one.mean, 4)} +-{number(one.std, 4)}"
+
+
 def _metric(name: str, report: Evaluated) -> str:
     return number(report.metrics.get(name), 4)
 
@@ -283,6 +314,23 @@ def _share(part: float) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.1f}"
+
+
+# -- a cross-site evaluation -------------------------------------------------------------------------------------------
+
+_MAX_COLUMNS = 16  # clients of a printed table; the files have all
+
+
+def cross_site_table(found: CrossSite, name: str) -> Table:
+    """One metric of each model on the data of each client; the first clients, where there are very many."""
+    clients = found.clients[:_MAX_COLUMNS]
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for head_of in ("model of", *map(str, clients)):
+        table.add_column(head_of, justify="right", no_wrap=True)
+    for row in found.rows[: _MAX_COLUMNS + 1]:
+        cells = [number(row.results.get(one, {}).get(name), 3) for one in clients]
+        table.add_row("global" if row.model is None else str(row.model), *cells)
+    return table
 
 
 # -- pieces of tables --------------------------------------------------------------------------------------------------

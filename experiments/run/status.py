@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from gradbus.experiments.amounts import percent, ranges, size
+from gradbus.experiments.amounts import number, percent, ranges, size
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.runtime.collectives.status import period_s
@@ -37,12 +37,14 @@ DOING = {
     "preparing": "loads its data",
     "fetching": "waits for the model",
     "training": "trains",
+    "evaluating": "evaluates",
     "offering": "has offered its update",
     "uploading": "sends its update",
     "idle": "has not begun",
 }
 """What the phases of a client mean while its update is waited for."""
 
+MAX_METRICS = 3  # beside the accuracy
 MAX_LINES = 40  # clients, or ranks of one group, that get a line of their own
 
 
@@ -188,7 +190,8 @@ def _controller(received: _Received, now_s: float) -> dict[str, Any]:
         "round_s": round(status.round_s, 1), "left_s": round(status.remaining_s, 1), "waited_for": status.awaited,
         "kept_out": status.quarantined, "dropped": status.dropped, "last_round_s": round(status.last_s, 3),
         "bytes_up": status.bytes_up, "bytes_down": status.bytes_down,
-        "accuracy": status.accuracy if status.accuracy >= 0 else None, "silent_s": _silent(received, now_s),
+        "accuracy": status.accuracy if status.accuracy >= 0 else None, "metrics": status.metrics,
+        "silent_s": _silent(received, now_s),
     }  # fmt: skip
 
 
@@ -336,6 +339,8 @@ def _controller_lines(found: Mapping[str, Any]) -> list[str]:
         )
     if found["last_round_s"]:
         accuracy = "" if found["accuracy"] is None else f", accuracy {percent(found['accuracy'])}"
+        shown = list(found["metrics"].items())[:MAX_METRICS]
+        accuracy += "".join(f", {name} {number(value, 4)}" for name, value in shown)
         lines.append(
             f"  last round {found['last_round_s']:.2f} s, up {size(found['bytes_up'])}, down "
             f"{size(found['bytes_down'])}{accuracy}"

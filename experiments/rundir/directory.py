@@ -7,6 +7,7 @@ whole: a reader finds, also after a crash, the old file or the new one.
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import math
@@ -27,6 +28,7 @@ from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
     from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.actors.federated.evaluation import CrossSite
     from gradbus.actors.federated.report import RoundReport
     from gradbus.runtime.config.data_parallel import DataParallelConfig
 
@@ -84,6 +86,7 @@ class ControllerDirectory(RunDirectory):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._written = 0
+        self.cross_site: CrossSite | None = None  # once it was written
         self.log = open_log(path, "controller.log")
 
     def __enter__(self) -> Self:
@@ -111,6 +114,23 @@ class ControllerDirectory(RunDirectory):
             with path.open("rb") if path.exists() else io.BytesIO() as old:
                 self._write_reports(_merged(old, reports), anew=True)
         self._written = len(reports)
+
+    def write_cross_site(self, found: CrossSite) -> None:
+        """Keep the table of a cross-site evaluation, for programs and for spreadsheets."""
+        write_json(self.path / "cross_site.json", found.to_json())
+        names = found.names()
+        self.cross_site = found
+        rows = [["model", "client", "samples", *map(_cell, names), "missing"]]
+        for row in found.rows:
+            model = "global" if row.model is None else str(row.model)
+            for client_id in found.clients:
+                metrics = row.results.get(client_id, {})
+                cells = [str(metrics[name]) if name in metrics else "" for name in names]
+                why = "" if client_id in row.results else row.failure or row.missing.get(client_id, "")
+                rows.append([model, str(client_id), str(row.num_samples.get(client_id, "")), *cells, _cell(why)])
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        write_text(self.path / "cross_site.csv", [text.getvalue()])
 
     def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> dict[str, Any]:
         """Write the summary, and return it. ``outcome``: done, stopped or failed; ``seconds``: of this start."""
@@ -255,6 +275,16 @@ def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
         "rounds": len(reports),
         "accuracy": evaluated[-1] if evaluated else None,
         "best_accuracy": max(evaluated, default=None),
+        "eval_loss": next((report.eval_loss for report in reversed(reports) if report.eval_loss is not None), None),
+        "metrics": next((dict(report.metrics) for report in reversed(reports) if report.metrics), {}),
+        "by_clients": next(
+            (
+                {name: one.mean for name, one in report.by_clients.metrics.items()}
+                for report in reversed(reports)
+                if report.by_clients.asked
+            ),
+            {},
+        ),
         "loss": reports[-1].loss if reports else None,
         **{name: sum(getattr(report, name) for report in reports) for name in sizes},
         **{name: round(sum(getattr(report, name) for report in reports), 3) for name in times},
@@ -270,6 +300,11 @@ def _writing(path: Path) -> Iterator[None]:
         raise ConfigError(
             f"run directory {path} cannot be written: {error.strerror}. Name another (--run-dir)"
         ) from None
+
+
+def _cell(text: str) -> str:
+    """Text of a peer for a spreadsheet, which would take some first characters for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _summary_in(path: Path) -> Any:

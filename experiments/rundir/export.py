@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.state import SavedRank, restore_model
+from gradbus.actors.federated.best_model import SavedBest, place_of
 from gradbus.actors.federated.client_state import SavedClient, own_tensors
 from gradbus.actors.federated.sharing import Sharing, divide, specs_of
 from gradbus.actors.federated.state import SavedRun, restore_weights
@@ -43,8 +44,9 @@ _UNITS: dict[Kind, str] = {"federated": "round", "parallel": "step"}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file that was written, after round or step ``number``; ``tensors``: their number. ``personal``: how many of
-    them are not those of the run, and ``client``: whose they are; empty: as ``build_model`` gives them."""
+    """The file that was written, after round or step ``number``; ``tensors``: their number. ``why``: that one.
+    ``personal``: how many of them are not those of the run, and ``client``: whose they are; empty: as ``build_model``
+    gives them."""
 
     path: Path
     format: Format
@@ -52,6 +54,7 @@ class Exported:
     number: int
     tensors: int
     num_bytes: int
+    why: str = ""
     personal: int = 0
     client: str = ""
 
@@ -73,17 +76,19 @@ class Exported:
             )
         return (
             f"written to {self.path} ({size(self.num_bytes)}): {self.tensors} tensors, after {self.unit} "
-            f"{self.number}{about}\nto use it: model.load_state_dict({how})"
+            f"{self.number}{self.why}{about}\nto use it: model.load_state_dict({how})"
         )
 
 
 def export(
-    run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None, client: Path | None = None
-) -> Exported:
+    run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None, *, best: bool = False,
+    client: Path | None = None,
+) -> Exported:  # fmt: skip
     """Write the model of a run, from the checkpoint of round or step ``number``, by default the newest one.
 
     Args:
         run: its directory; the run may be going on.
+        best: the best model of a run with ``federated.checkpoint.keep_best``, in place of the newest.
         to: the file; by default ``model.safetensors`` or ``model.pt`` there. form: of it; by default by its suffix.
         client: the directory of a client's state, such as ``state/client-3``: write the model of that client.
 
@@ -94,7 +99,9 @@ def export(
     form = form or _SUFFIXES.get("" if to is None else to.suffix.lower(), "safetensors")
     name = "model" if client is None else f"model-{client.name}"
     target = to or run / (f"{name}.safetensors" if form == "safetensors" else f"{name}.pt")
-    kind, model, checkpoint = _load(run, number)
+    if best and number is not None:
+        raise ConfigError("give --best or --round, not both")
+    kind, model, checkpoint = _load_best(run) if best else _load(run, number)
     about = {_UNITS[kind]: str(checkpoint.round_id), "format": "pt"}
     personal = _personal_names(model, SavedRun.of(checkpoint)) if kind == "federated" else []
     if client is not None:
@@ -108,8 +115,12 @@ def export(
         shared = [name for name, one in state.items() if name not in own and one.is_floating_point()]
         about["personal"], about["shared"] = json.dumps(personal), json.dumps(shared)
     _write(state, target, form, about)
+    why = ""
+    if best:
+        found = SavedBest.of(checkpoint).best
+        why = f", the {found.mode}imum of {found.metric}: {found.value:.6g}"
     return Exported(
-        target, form, _UNITS[kind], checkpoint.round_id, len(state), target.stat().st_size, len(personal),
+        target, form, _UNITS[kind], checkpoint.round_id, len(state), target.stat().st_size, why, len(personal),
         about.get("client", ""),
     )  # fmt: skip
 
@@ -148,6 +159,25 @@ def _take_own(model: nn.Module, run_id: str, client: Path) -> list[str]:
             raise CheckpointError(f"{client} keeps {name!r} of shape {tuple(tensor.shape)}, which the model has not")
         state[name].copy_(tensor)
     return list(own)
+
+
+def _load_best(run: Path) -> tuple[Kind, nn.Module, Checkpoint]:
+    """The best model of a federated run. Raises as :func:`export`."""
+    kind, config = kind_of(run), run / "config.json"
+    if kind != "federated":
+        raise ConfigError(f"--best is for federated runs, with federated.checkpoint.keep_best; {run} is of ranks")
+    federated = load_settings(ControllerFile, config, environment={})
+    own = federated.federated.checkpoint.dir
+    states = [run / "state", *([own] if own is not None else [])]
+    state = next((place for place in states if any(place_of(place).glob("round-*.json"))), None)
+    if state is None:
+        hint = "" if federated.federated.checkpoint.keep_best else ": the run has no federated.checkpoint.keep_best"
+        raise CheckpointError(f"no best model in {' nor in '.join(str(place_of(place)) for place in states)}{hint}")
+    checkpoint = CheckpointStore.to_read(place_of(state)).load_newest(SavedBest.of)
+    assert checkpoint is not None
+    model = ConfiguredTask(_on_cpu(federated.task)).build_model()
+    restore_weights(model, checkpoint, CheckpointStore.to_read(state).load_constant)
+    return kind, model, checkpoint
 
 
 def _load(run: Path, number: int | None) -> tuple[Kind, nn.Module, Checkpoint]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.rundir.traces import MAX_TRACE_BYTES
 from gradbus.runtime.errors import ConfigError
@@ -45,6 +46,7 @@ class RunFiles:
         path: its directory. kind: federated or (data) parallel.
         config, summary: as they were written; empty if they were not.
         rounds: of a federated run, oldest first. epochs: of a parallel one.
+        cross_site: of a federated run that has evaluated local models.
         profiles: of its ranks. windows: by rank, oldest first. step: number of the one that ``spans`` shows, by rank.
         missing: sentences on what is not there or cannot be read.
     """
@@ -54,6 +56,7 @@ class RunFiles:
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
     rounds: tuple[RoundReport, ...] = ()
+    cross_site: CrossSite | None = None
     epochs: tuple[EpochReport, ...] = ()
     profiles: tuple[ProfileSummary, ...] = ()
     windows: Mapping[int, tuple[WindowStats, ...]] = field(default_factory=dict)
@@ -116,7 +119,10 @@ def read_run(path: Path) -> RunFiles:
         )
         if kind == "federated":
             rounds = _lines(path / "rounds.jsonl", RoundReport, lambda report: report.round_id, missing)
-            return RunFiles(path=path, kind=kind, config=config, summary=summary, rounds=rounds, missing=tuple(missing))
+            return RunFiles(
+                path=path, kind=kind, config=config, summary=summary, rounds=rounds,
+                cross_site=_cross_site(path / "cross_site.json", missing), missing=tuple(missing),
+            )  # fmt: skip
         epochs = _lines(path / "epochs.jsonl", EpochReport, lambda report: report.epoch, missing)
         profiles, windows = profiles_of(path, missing)
         step, spans = _step(path, missing)
@@ -156,6 +162,17 @@ def _json_file(path: Path, missing: list[str], otherwise: str) -> dict[str, Any]
         why = f"it is no JSON ({error})"
     missing.append(f"{path.name} cannot be read, {why}: {otherwise}.")
     return {}
+
+
+def _cross_site(path: Path, missing: list[str]) -> CrossSite | None:
+    """The table of a cross-site evaluation; None: the run has made none."""
+    if not path.exists():
+        return None
+    try:
+        return TypeAdapter(CrossSite).validate_json(read_text(path, MAX_FILE_BYTES))
+    except ValueError as error:
+        missing.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}.")
+        return None
 
 
 def _parsed(text: str) -> Any:

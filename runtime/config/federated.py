@@ -71,6 +71,10 @@ class ShareSettings(Settings):
         return self
 
 
+MetricName = Annotated[str, Field(min_length=1, max_length=80)]
+OF_CLIENTS = "client."  # in front of the name of a metric that clients have found
+
+
 class ClientsSettings(Settings):
     """The clients: how many there are, and when one counts as gone."""
 
@@ -275,13 +279,48 @@ class LimitSettings(Settings):
     """Length of the quarantine, in rounds. 0: until the end of the run."""
 
 
+class EvaluationSettings(Settings):
+    """Evaluation of the global model by the clients, on their own data; see docs/evaluation.md."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Number of rounds between two evaluations by clients; the last round is always evaluated. 0: never."""
+    fraction: Fraction = 1.0
+    """Share of the ready clients that evaluate, rounded up, drawn anew each time by the seed of the run."""
+    count: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Number of clients that evaluate, in place of `fraction`; all that are ready if there are fewer."""
+    timeout_s: Positive = 60.0
+    """Deadline of an evaluation, in seconds. What has not come by then is missing, and the run goes on."""
+    maximize: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
+        default=["accuracy", "auc", "f1", "iou", "precision", "r2", "recall"]
+    )
+    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst."""
+    cross_site: bool = False
+    """Whether at the end of the run each client's last local model is evaluated on each client's data. Only models of
+    clients that agree, by `client.share_model`, are shown to others."""
+    cross_site_models: Annotated[int, Field(ge=1, le=256)] = 32
+    """Largest number of local models that are evaluated on the data of all, those of the clients with the lowest ids
+    first."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether clients evaluate anything."""
+        return bool(self.every) or self.cross_site
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationSettings:
+        if self.count is not None and self.fraction != 1.0:
+            raise ValueError("give fraction or count, not both")
+        return self
+
+
 class EarlyStopSettings(Settings):
     """When a run ends before its last round."""
 
     patience: Annotated[int, Field(ge=1)] | None = None
     """Number of evaluations without an improvement after which the run ends, and its clients with it. null: never."""
-    metric: Annotated[str, Field(max_length=64)] = "eval_loss"
-    """What is to improve: `eval_loss`, `accuracy`, or another metric of the task's evaluation, by its name."""
+    metric: MetricName = "eval_loss"
+    """What is to improve: `eval_loss`, `accuracy`, or another metric of the task's evaluation, by its name; or one that
+    the clients have found, such as `client.loss`, the mean, or `client.loss.max`; see docs/evaluation.md."""
     mode: Literal["min", "max"] = "min"
     """Whether a small value of it is good, or a large one."""
     min_delta: NonNegative = 0.0
@@ -293,6 +332,11 @@ class InitialCheckpointSettings(CheckpointSettings):
 
     init_path: Path | None = None
     """Safetensors file with the initial weights: a checkpoint of gradbus, or the named tensors of the model."""
+    keep_best: MetricName | None = None
+    """Metric by which the best model so far is kept beside the newest ones, such as `eval_loss`, `accuracy` or
+    `client.loss`; `gradbus export --best` writes it. null: none is kept."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether a small value of that metric is good, or a large one."""
 
 
 class RunHistorySettings(HistorySettings):
@@ -359,6 +403,7 @@ class FederatedConfig(Settings):
     asynchronous: AsynchronousSettings = AsynchronousSettings()
     training: TrainingSettings = TrainingSettings()
     limits: LimitSettings = LimitSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
     early_stop: EarlyStopSettings = EarlyStopSettings()
     checkpoint: InitialCheckpointSettings = InitialCheckpointSettings()
     history: RunHistorySettings = RunHistorySettings()
@@ -368,8 +413,10 @@ class FederatedConfig(Settings):
         if self.downlink_codec.options.get("version", 2) != 2:
             raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
-        if self.early_stop.patience is not None and not self.eval_every:
-            raise ValueError("early_stop.patience needs evaluations: set eval_every to 1 or more")
+        if self.early_stop.patience is not None:
+            self._check_metric("early_stop.patience", self.early_stop.metric)
+        if self.checkpoint.keep_best is not None:
+            self._check_metric("checkpoint.keep_best", self.checkpoint.keep_best)
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
@@ -379,6 +426,14 @@ class FederatedConfig(Settings):
                         f"alone: set it at the sites, whose clients it is for"
                     )
         return self
+
+    def _check_metric(self, key: str, metric: str) -> None:
+        """Raises ValueError: the evaluation that finds the metric never happens."""
+        if metric.startswith(OF_CLIENTS):
+            if not self.evaluation.every:
+                raise ValueError(f"{key} needs evaluations by clients for {metric}: set evaluation.every to 1 or more")
+        elif not self.eval_every:
+            raise ValueError(f"{key} needs evaluations: set eval_every to 1 or more")
 
     def _check_mode(self) -> None:
         """Raises ValueError: a setting that has no meaning in this mode."""
@@ -450,6 +505,9 @@ class ClientConfig(Settings):
     asks for less, with `federated.privacy` = `local`, or for none, gets none of them. 0: the controller decides."""
     controller_timeout_s: Positive = 600.0
     """Silence of the controller, in seconds, after which the client gives up."""
+    share_model: bool = False
+    """Whether the model that this client's last training has made may be shown to the other clients, for
+    `federated.evaluation.cross_site`. false: the controller gets the reason, and no model."""
     report_failures: bool = True
     """Whether the traceback of a failed training function is sent to the controller."""
     full_traceback: bool = False

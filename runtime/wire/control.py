@@ -15,6 +15,7 @@ from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
 PROTOCOL = 3
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
+CANDIDATE_ROUNDS = range(0x7FFE_0000, 0x7FFF_0000)  # nor one of these: they stand for models that are evaluated alone
 MAX_BODY_BYTES = 64 * 1024
 MAX_BODY_MEMORY = 1 << 20  # that reading a body may take
 MAX_SEQS = 256
@@ -176,6 +177,7 @@ class Status:
         quarantined: ids of clients in quarantine, the first ones.
         dropped: messages and updates that did not count in this run, by reason; the most frequent ones.
         last_s, bytes_up, bytes_down: of the last round. accuracy: of the last evaluation, -1 if there was none.
+        metrics: more numbers of that evaluation, by name.
     """
 
     run_id: U64
@@ -197,6 +199,7 @@ class Status:
     bytes_up: U64 = 0
     bytes_down: U64 = 0
     accuracy: float = -1.0
+    metrics: Metrics = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -316,6 +319,58 @@ class TrainingFailure:
     round_id: Round
     text: Lines
     reason: Name = "training failed"
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class EvaluationRequest:
+    """Controller to all: the clients that are named evaluate a model on their own data. Repeated with the heartbeat,
+    for those whose result is missing.
+
+    Attributes:
+        round_id: of the model; one of CANDIDATE_ROUNDS: a model that is not of a round, to be requested.
+        participants: ids of the clients that are asked, as ranges; empty: nobody.
+        remaining_s: until results are of no more use.
+    """
+
+    run_id: U64
+    round_id: Round
+    participants: IdRanges
+    remaining_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class EvaluationResult:
+    """Client to controller: what it has found. Sent once for each request that names it.
+
+    Attributes:
+        round_id: of the model.
+        num_samples: that it was evaluated on; 0: it was not.
+        metrics: numbers by name, ``loss`` and ``accuracy`` among them where there are such.
+        failure: why there are none; empty: there are.
+        seconds: that it took.
+    """
+
+    run_id: U64
+    round_id: Round
+    num_samples: Annotated[int, Field(ge=0, le=1 << 40)]
+    metrics: Metrics
+    failure: Label
+    seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class LocalModelRequest:
+    """Controller to one client: upload the model that your last training has made, for others to evaluate. The answer
+    is an UploadRequest, or an EvaluationResult with the reason why not.
+
+    Attributes:
+        round_id: one of CANDIDATE_ROUNDS: that of the upload.
+    """
+
+    to: U32
+    incarnation: U64
+    run_id: U64
+    round_id: Round
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -474,8 +529,8 @@ class GroupView:
 
 Body = (
     Hello | Welcome | RoundTerms | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest
-    | ModelAvailable | ModelRequest | TrainingFailure | Leave | RunEnded | Closing | GroupHello | GroupLeave
-    | RankStatus | GroupView
+    | ModelAvailable | ModelRequest | TrainingFailure | EvaluationRequest | EvaluationResult | LocalModelRequest
+    | Leave | RunEnded | Closing | GroupHello | GroupLeave | RankStatus | GroupView
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}

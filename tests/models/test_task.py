@@ -284,3 +284,44 @@ def test_dropout_in_a_users_model_is_reseeded_by_training() -> None:
 
     task = make_task(model)
     assert torch.equal(train(task)[0], train(task)[0])
+
+
+def test_what_a_client_holds_out_it_does_not_train_on() -> None:
+    task = make_task(validation_share=0.25)
+    for client_id in range(2):
+        trained, held_out = task.share(client_id), task.held_out(client_id)
+        assert len(held_out) == round(0.25 * (len(trained) + len(held_out)))
+        assert sorted([*trained.tolist(), *held_out.tolist()]) == make_task().share(client_id).tolist()
+        assert torch.equal(held_out, make_task(validation_share=0.25).held_out(client_id)), "it is drawn by the seed"
+    assert train(task)[1].num_samples == len(task.share(0))
+
+
+def test_a_client_evaluates_on_what_it_holds_out() -> None:
+    task = make_task(validation_share=0.25)
+    model = task.build_model()
+    found = task.evaluate_local(model, client_id=1)
+    images, labels = DATA.train.images[task.held_out(1)], DATA.train.labels[task.held_out(1)]
+    model.eval()
+    logits = model(images).detach()
+    assert found is not None
+    assert found.num_samples == len(labels)
+    assert found.loss == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
+    assert found.accuracy == int((logits.argmax(1) == labels).sum()) / len(labels)
+
+
+def test_without_a_share_held_out_there_is_nothing_to_evaluate_on() -> None:
+    task = make_task()
+    assert len(task.held_out(0)) == 0
+    assert task.evaluate_local(task.build_model(), client_id=0) is None
+
+
+def test_at_least_one_sample_is_left_for_training() -> None:
+    task = ClassificationTask(small_mlp, glyphs(train=10, test=10), num_clients=5, validation_share=0.9)
+    assert [len(task.share(number)) for number in range(5)] == [1] * 5
+    assert [len(task.held_out(number)) for number in range(5)] == [1] * 5
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="validation_share"):
+        make_task(validation_share=share)

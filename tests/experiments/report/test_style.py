@@ -16,7 +16,7 @@ from PIL import Image
 
 from gradbus import codecs
 from gradbus.actors import RoundReport
-from gradbus.experiments.figures.run_accuracy import draw_accuracy
+from gradbus.experiments.figures.run_accuracy import draw_rounds
 from gradbus.experiments.report import style
 from gradbus.experiments.report.page import PageFigure, images_of
 from gradbus.runtime.errors import ConfigError
@@ -101,18 +101,27 @@ def test_the_look_is_the_houses_and_that_of_others_is_left_alone(monkeypatch: py
 def test_the_picture_of_a_run_is_the_same_for_the_same_run(tmp_path: Path) -> None:
     had_pyplot = "matplotlib.pyplot" in sys.modules
     reports = [RoundReport(round_id=i, accuracy=0.5 + i / 10, bytes_up=10**6) for i in range(1, 4)]
-    assert draw_accuracy(tmp_path / "a.png", reports, title="a job")
-    assert draw_accuracy(tmp_path / "b.png", reports, title="a job")
-    first = (tmp_path / "a.png").read_bytes()
-    assert first == (tmp_path / "b.png").read_bytes()
+    pictures = [tmp_path / name / "accuracy.png" for name in "abc"]
+    for picture in pictures:
+        picture.parent.mkdir()
+    assert draw_rounds(pictures[0].parent, reports, title="a job")
+    assert draw_rounds(pictures[1].parent, reports, title="a job")
+    first = pictures[0].read_bytes()
+    assert first == pictures[1].read_bytes()
     assert Image.open(io.BytesIO(first)).size == (1080, 540)
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
-    assert not draw_accuracy(tmp_path / "c.png", [RoundReport(round_id=1)], title="never evaluated")
-    assert not (tmp_path / "c.png").exists()
+    assert not draw_rounds(pictures[2].parent, [RoundReport(round_id=1)], title="never evaluated")
+    assert not pictures[2].exists()
+
+
+def test_the_picture_of_a_task_without_accuracy_is_of_its_first_metric(tmp_path: Path) -> None:
+    reports = [RoundReport(round_id=i, eval_loss=1 / i, metrics={"rmse": 1 / i, "r2": 0.5}) for i in range(1, 4)]
+    assert draw_rounds(tmp_path, reports, title="a job")
+    assert [path.name for path in tmp_path.iterdir()] == ["metric.png"]
 
 
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"-m pip install 'matplotlib>=3.8'"), style.drawing():
         pass
-    assert not draw_accuracy(tmp_path / "a.png", [RoundReport(round_id=1, accuracy=0.5)], title="a job")
+    assert not draw_rounds(tmp_path, [RoundReport(round_id=1, accuracy=0.5)], title="a job")

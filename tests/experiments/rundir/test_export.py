@@ -16,12 +16,13 @@ from torch import nn
 from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
+from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.state import RunState
-from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
+from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.export import export
 from gradbus.runtime.choices import STRATEGIES
@@ -117,9 +118,7 @@ def parallel(run: Path) -> nn.Module:
     """The same of data-parallel ranks."""
     run.mkdir()
     config = DataParallelConfig(checkpoint={"dir": run / "state"})
-    file = WorkerFile(task=TASK, parallel=config).model_dump(
-        mode="json", exclude={"task": {"momentum", "weight_decay", "train_fn"}}
-    )
+    file = WorkerFile(task=TASK, parallel=config).model_dump(mode="json", exclude={"task": {*CLIENT_ONLY_SETTINGS}})
     write_json(run / "config.json", file)
     module = awkward()
     torch.manual_seed(3)
@@ -153,6 +152,43 @@ def test_the_state_of_a_run_is_written_under_the_names_of_the_model(tmp_path: Pa
     assert torch_file.format == "torch"
     loads(torch.load(torch_file.path, weights_only=True), model)
     assert export(tmp_path / "run", form="torch").path == tmp_path / "run" / "model.pt"
+
+
+def test_the_best_model_is_exported_in_place_of_the_newest(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    config = FederatedConfig(checkpoint={"dir": run / "state", "keep_best": "eval_loss"})
+    write_json(run / "config.json", ControllerFile(task=TASK, federated=config).model_dump(mode="json"))
+    module = awkward()
+    model = FlatModel(module)
+    state = RunState(config, model, STRATEGIES.make(config.strategy, model.dim))
+    best = BestModel(config.checkpoint, state)
+    states = []
+    for round_id, loss in enumerate((2.0, 1.0, 3.0), start=1):
+        state.weights.add_(0.5)
+        state.commit(RoundReport(round_id=round_id), None)
+        best.note(RoundReport(round_id=round_id, eval_loss=loss))
+        model.hold(state.weights)
+        states.append({name: tensor.clone() for name, tensor in module.state_dict().items()})
+    best.close()
+    state.close()
+    done = export(run, best=True)
+    assert done.number == 2
+    assert "after round 2, the minimum of eval_loss: 1\n" in done.text
+    exported = load_file(done.path)
+    assert all(torch.equal(exported[name], states[1][name]) for name in exported if exported[name].is_floating_point())
+    assert export(run).number == 3
+
+
+def test_without_a_best_model_it_is_said_which_setting_keeps_one(tmp_path: Path) -> None:
+    federated(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"the run has no federated\.checkpoint\.keep_best"):
+        export(tmp_path / "run", best=True)
+    with pytest.raises(ConfigError, match="--best or --round"):
+        export(tmp_path / "run", number=1, best=True)
+    parallel(tmp_path / "ranks")
+    with pytest.raises(ConfigError, match="--best is for federated runs"):
+        export(tmp_path / "ranks", best=True)
 
 
 def test_a_run_that_goes_on_or_was_moved_can_be_exported_and_an_older_round_too(tmp_path: Path) -> None:

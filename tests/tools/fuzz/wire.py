@@ -140,6 +140,8 @@ def _control_seeds() -> list[bytes]:
         control.RetransmitRequest(0, 1, 2, 3, [4, 5]),
         control.ModelAvailable(1, 2, 3, True, 4, "m"),
         control.TrainingFailure(1, 2, "Traceback"),
+        control.EvaluationRequest(1, 2, "0,3-7", 9.5),
+        control.EvaluationResult(1, 2, 3, {"loss": 0.5}, "", 0.5),
         control.GroupHello("g", 2, 3, True, False, 4, "h", "m", [0, 1]),
         control.GroupLeave("g", 1, True, "", [1]),
     ]

@@ -1,0 +1,372 @@
+"""Evaluation by clients over real DDS: what the controller reports is what each client finds, whoever dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dds_domains import new_domain
+from patience import eventually
+from torch import nn
+
+import gradbus
+from gradbus.actors import Client, Controller
+from gradbus.actors.federated.combinations import check_combination
+from gradbus.actors.federated.evaluation import LATE, LOST, CrossSite
+from gradbus.actors.federated.local_evaluation import HOSTED, NO_DATA, NO_METHOD, NO_MODEL, NOT_SHARED
+from gradbus.actors.virtual.host import ClientHost
+from gradbus.actors.virtual.pool import TrainingPool
+from gradbus.actors.virtual.training_process import PoolSettings
+from gradbus.models import NoopTask
+from gradbus.models.task import EvalResult
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.wire.control import EvaluationResult
+from gradbus.runtime.wire.messages import Identity
+
+DIM = 20_000
+
+_jobs = itertools.count()
+
+
+def local_loss(vector: torch.Tensor, client_id: int) -> float:
+    """Of a model on the data of a client."""
+    return float((vector[:100] - 0.1 * client_id).square().mean())
+
+
+class Measured(NoopTask):
+    """Clients move the model, each in its own way, and each finds another loss of it. ``hold(client_id)`` is called as
+    an evaluation begins, on its thread."""
+
+    def __init__(self, hold: Callable[[int], None] = lambda client_id: None) -> None:
+        super().__init__(DIM, delta="seeded", scale=0.1)
+        self._hold = hold
+
+    def evaluate(self, model: nn.Module) -> EvalResult | None:
+        return EvalResult(None, float(next(model.parameters()).detach()[:100].square().mean()), 1)
+
+    def evaluate_local(self, model: nn.Module, *, client_id: int) -> EvalResult:
+        self._hold(client_id)
+        loss = local_loss(next(model.parameters()).detach(), client_id)
+        return EvalResult(None, loss, 10 * (client_id + 1), {"rmse": loss**0.5})
+
+
+class WithoutMethod(NoopTask):
+    """A task of a user who knows of no evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, delta="seeded")
+
+
+class Job:
+    """Actors of one job, each with a bus of its own, and the weights after each round."""
+
+    def __init__(
+        self, tasks: Sequence[Any], *, share: Sequence[int] = (), network: Any = "loopback", **rules: Any
+    ) -> None:
+        self.tasks = tasks
+        self.share = share
+        self.place: dict[str, Any] = {
+            "job": f"evaluation-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), "network": network
+        }  # fmt: skip
+        clients = {"num": len(tasks), "dead_after_s": 30.0, "heartbeat_s": 0.2, **rules.pop("clients", {})}
+        self.config = gradbus.FederatedConfig(**{"rounds": 2, "eval_every": 0, "clients": clients, **rules})
+        self.weights: list[torch.Tensor] = []
+        self.controller: Controller
+        self.running: list[asyncio.Task[None]] = []
+
+    async def client(self, client_id: int) -> None:
+        async with gradbus.connect(**self.place) as bus:
+            config = gradbus.ClientConfig(share_model=client_id in self.share)
+            await Client(bus, self.tasks[client_id], client_id=client_id, config=config).run()
+
+    async def serve(self, at_end: Callable[[], object] = lambda: None) -> list[gradbus.RoundReport]:
+        """``at_end`` is called when the controller is done, and clients may not be."""
+        async with asyncio.timeout(60), gradbus.connect(**self.place) as bus, asyncio.TaskGroup() as group:
+            self.controller = Controller(bus, Measured(), self.config)
+            self.running = [group.create_task(self.client(number)) for number in range(len(self.tasks))]
+            reports = []
+            async for report in self.controller.rounds():
+                reports.append(report)
+                self.weights.append(self.controller.weights.clone())
+            at_end()
+            return reports
+
+    def run(self) -> list[gradbus.RoundReport]:
+        return asyncio.run(self.serve())
+
+    @property
+    def cross_site(self) -> CrossSite:
+        assert self.controller.progress.cross_site is not None
+        return self.controller.progress.cross_site
+
+
+def test_the_report_has_what_each_client_finds_of_the_new_model() -> None:
+    job = Job([Measured()] * 3, evaluation={"every": 2}, rounds=3)
+    reports = job.run()
+    assert [report.by_clients.asked for report in reports] == [0, 3, 3], "every second round, and the last one"
+    for report, weights in zip(reports[1:], job.weights[1:], strict=True):
+        losses = [local_loss(weights, client_id) for client_id in range(3)]
+        found = report.by_clients
+        assert found.metrics["loss"].mean == pytest.approx(np.average(losses, weights=[10, 20, 30]), rel=1e-6)
+        assert found.metrics["loss"].max == pytest.approx(max(losses), rel=1e-6)
+        assert found.metrics["rmse"].worst[0] == (int(np.argmax(losses)), pytest.approx(max(losses) ** 0.5, rel=1e-6))
+        assert (found.answered, found.num_samples, dict(found.missing)) == (3, 60, {})
+
+
+def test_those_who_evaluate_are_drawn_by_the_seed_also_where_others_train() -> None:
+    def asked(seed: int) -> list[tuple[int, ...]]:
+        job = Job(
+            [Measured()] * 5, evaluation={"every": 1, "count": 2}, selection={"name": "uniform", "count": 2}, seed=seed
+        )
+        reports = job.run()
+        assert all(report.by_clients.answered == 2 for report in reports)
+        return [tuple(sorted(client for client, _ in r.by_clients.metrics["loss"].worst)) for r in reports]
+
+    first, other = asked(1), asked(2)
+    assert first == asked(1)
+    assert len({*first, *other}) > 1
+
+
+def test_clients_that_die_or_hang_end_no_run_and_the_report_says_of_how_many_it_is() -> None:
+    gate = threading.Event()
+    job: Job
+
+    def hang(client_id: int) -> None:
+        assert gate.wait(30.0)
+
+    def die(client_id: int) -> None:
+        loop.call_soon_threadsafe(job.running[1].cancel)
+        threading.Event().wait(0.2)  # an evaluation that is cancelled ends before its client leaves
+
+    async def main() -> list[gradbus.RoundReport]:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        return await job.serve(at_end=gate.set)
+
+    loop: asyncio.AbstractEventLoop
+    tasks = [Measured(), Measured(die), Measured(hang), WithoutMethod()]
+    job = Job(tasks, evaluation={"every": 1, "timeout_s": 1.5}, rounds=1)
+    (report,) = asyncio.run(main())
+    found = report.by_clients
+    assert (found.asked, found.answered) == (4, 1)
+    assert dict(found.missing) == {LOST: 1, LATE: 1, NO_METHOD: 1}
+    assert 1.4 < found.seconds < 10.0
+    assert found.metrics["loss"].mean == pytest.approx(local_loss(job.weights[0], 0), rel=1e-6)
+
+
+def test_an_evaluation_that_is_of_no_more_use_gives_way_to_the_next_round() -> None:
+    begun: list[int] = []
+
+    class Endless(Measured):
+        """Its evaluations end only where they are stopped, which their forward passes tell."""
+
+        def evaluate_local(self, model: nn.Module, *, client_id: int) -> EvalResult:
+            begun.append(client_id)
+            while True:
+                model(torch.zeros(1))
+
+        def build_model(self) -> Any:
+            model = super().build_model()
+            model.forward = lambda x: x
+            return model
+
+    job = Job([Measured(), Endless()], evaluation={"every": 1, "timeout_s": 0.5}, rounds=2, clients={"min": 2})
+    reports = job.run()
+    assert [report.updates for report in reports] == [2, 2], "it has trained in the second round"
+    assert [report.by_clients.answered for report in reports] == [1, 1]
+    assert begun == [1, 1]
+
+
+def test_a_run_ends_early_by_what_clients_find() -> None:
+    job = Job(
+        [Measured()] * 2, evaluation={"every": 1}, rounds=9,
+        early_stop={"patience": 1, "metric": "client.loss", "min_delta": 10.0},
+    )  # fmt: skip
+    assert len(job.run()) == 2
+    assert job.controller.progress.ended_early.startswith("client.loss is no better than in round 1")
+
+
+def test_a_run_that_goes_on_has_its_last_model_evaluated_and_its_best_one_kept(tmp_path: Path) -> None:
+    rules: dict[str, Any] = {"evaluation": {"every": 1}, "checkpoint": {"dir": tmp_path, "keep_best": "client.loss"}}
+    first = Job([Measured()] * 2, rounds=2, **rules)
+    before = first.run()
+    meta = {path: path.read_bytes() for path in (tmp_path / "best").iterdir()}
+    again = Job([Measured()] * 2, rounds=3, **rules)
+    reports = again.run()
+    resumed = again.controller.progress.reports[1]
+    assert resumed.by_clients.metrics == before[1].by_clients.metrics, (
+        "it was not in the checkpoint, and was made again"
+    )
+    assert len(reports) == 1
+    losses = [report.by_clients.metrics["loss"].mean for report in (*before, *reports)]
+    best = 1 + int(np.argmin(losses))
+    assert [path.name for path in sorted((tmp_path / "best").glob("*.json"))] == [f"round-{best:06d}.json"]
+    assert best == 3 or {path: path.read_bytes() for path in (tmp_path / "best").iterdir()}.items() >= meta.items()
+
+
+def test_virtual_clients_find_what_clients_with_a_process_of_their_own_find() -> None:
+    rules: dict[str, Any] = {"evaluation": {"every": 1}, "rounds": 2}
+    deployed = Job([Measured()] * 4, **rules).run()
+    config = gradbus.FederatedConfig(eval_every=0, clients={"dead_after_s": 30.0}, **rules)
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=2)
+    virtual = gradbus.simulate(Measured(), 4, config=config, options=options)
+    assert [r.by_clients.metrics for r in virtual.rounds] == [r.by_clients.metrics for r in deployed]
+
+
+def test_a_process_that_dies_while_it_evaluates_virtual_clients_is_replaced(tmp_path: Path) -> None:
+    def die_once(client_id: int) -> None:
+        if client_id == 2 and not (mark := tmp_path / "died").exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    config = gradbus.FederatedConfig(rounds=1, eval_every=0, evaluation={"every": 1}, clients={"dead_after_s": 30.0})
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=2)
+    result = gradbus.simulate(Measured(die_once), 4, config=config, options=options)
+    assert (result.rounds[0].by_clients.answered, result.replaced) == (4, 1)
+    with pytest.raises(ConfigError, match="keep no model"):
+        gradbus.simulate(Measured(), 4, config=config.replaced("evaluation.cross_site", True), options=options)
+
+
+def test_virtual_clients_of_a_deployed_run_evaluate_models_of_others_and_show_none(tmp_path: Path) -> None:
+    pool = TrainingPool(Measured(), PoolSettings(state_dir=tmp_path), size=2)
+    job = Job([Measured()], share=[0], evaluation={"cross_site": True}, rounds=1, clients={"num": 4, "min": 4})
+
+    async def main() -> None:
+        async with gradbus.connect(**job.place) as bus, asyncio.TaskGroup() as group:
+            host = ClientHost(bus, Measured(), ids=range(1, 4), pool=pool, state_dir=tmp_path)
+            group.create_task(host.run())
+            await job.serve()
+
+    try:
+        asyncio.run(main())
+    finally:
+        asyncio.run(pool.close())
+    rows = job.cross_site.rows
+    assert [(row.model, row.failure) for row in rows] == [(None, ""), (0, ""), *((one, HOSTED) for one in (1, 2, 3))]
+    assert [sorted(row.results) for row in rows[:2]] == [[0, 1, 2, 3]] * 2
+
+
+# Cross-site
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_each_local_model_is_evaluated_on_the_data_of_each_client(in_memory: bool) -> None:
+    job = Job(
+        [Measured()] * 3, share=[0, 1, 2], evaluation={"cross_site": True},
+        network=gradbus.NetworkConfig(shared_memory=in_memory),
+    )  # fmt: skip
+    job.run()
+    command: dict[str, Any] = {"round_id": 2, "epochs": 1, "lr": 0.01, "seed": 0, "subset_size": 0}
+    for row in job.cross_site.rows:
+        vector = job.weights[-1]
+        if row.model is not None:  # what its client has made of the model of round 1
+            task, model = Measured(), Measured().build_model()
+            with torch.no_grad():
+                next(model.parameters()).copy_(job.weights[0])
+            task.train(model, client_id=row.model, should_stop=lambda: False, **command)
+            vector = next(model.parameters()).detach()
+        losses = {client_id: metrics["loss"] for client_id, metrics in row.results.items()}
+        assert losses == pytest.approx({one: local_loss(vector, one) for one in range(3)}, rel=1e-6)
+        assert row.num_samples == {0: 10, 1: 20, 2: 30}
+    assert [row.model for row in job.cross_site.rows] == [None, 0, 1, 2]
+
+
+def test_a_client_that_has_not_agreed_shows_its_model_to_nobody() -> None:
+    job = Job(
+        [Measured()] * 3, share=[1, 2], evaluation={"cross_site": True}, rounds=1,
+        selection={"name": "round_robin", "count": 2},
+    )  # fmt: skip
+    (report,) = job.run()
+    (idle,) = {0, 1, 2} - set(report.clients)
+    why = {row.model: row.failure for row in job.cross_site.rows}
+    assert why[0] == NOT_SHARED
+    assert idle == 0 or why[idle] == NO_MODEL
+    assert [row.model for row in job.cross_site.rows if not row.failure] == [None, *sorted({1, 2} - {idle})]
+
+
+def test_a_client_that_dies_leaves_empty_cells_and_the_run_ends() -> None:
+    seen = itertools.count()
+    job: Job
+
+    def die(client_id: int) -> None:
+        if next(seen) == 1:  # in its second evaluation, of the model of client 0
+            loop.call_soon_threadsafe(job.running[1].cancel)
+            threading.Event().wait(0.5)
+
+    async def main() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        await job.serve()
+
+    loop: asyncio.AbstractEventLoop
+    job = Job([Measured(), Measured(die), Measured()], share=[0, 1, 2], evaluation={"cross_site": True}, rounds=1)
+    asyncio.run(main())
+    rows = job.cross_site.rows
+    assert [sorted(row.results) for row in rows] == [[0, 1, 2], [0, 2], [], [0, 2]]
+    assert rows[1].missing == {1: LOST}
+    assert (rows[2].model, rows[2].failure) == (1, LOST)
+
+
+def test_no_more_local_models_are_moved_than_the_settings_say() -> None:
+    job = Job([Measured()] * 3, share=[0, 1, 2], evaluation={"cross_site": True, "cross_site_models": 1}, rounds=1)
+    job.run()
+    assert [row.model for row in job.cross_site.rows] == [None, 0]
+
+
+# Refusals and strangers
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"clients": {"kind": "sites"}}, "behind sites"),
+        ({"mode": "asynchronous"}, "without a pause"),
+        ({"privacy": {"name": "local", "epsilon": 100.0}}, "metrics and models of single clients get no noise"),
+        ({"privacy": {"name": "central", "epsilon": 100.0}}, "metrics and models of single clients get no noise"),
+    ],
+)
+@pytest.mark.parametrize("what", [{"every": 1}, {"cross_site": True}])
+def test_what_cannot_be_evaluated_is_refused_before_the_run(
+    changed: dict[str, Any], text: str, what: dict[str, Any]
+) -> None:
+    config = gradbus.FederatedConfig(evaluation=what, **{"clients": {"num": 20, "min": 10}, **changed})
+    with pytest.raises(ConfigError, match=text):
+        check_combination(config)
+
+
+def test_a_result_of_a_client_that_was_not_asked_or_of_another_run_counts_for_nothing() -> None:
+    gate = threading.Event()
+    job = Job([Measured(lambda _: gate.wait(20.0))], evaluation={"every": 1, "timeout_s": 15.0}, rounds=1)
+
+    async def main() -> list[gradbus.RoundReport]:
+        serving = asyncio.create_task(job.serve())
+        async with gradbus.connect(**job.place) as bus:
+            await eventually(lambda: hasattr(job, "controller") and job.controller.progress.phase == "evaluating")
+            run_id, stranger = job.controller.run_id, Identity(7, 1)
+            for run, sender in ((run_id, stranger), (run_id + 1, Identity(0, 1))):
+                await bus.publish(sender, EvaluationResult(run, 1, 5, {"loss": 99.0}, "", 0.0))
+            gate.set()
+            return await serving
+
+    (report,) = asyncio.run(main())
+    assert report.by_clients.answered == 1
+    assert report.by_clients.metrics["loss"].mean < 1.0
+
+
+def test_a_client_without_held_out_data_says_so() -> None:
+    class Empty(Measured):
+        def evaluate_local(self, model: nn.Module, *, client_id: int) -> Any:
+            return None
+
+    job = Job([Measured(), Empty()], evaluation={"every": 1}, rounds=1)
+    (report,) = job.run()
+    assert dict(report.by_clients.missing) == {NO_DATA: 1}
