@@ -57,6 +57,7 @@ class Images:
         self.before: list[dict[str, Tensor]] = []
         self.after: list[dict[str, Tensor]] = []
         self.evaluated = 0
+        self.evaluated_here: list[dict[str, Tensor]] = []
 
     def build_model(self) -> nn.Module:
         return Net(self.classes)
@@ -83,6 +84,14 @@ class Images:
     def evaluate(self, model: Any) -> EvalResult:
         self.evaluated += 1
         return EvalResult(0.5, 1.0, 8)
+
+
+class Judged(Images):
+    """A client finds the loss of the model on its own data; what it is asked to evaluate is noted."""
+
+    def evaluate_local(self, model: Any, *, client_id: int) -> EvalResult:
+        self.evaluated_here.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return EvalResult(None, float(model.head.weight.square().sum()), 8)
 
 
 def personal(states: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -144,6 +153,21 @@ def test_what_is_personal_stays_at_its_client_and_the_rest_is_averaged(share: An
     torch.testing.assert_close(weights, mean)
     assert server.evaluated == 0, "there is no whole model"
     assert {report.accuracy for report in reports} == {None}
+
+
+def test_clients_evaluate_the_shared_part_with_their_own_tensors_and_that_may_end_the_run() -> None:
+    tasks, server = [Judged(), Judged()], Judged()
+    stop = {"metric": "client.loss", "patience": 1, "min_delta": 1e9}
+    weights, reports = run(
+        tasks, server=server, share=FED_PER, rounds=5, evaluation={"every": 1}, early_stop=stop
+    )  # fmt: skip
+    assert len(reports) == 2, "the first evaluation is the best one, the second no better"
+    losses = [float(task.after[-1]["head.weight"].square().sum()) for task in tasks]
+    assert reports[-1].by_clients.metrics["loss"].mean == pytest.approx(sum(losses) / 2)
+    for task in tasks:
+        evaluated, trained = task.evaluated_here[-1], task.after[-1]
+        assert same(personal(evaluated, "head"), personal(trained, "head"))
+        assert torch.equal(evaluated["mix.weight"].flatten(), weights[:12])
 
 
 def test_clients_and_a_controller_that_start_again_go_on_with_equal_bits(tmp_path: Path) -> None:
@@ -244,7 +268,8 @@ def test_virtual_clients_make_the_same_models_and_keep_the_same_tensors(tmp_path
         ({"share": {"exclude": ["*.bn*"]}}, "near are 'bn."),
         ({"share": {"include": ["neck.*"]}}, "matches no tensor"),
         ({"share": {"exclude": ["*"]}}, "leave nothing to share"),
-        ({"share": FED_PER, "early_stop": {"patience": 1}}, "no whole model to evaluate"),
+        ({"share": FED_PER, "early_stop": {"patience": 1}}, "which has no whole model: head.weight, head.bias"),
+        ({"share": FED_PER, "checkpoint": {"keep_best": "accuracy"}}, "such as client.loss"),
     ],
 )
 def test_patterns_that_cannot_be_are_refused_at_the_start(rules: dict[str, Any], text: str) -> None:
