@@ -34,7 +34,7 @@ from gradbus.actors.virtual.pool import ClientFailed, ProcessDied, RoundWork, Tr
 from gradbus.actors.virtual.training_process import open_state, vector_bytes
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
-from gradbus.runtime.errors import BusError
+from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Hello, Refused, RoundTerms, TrainingFailure, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER
@@ -48,6 +48,17 @@ WAITING_BYTES = 1 << 30
 REPEATED_FAILURES = 64  # that go out with one heartbeat
 
 log = get_logger("host")
+
+
+def check_room(asked: int, update_bytes: int) -> None:
+    """Raises ConfigError: the updates of so many clients, which wait until the samples of all are known, have no room."""
+    if asked * update_bytes > WAITING_BYTES:
+        raise ConfigError(
+            f"federated.limits.cap_samples=median: no update of the first round is added before the samples of all are "
+            f"known, and {asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that may "
+            f"wait in one process. On the controller, set it to a number of samples or to null, or ask fewer clients in "
+            f"a round; or spread the clients over more hosts"
+        )
 
 
 class HostSession(ControllerSession):
@@ -226,6 +237,8 @@ class ClientHost(Client):
         self._status.set("training")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")
         largest = codec_of(welcome).max_bytes(self._model.dim)
+        if current.terms is not None and current.terms.held:
+            check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
         try:
             async with asyncio.TaskGroup() as trainings:
