@@ -9,7 +9,7 @@ from .classification import ClassificationTask, Loss, TrainFn
 from .data import Dataset, DataSplit, batches, normalise
 from .data_sets import glyphs, load
 from .mnist_files import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
-from .networks import SeededDropout, init_parameters, mnist_cnn, mnist_mlp, reseed_dropout
+from .networks import SeededDropout, init_parameters, mnist_cnn, mnist_linear, mnist_mlp, reseed_dropout
 from .noop import NoopTask, VectorModel
 from .parallel import ShardBatch, load_optimizers, num_shard_batches, shard_indices
 from .partition import PartitionSpec
@@ -43,6 +43,7 @@ __all__ = [
     "load_optimizers",
     "mnist",
     "mnist_cnn",
+    "mnist_linear",
     "mnist_mlp",
     "normalise",
     "num_shard_batches",

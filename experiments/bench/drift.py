@@ -55,14 +55,14 @@ class Way(NamedTuple):
     rule: Any = "plain"
 
 
-MU = 0.01
+MU = 0.001
 WAYS = {
     "FedAvg": Way("fedavg"),
     f"FedProx, mu {MU:g}": Way("fedavg", {"name": "fedprox", "mu": MU}),
     "SCAFFOLD": Way("scaffold", "scaffold"),
     "FedNova": Way("fednova"),
 }
-_TRIED_MU = (0.001, 0.01, 0.1, 1.0)
+_TRIED_MU = (0.001, 0.01, 0.1)
 
 
 class _Target:
