@@ -56,6 +56,9 @@ ELSEWHERE = {
     "tests/experiments/run/test_virtual_commands.py": (
         "gradbus virtual *", "gradbus host *", "gradbus controller experiments/configs/controller.conf.json --set *",
     ),
+    "tests/experiments/run/test_private_commands.py": (
+        "make run-controller CONFIG=experiments/configs/controller.private.conf.json",
+    ),
     "tests/experiments/run/test_data_inspect.py": ("gradbus data inspect *",),
     "tests/experiments/report/test_metrics_server.py": ("gradbus * --metrics-port *",),
     "tests/experiments/report/test_trackers.py": ("gradbus * --mlflow *", "gradbus * --wandb *"),
