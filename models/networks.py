@@ -108,7 +108,7 @@ def mnist_cnn(seed: int = 0, *, dropout: bool = False) -> nn.Module:
 
 
 def mnist_linear(seed: int = 0) -> nn.Module:
-    """784-10, logistic regression: 7,850 parameters, for runs with noise, whose norm grows with the root of their number.
+    """784-10, logistic regression: 7,850 parameters, few enough for noise, whose norm grows with the root of them.
 
     Input float32 (B, 1, 28, 28) or (B, 784), output logits float32 (B, 10). Equal seeds give bit-equal parameters.
     """

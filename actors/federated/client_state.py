@@ -102,7 +102,7 @@ class ClientStateStore:
         return store.load(round_id, lambda one: tensor_of(one, _RELEASED, self._shape)).tensors[_RELEASED]
 
     def release(self, round_id: int, update: Tensor) -> None:
-        """Keep what is about to leave this client. It has its noise: whoever reads it here learns as much from the message.
+        """Keep what is about to leave this client. It has its noise: who reads it here learns as much from the message.
 
         Raises:
             CheckpointError: it cannot be written.

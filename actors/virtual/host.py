@@ -51,13 +51,13 @@ log = get_logger("host")
 
 
 def check_room(asked: int, update_bytes: int) -> None:
-    """Raises ConfigError: the updates of so many clients, which wait until the samples of all are known, have no room."""
+    """Raises ConfigError: the updates of so many clients, which wait until the samples of all are known, do not fit."""
     if asked * update_bytes > WAITING_BYTES:
         raise ConfigError(
             f"federated.limits.cap_samples=median: no update of the first round is added before the samples of all are "
-            f"known, and {asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that may "
-            f"wait in one process. On the controller, set it to a number of samples or to null, or ask fewer clients in "
-            f"a round; or spread the clients over more hosts"
+            f"known, and {asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that "
+            f"may wait in one process. On the controller, set it to a number of samples or to null, or ask fewer "
+            f"clients in a round; or spread the clients over more hosts"
         )
 
 

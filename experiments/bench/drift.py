@@ -24,6 +24,7 @@ from gradbus import models
 from gradbus.experiments.bench.compression import KeptResults
 from gradbus.experiments.bench.processes import DOMAIN, Processes
 from gradbus.experiments.bench.results import Measurement, commit, measurement
+from gradbus.experiments.bench.training import Data
 
 SEEDS = 3
 _TUNING_SEED = 100  # of no sample
@@ -45,7 +46,7 @@ class DriftSetting:
     alpha: float = 0.1
     batch_size: int = 64
     lr: float = 0.1
-    data: str = "mnist"
+    data: Data = "mnist"
 
 
 class Way(NamedTuple):

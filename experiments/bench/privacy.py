@@ -112,17 +112,17 @@ _DRAWN = 2_000_000
 _CHANCE = 1e-4  # with which a right sampler exceeds the limit
 
 
-def chi_squared(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+def chi_squared(counts: NDArray[Any], probabilities: NDArray[Any]) -> float:
     """Pearson's statistic over the value that a right sampler exceeds with the chance above. Each class is expected at
     least 5 times."""
-    from scipy.stats import chi2
+    from scipy.stats import chi2  # of the extra gradbus[privacy]
 
     expected = probabilities / probabilities.sum() * counts.sum()
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return statistic / float(chi2.isf(_CHANCE, len(counts) - 1))
 
 
-def integer_classes(samples: NDArray[np.int64], sigma: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def integer_classes(samples: NDArray[Any], sigma: float) -> tuple[NDArray[Any], NDArray[Any]]:
     """How often each integer came, with the tails from 4 sigma on as a class each, and its probability."""
     end = math.floor(4 * sigma)
     grid = np.arange(-40 * end, 40 * end + 1)
@@ -190,7 +190,7 @@ def measure_accuracy(chosen: argparse.Namespace, seeds: int = SEEDS, **smaller: 
         if private:
             plain = [accuracy for accuracy, _ in found[False, round_id]]
             yield measurement(
-                f"accuracy, MNIST, {options['clients']} clients, round {round_id}, epsilon {values[0][1]:.2f}", "%",
+                f"accuracy, {options['clients']} clients, round {round_id}, epsilon {values[0][1]:.2f}", "%",
                 [accuracy for accuracy, _ in values], against=("without noise and bound", plain),
                 note=f"these: {' '.join(f'{one:.2f}' for one in plain)} %",
             )  # fmt: skip

@@ -419,8 +419,8 @@ class ClientConfig(Settings):
     renamed: ClassVar[Mapping[str, str]] = {"history_dir": "history.dir"}
 
     state_dir: Path | None = None
-    """Directory that keeps over a restart the residual of a lossy codec, the state of the rule and of the optimizer, and what
-    was released with local privacy. null: in memory only."""
+    """Directory that keeps over a restart the residual of a lossy codec, the state of the rule and of the optimizer,
+    and what was released with local privacy. null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
     """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
     least_noise: NonNegative = 0.0

@@ -1,4 +1,4 @@
-"""The commands of docs/privacy.md as real processes: what a run has spent while it goes on, and its end once it is spent."""
+"""The commands of docs/privacy.md as real processes: what a run has spent, and its end once the budget is spent."""
 
 from __future__ import annotations
 
