@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-portable check lint format typecheck wheel smoke \
-	fuzz setup-fuzz setup-integrations setup-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-sealing bench-profile bench-pauses \
+	fuzz setup-fuzz setup-integrations setup-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
 	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
@@ -225,6 +225,10 @@ bench-codecs: $(STAMP)  ## speed, size and error of every codec
 
 bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
 	@$(PY) -m gradbus.experiments.bench sealing $(ARGS)
+
+# dp-accounting asks for older packages than the pins: ARGS="--other PYTHON" names an environment that has it.
+bench-privacy: $(STAMP)  ## differential privacy: epsilon beside other accountants, the noise, accuracy, time of a round
+	@$(PY) -m gradbus.experiments.bench privacy $(ARGS)
 
 bench-parameter-server: $(STAMP)  ## parameter servers: bytes, steps, accuracy with a slow worker
 	@$(PY) -m gradbus.experiments.bench parameter-server $(ARGS)

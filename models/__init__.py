@@ -10,7 +10,7 @@ from .data import Dataset, DataSplit, batches, normalise
 from .data_sets import glyphs, load
 from .local_sgd import local_sgd
 from .mnist_files import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
-from .networks import SeededDropout, init_parameters, mnist_cnn, mnist_mlp, reseed_dropout
+from .networks import SeededDropout, init_parameters, mnist_cnn, mnist_linear, mnist_mlp, reseed_dropout
 from .noop import NoopTask, VectorModel
 from .parallel import ShardBatch, load_optimizers, num_shard_batches, shard_indices
 from .partition import PartitionSpec
@@ -45,6 +45,7 @@ __all__ = [
     "local_sgd",
     "mnist",
     "mnist_cnn",
+    "mnist_linear",
     "mnist_mlp",
     "normalise",
     "num_shard_batches",

@@ -107,6 +107,16 @@ def mnist_cnn(seed: int = 0, *, dropout: bool = False) -> nn.Module:
     return model
 
 
+def mnist_linear(seed: int = 0) -> nn.Module:
+    """784-10, logistic regression: 7,850 parameters, few enough for noise, whose norm grows with the root of them.
+
+    Input float32 (B, 1, 28, 28) or (B, 784), output logits float32 (B, 10). Equal seeds give bit-equal parameters.
+    """
+    model = nn.Sequential(OrderedDict[str, nn.Module]({"flatten": nn.Flatten(), "fc": BareLinear(28 * 28, 10)}))
+    init_parameters(model, seeded_generator("mnist_linear", seed))
+    return model
+
+
 def mnist_mlp(seed: int = 0, *, hidden: int = 512) -> nn.Module:
     """784-``hidden``-10 with one ReLU: 407,050 parameters at ``hidden=512``, nearly all of them in one matrix.
 

@@ -46,7 +46,8 @@ class Strategy(ABC):
         metrics: names of metrics that the clients' training rule has to announce.
         takes_repeats: several updates of one client may count in a round.
         uses_steps: it needs the number of optimizer steps that a client announces.
-        epsilon: what the run has spent of differential privacy so far; None: it gives none.
+        epsilon: what the run has spent of differential privacy so far; None: it gives none. epsilon_budget: what it may
+            spend; None: there is no limit.
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
@@ -57,6 +58,7 @@ class Strategy(ABC):
     takes_repeats = True
     uses_steps = False
     epsilon: float | None = None
+    epsilon_budget: float | None = None
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""What a client keeps from round to round: the residual of its codec, the state of its rule, what it does not share.
+"""What a client keeps from round to round: the residual of its codec, the state of its rule, what it does not share,
+and what it has released with local privacy.
 
 Of each tensor that is kept the name begins with the part that it belongs to: ``rule.``, ``optimizer.``, and the names
 here. Those of ``personal.`` and ``own_model.`` go on with the name in the model's state.
@@ -6,6 +7,7 @@ here. Those of ``personal.`` and ``own_model.`` go on with the name in the model
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from gradbus.runtime.errors import CheckpointError
 RESIDUAL = "residual"  # of the codec
 PERSONAL = "personal."  # tensors of the model that are not shared
 OWN_MODEL = "own_model."  # of a rule that trains a second model, such as Ditto: all that training changes
+_RELEASED = "released"
 _KEPT = 3
 
 
@@ -43,7 +46,8 @@ class SavedClient(Meta):
 class ClientStateStore:
     """The states of one client in one run, each after an update that counts: tensors by name.
 
-    A round that is done again begins with the same state again. Methods may block: for the compute thread.
+    A round that is done again begins with the same state again, and with local privacy gives what it has given before.
+    Methods may block: for the compute thread.
     """
 
     def __init__(self, directory: Path | None, client_id: int) -> None:
@@ -52,6 +56,8 @@ class ClientStateStore:
         self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT) if directory is not None else None
         self._run_id = 0
         self._by_round: dict[int, Mapping[str, Tensor]] = {}
+        self._releases: CheckpointStore | None = None  # opened once there is one
+        self._released: tuple[int, Tensor] | None = None  # the newest one
 
     def start_run(self, run_id: int, dim: int | None = None) -> None:
         """Start with this run, and drop states of others. ``dim``: length of a residual; None: any."""
@@ -59,6 +65,10 @@ class ClientStateStore:
             return
         self._run_id, self._shape = run_id, None if dim is None else (dim,)
         self._by_round.clear()
+        self._released = None
+        if self._releases is not None:
+            self._releases.close()
+            self._releases = None
         if self._store is None:
             return
         for round_id in self._store.rounds():
@@ -107,7 +117,45 @@ class ClientStateStore:
         """Whether states are saved, so that they outlive this process."""
         return self._store is not None
 
+    def released(self, round_id: int) -> Tensor | None:
+        """What has left this client in this round, float32, shape (D,); None: nothing has.
+
+        Raises:
+            CheckpointError: it is damaged: the round cannot be done again without telling more.
+        """
+        if self._released is not None and self._released[0] == round_id:
+            return self._released[1]
+        store = self._open_releases()
+        if store is None or round_id not in store.rounds():
+            return None
+        return store.load(round_id, lambda one: tensor_of(one, _RELEASED, self._shape)).tensors[_RELEASED]
+
+    def release(self, round_id: int, update: Tensor) -> None:
+        """Keep what is about to leave this client. It has its noise: who reads it here learns as much from the message.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if (store := self._open_releases(to_write=True)) is not None:
+            for undone in [known for known in store.rounds() if known > round_id]:
+                store.remove(undone)  # the newest number counts as the newest one
+            store.save(Checkpoint(round_id, {_RELEASED: update}, {}))
+        self._released = round_id, update
+
+    def _open_releases(self, *, to_write: bool = False) -> CheckpointStore | None:
+        """Those of this run; None: there are none on the disk."""
+        if self._releases is None and self._store is not None:
+            directory = self._store.directory / f"{_RELEASED}-{self._run_id:016x}"
+            if to_write:
+                for other in self._store.directory.glob(f"{_RELEASED}-*"):
+                    if other != directory:
+                        shutil.rmtree(other, ignore_errors=True)
+            if to_write or directory.is_dir():
+                self._releases = CheckpointStore(directory, keep=_KEPT)
+        return self._releases
+
     def close(self) -> None:
         """Let another process use the directory."""
-        if self._store is not None:
-            self._store.close()
+        for store in (self._store, self._releases):
+            if store is not None:
+                store.close()

@@ -170,6 +170,7 @@ class Controller:
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
+        self.progress.epsilon, self.progress.epsilon_budget = self._strategy.epsilon, self._strategy.epsilon_budget
         # Later than every start before, also where the clock was set back.
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
         self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
@@ -606,7 +607,7 @@ class Controller:
         named = format_ids(participants) if is_partial or has_hosts else ""
         if len(named) > MAX_CHARS and not is_partial:
             named = ""  # all are asked; updates of those that may not take part are refused
-        return RoundTerms(self.run_id, round_id, options, named)
+        return RoundTerms(self.run_id, round_id, options, named, held=not self._cap.is_settled)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
         if terms is not None:

@@ -53,6 +53,8 @@ def make_status(
         last_s=0.0 if last is None else last.seconds,
         bytes_up=0 if last is None else last.bytes_up, bytes_down=0 if last is None else last.bytes_down,
         accuracy=-1.0 if progress.accuracy is None else progress.accuracy, metrics=_finite(progress.metrics),
+        epsilon=-1.0 if progress.epsilon is None else progress.epsilon,
+        epsilon_budget=-1.0 if progress.epsilon_budget is None else progress.epsilon_budget,
     )  # fmt: skip
 
 

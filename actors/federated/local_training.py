@@ -136,8 +136,6 @@ class LocalTraining:
         self._memory = memory
         self._number = 0  # of the newest training: that of its round, or, where many are of one round, counted on
         self._counted = 0  # the newest one that counts
-        # With local privacy: of the newest round, by run and round, what has left this client.
-        self._released: tuple[tuple[int, int], Tensor, dict[str, float]] | None = None
         self._has_warned = False
         self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
         self.keeps_local_model = False
@@ -339,13 +337,13 @@ class LocalTraining:
                 f"the training rule {inputs.welcome.rule} sends {', '.join(end.sections)} without noise: with local "
                 f"privacy this client sends the model alone. Choose another rule on the controller"
             )
-        round_ = inputs.welcome.run_id, inputs.command.round_id
-        if not privacy.is_local or self._released is None or self._released[0] != round_:
-            found = privacy.protected(self._model.read() - inputs.base, inputs.broadcast)
-            if not privacy.is_local:
-                return found
-            self._released = round_, *found
-        return self._released[1:]
+        round_id = inputs.command.round_id
+        if privacy.is_local and (released := self._kept.released(round_id)) is not None:
+            return released, {}
+        change, facts = privacy.protected(self._model.read() - inputs.base, inputs.broadcast)
+        if privacy.is_local and bool(torch.isfinite(change).all()):  # else nothing leaves
+            self._kept.release(round_id, change)
+        return change, facts
 
     @torch.no_grad()
     def _encode(

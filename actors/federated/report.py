@@ -308,6 +308,8 @@ class Progress:
         clients: ids of the present clients. out: of those in quarantine, and until which round.
         reports: the rounds that are done, oldest first, all but the newest without their timelines.
         dropped: what did not count in them, by reason. accuracy, metrics: of the newest round that was evaluated.
+        epsilon: of differential privacy, spent by the rounds that are done; None: the run gives none. epsilon_budget:
+            that it may spend; None: there is no limit.
         never_counted: at the end, clients of which no update has counted in the whole run, and why.
         ended_early: why the run ended before its last round; empty: it did not.
         cross_site: at the end, local models on the data of all clients; None: that was not asked for.
@@ -325,6 +327,8 @@ class Progress:
     dropped: dict[str, int] = field(default_factory=dict)
     accuracy: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    epsilon: float | None = None
+    epsilon_budget: float | None = None
     never_counted: Mapping[int, str] = field(default_factory=dict)
     ended_early: str = ""
     cross_site: CrossSite | None = None
@@ -336,6 +340,8 @@ class Progress:
             self.reports[-1 - TIMELINES_IN_MEMORY] = self.reports[-1 - TIMELINES_IN_MEMORY].without_timeline()
         for reason, count in report.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count
+        if report.epsilon is not None:
+            self.epsilon = report.epsilon
         self._note_evaluation(report)
 
     def amend(self, report: RoundReport) -> None:

@@ -86,10 +86,10 @@ class _Private(WrappedStrategy):
         """Raises ConfigError: the budget does not suffice for a single round, or there is no accountant."""
         super().__init__(inner)
         self._ledger = Ledger(options["delta"])
-        self._budget: float | None = options["epsilon"]
+        self.epsilon_budget = options["epsilon"]
         self._clip_norm: float = options["clip_norm"]
         given = options["noise_multiplier"]
-        self._noise: float = given or noise_for(self._budget or math.inf, self._ledger.delta, config.rounds)
+        self._noise: float = given or noise_for(self.epsilon_budget or math.inf, self._ledger.delta, config.rounds)
         self._shapes: Sequence[Sequence[int]] = ()
         self._dim = 0
         self._base: Tensor | None = None
@@ -101,11 +101,11 @@ class _Private(WrappedStrategy):
         return self._ledger.epsilon()
 
     def end_reason(self) -> str:
-        if self._budget is None or (after := self._ledger.epsilon_with(self._noise)) <= self._budget:
+        if self.epsilon_budget is None or (after := self._ledger.epsilon_with(self._noise)) <= self.epsilon_budget:
             return self._inner.end_reason()
         return (
             f"the privacy budget is spent: epsilon is {self.epsilon:.4g} after {self._ledger.rounds} rounds, one more "
-            f"would make it {after:.4g}, and {self._budget:g} is allowed"
+            f"would make it {after:.4g}, and {self.epsilon_budget:g} is allowed"
         )
 
     def lay_out(self, shapes: Sequence[Sequence[int]]) -> None:

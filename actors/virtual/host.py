@@ -42,7 +42,7 @@ from gradbus.actors.virtual.pool import (
 from gradbus.actors.virtual.training_process import open_state, vector_bytes
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
-from gradbus.runtime.errors import BusError
+from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import (
     EvaluationRequest,
@@ -65,6 +65,17 @@ WAITING_BYTES = 1 << 30
 REPEATED_FAILURES = 64  # that go out with one heartbeat
 
 log = get_logger("host")
+
+
+def check_room(asked: int, update_bytes: int) -> None:
+    """Raises ConfigError: the updates of so many clients, which wait until the samples of all are known, do not fit."""
+    if asked * update_bytes > WAITING_BYTES:
+        raise ConfigError(
+            f"federated.limits.cap_samples=median: no update of the first round is added before the samples of all are "
+            f"known, and {asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that "
+            f"may wait in one process. On the controller, set it to a number of samples or to null, or ask fewer "
+            f"clients in a round; or spread the clients over more hosts"
+        )
 
 
 class HostSession(ControllerSession):
@@ -256,6 +267,8 @@ class ClientHost(Client):
         self._status.set("training")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")
         largest = codec_of(welcome).max_bytes(self._shape.dim)
+        if current.terms is not None and current.terms.held:
+            check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
         try:
             async with asyncio.TaskGroup() as trainings:

@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from gradbus.actors.federated.combinations import check_combination
+from gradbus.actors.aggregation.clipping import sample_cap
+from gradbus.actors.federated.combinations import check_combination, make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.virtual.host import WAITING_BYTES, ClientHost
+from gradbus.actors.virtual.host import ClientHost, check_room
 from gradbus.actors.virtual.pool import TrainingPool
 from gradbus.actors.virtual.training_process import PoolSettings
 from gradbus.runtime.bus.bus import connect
@@ -147,14 +148,10 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
 
 def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
     """Raises ConfigError: the updates of a first round, which wait until the samples of all are known, have no room."""
-    asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
-    size = int(CODECS.make(config.codec).max_bytes(FlatModel(task.build_model(), Sharing.of(config)).dim))
-    if config.limits.cap_samples == "median" and asked * size > WAITING_BYTES:
-        raise ConfigError(
-            f"federated.limits.cap_samples=median: no update of the first round is added before the samples of all are "
-            f"known, and {asked:,} updates of {size:,} bytes are more than the {WAITING_BYTES:,} bytes that may wait. "
-            f"Set it to a number of samples or to null, or ask fewer clients in a round"
-        )
+    dim = FlatModel(task.build_model(), Sharing.of(config)).dim
+    if not sample_cap(make_strategy(config, dim), config).is_settled:
+        asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
+        check_room(asked, int(CODECS.make(config.codec).max_bytes(dim)))
 
 
 def simulate(

@@ -5,7 +5,8 @@ object, from a notebook as well. It loads the data once and forks the training p
 has one thread and no DDS: a training process that has died is replaced by another fork of it, at any time.
 
 A training process trains one client after the other. It keeps nothing of a client: what a client keeps from round to
-round is on disk, read before its training and written by the host once its update counts.
+round is on disk, read before its training and written by the host once its update counts; with local privacy the
+update itself is, before it leaves.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResu
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive, send
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
 from gradbus.runtime.testing.instrumentation import no_probe
@@ -187,7 +189,9 @@ class _TrainingProcess:
 
     def _update(self, client: Identity, transfer: int, should_stop: Callable[[], bool]) -> Parcel:
         self._prepare(client.sender, self._inputs.welcome.num_clients)
-        kept = open_state(self._settings.state_dir, client.sender)
+        privacy = privacy_of(self._inputs.welcome.options)
+        releases = privacy is not None and privacy.is_local  # which are kept before they leave
+        kept = open_state(self._settings.state_dir, client.sender, to_write=releases)
         try:
             memory = self._memory if len(self._sealed) < MAX_SEALED else self._no_memory
             training = LocalTraining(

@@ -30,6 +30,7 @@ from gradbus.experiments.bench import (
     ladder,
     local,
     parameter_server,
+    privacy,
     scale,
     sealing,
 )
@@ -55,7 +56,10 @@ SCALE = {
     "ranks": Part(scale.measure_ranks, "Growth with the ranks", 60, 20),
     "payload": Part(scale.measure_payload, "Growth with the payload", 140, 20),
 }
-TITLES = {name: part.about for name, part in {**PARTS, **SCALE, **compression.BENCHMARK.parts}.items()}
+TITLES = {
+    name: part.about
+    for name, part in {**PARTS, **SCALE, **compression.BENCHMARK.parts, **privacy.BENCHMARK.parts}.items()
+}
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -72,9 +76,14 @@ def _document_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write-docs", action="store_true", help=f"rewrite the tables in {DOCS}, and {DOCS_RESULTS}")
 
 
-def _compression_options(parser: argparse.ArgumentParser) -> None:
-    compression.options(parser)
-    _document_option(parser)
+def _with_document(benchmark: Benchmark) -> Benchmark:
+    """A benchmark whose tables are in the document."""
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        benchmark.options(parser)
+        _document_option(parser)
+
+    return benchmark._replace(options=options)
 
 
 BENCHMARKS = {
@@ -91,7 +100,8 @@ BENCHMARKS = {
     "local": local.BENCHMARK,
     "parameter-server": parameter_server.BENCHMARK,
     "sealing": sealing.BENCHMARK,
-    "compression": compression.BENCHMARK._replace(options=_compression_options),
+    "compression": _with_document(compression.BENCHMARK),
+    "privacy": _with_document(privacy.BENCHMARK),
 }
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gradbus.experiments.bench import asynchronous, codecs, personal, sealing, selection, virtual
+from gradbus.experiments.bench import asynchronous, codecs, drift, early_stop, personal, sealing, selection, virtual
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
@@ -186,6 +186,9 @@ BENCHMARK = Benchmark(
         "virtual": Part(
             lambda chosen: virtual.measure(chosen.flower), "many clients in a few processes", 300, needs_mnist=True
         ),
+        "early-stop": Part(lambda _: early_stop.measure(), "all clients end with a run that ends early", 40),
+        "drift": Part(drift.measure, "rounds to 95 % on very unequal shares, by strategy", 900, needs_mnist=True),
+        "drift-tuning": Part(drift.measure_tuning, "what mu of FedProx was chosen by", 360, needs_mnist=True),
     },
     _options,
 )

@@ -1,32 +1,41 @@
-"""Differential privacy: epsilon beside other accountants, and accuracy on MNIST with a budget of 8 and 100 clients.
+"""Differential privacy: epsilon beside other accountants, the noise, accuracy with a budget of 8, the cost of a round.
 
-    python -m gradbus.experiments.bench.privacy epsilon --other PYTHON
-    python -m gradbus.experiments.bench.privacy accuracy --rounds 20
-
-``PYTHON`` is an interpreter that has dp-accounting, which may ask for other packages than gradbus does.
+``make bench-privacy ARGS="--other PYTHON"``, where ``PYTHON`` is an interpreter that has dp-accounting, which may ask
+for other packages than gradbus does; without it that accountant is left out. Trainings are kept beside the results: a
+run that is interrupted goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import itertools
 import json
 import math
-import os
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
 
 import gradbus
 from gradbus import models
 from gradbus.actors.privacy.accountant import epsilon_of
-from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Processes, context
+from gradbus.actors.privacy.discrete_gaussian import discrete_gaussian
+from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.compression import KeptResults
+from gradbus.experiments.bench.processes import DOMAIN, Processes
+from gradbus.experiments.bench.results import Measurement, commit, measurement
+from gradbus.experiments.bench.rounds import run_rounds
+from gradbus.experiments.bench.timing import by_turns
 
-CLIENTS, EPSILON, DELTA = 100, 8.0, 1e-5
+CLIENTS, ROUNDS, EPSILON, DELTA, CLIP_NORM = 100, 20, 8.0, 1e-5, 0.5
+SEEDS = 3
+WITHIN = 0.01  # of other accountants
 # Multiplier of the noise, rounds, delta.
 SETTINGS = ((1.0, 1, 1e-5), (2.0, 10, 1e-5), (4.0, 100, 1e-6), (10.0, 50, 1e-3), (3.1, 20, 1e-5))
 # A round is an event of the whole Gaussian mechanism: RDP as gradbus uses it, and the tighter loss distributions.
@@ -70,97 +79,163 @@ def opacus_epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
-def epsilons(other: str) -> None:
-    """Print the table. ``other``: an interpreter with dp-accounting."""
+def dp_accounting_epsilons(python: str) -> Sequence[tuple[float, float]]:
+    """Of each setting, by the two accountants of dp-accounting, which this interpreter has: RDP, and PLD."""
     ran = subprocess.run(
-        [other, "-c", _OTHER], input=json.dumps(SETTINGS), capture_output=True, text=True, check=True, timeout=120
+        [python, "-c", _OTHER], input=json.dumps(SETTINGS), capture_output=True, text=True, check=True, timeout=120
     )
-    print("| noise | rounds | delta | gradbus | opacus | dp-accounting RDP | dp-accounting PLD | closed form |")
-    print("|---|---|---|---|---|---|---|---|")
-    for setting, (rdp, pld) in zip(SETTINGS, json.loads(ran.stdout), strict=True):
-        noise_multiplier, rounds, delta = setting
-        found = [
-            epsilon_of([(noise_multiplier, rounds)], delta), opacus_epsilon(*setting), rdp, pld,
-            gaussian_epsilon(*setting),
-        ]  # fmt: skip
-        print(f"| {noise_multiplier:g} | {rounds} | {delta:g} | " + " | ".join(f"{one:.4f}" for one in found) + " |")
-        for name, one in ("opacus", found[1]), ("dp-accounting RDP", rdp):
-            if abs(found[0] / one - 1) > 0.01:
-                raise SystemExit(f"epsilon is {found[0]:.4f}, and {one:.4f} by {name}: more than 1 % apart")
-
-
-def linear(seed: int = 0) -> nn.Module:
-    """Logistic regression: 7,850 parameters. The norm of the noise grows with their root."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-
-
-def _task(options: Mapping[str, Any]) -> models.ClassificationTask:
-    torch.set_num_threads(1)
-    return models.ClassificationTask(
-        linear, models.load("mnist", download=False), num_clients=CLIENTS, batch_size=50, seed=options["seed"]
-    )
-
-
-async def _controller(job: str, options: Mapping[str, Any], ended: Any) -> list[tuple[float | None, float | None]]:
-    private = {"name": "central", "epsilon": EPSILON, "delta": DELTA, "clip_norm": options["clip_norm"]}
-    config = gradbus.FederatedConfig(
-        rounds=options["rounds"], seed=options["seed"], eval_every=5,
-        clients={"num": CLIENTS, "min": CLIENTS, "dead_after_s": 120.0},
-        strategy={"name": "fedavgm", "momentum": options["momentum"], "lr": 1.0},
-        training={"lr": options["lr"]}, privacy=private if options["private"] else "none",
-    )  # fmt: skip
-    try:
-        async with gradbus.connect(job, domain=DOMAIN, lease_s=LEASE_S) as bus:
-            controller = gradbus.Controller(bus, _task(options), config)
-            return [(report.accuracy, report.epsilon) async for report in controller.rounds()]
-    finally:
-        ended.set()
-
-
-async def _clients(job: str, options: Mapping[str, Any], ids: Sequence[int], ended: Any) -> None:
-    task = _task(options)  # one for all: the data is there once
-    async with gradbus.connect(job, domain=DOMAIN, lease_s=LEASE_S) as bus, asyncio.TaskGroup() as group:
-        running = [group.create_task(gradbus.Client(bus, task, client_id=one).run()) for one in ids]
-        await asyncio.to_thread(ended.wait)
-        for each in running:
-            each.cancel()
-
-
-def accuracy(options: Mapping[str, Any]) -> list[tuple[float | None, float | None]]:
-    """Accuracy, where it was evaluated, and epsilon of each round. The clients share a process."""
-    job, ended = f"bench-privacy-{os.getpid()}", context.Event()
-    with Processes() as running:
-        running.start("controller", _controller, job, options, ended)
-        running.start("clients", _clients, job, options, range(CLIENTS), ended)
-        found: list[tuple[float | None, float | None]] = running.results(580.0)[0]
+    found: list[tuple[float, float]] = json.loads(ran.stdout)
     return found
 
 
-def main() -> None:
-    """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    compared = commands.add_parser("epsilon", help="epsilon at five settings, by gradbus and by other accountants")
-    compared.add_argument("--other", required=True, help="a Python with dp-accounting")
-    trained = commands.add_parser("accuracy", help="accuracy on MNIST at epsilon 8, one seed")
-    trained.add_argument("--rounds", type=int, default=20)
-    trained.add_argument("--lr", type=float, default=0.1)
-    trained.add_argument("--momentum", type=float, default=0.0)
-    trained.add_argument("--clip-norm", type=float, default=0.5)
-    trained.add_argument("--seed", type=int, default=0)
-    trained.add_argument("--plain", dest="private", action="store_false", help="without noise and bound")
-    options = vars(parser.parse_args())
-    if options["command"] == "epsilon":
-        epsilons(options["other"])
-        return
+def measure_epsilon(python: str) -> Iterator[Measurement]:
+    """Epsilon at each setting over that of opacus and of dp-accounting, with the limit; the tighter ones beside it."""
+    others = dp_accounting_epsilons(python) if python else [None] * len(SETTINGS)
+    for setting, other in zip(SETTINGS, others, strict=True):
+        noise_multiplier, rounds, delta = setting
+        ours = epsilon_of([(noise_multiplier, rounds)], delta)
+        name = f"epsilon, noise {noise_multiplier:g}, {rounds} rounds, delta {delta:g}"
+        compared = {"opacus": opacus_epsilon(*setting)} | ({} if other is None else {"dp-accounting RDP": other[0]})
+        for beside, theirs in compared.items():
+            yield measurement(
+                f"{name}, by {beside}", "", [ours], against=(beside, [theirs]), at_most=1 + WITHIN, at_least=1 - WITHIN
+            )
+        tighter = {} if other is None else {"dp-accounting PLD": other[1]}
+        for beside, theirs in {**tighter, "closed form": gaussian_epsilon(*setting)}.items():
+            note = "of the continuous Gaussian, and tighter: for information"
+            yield measurement(f"{name}, by {beside}", "", [ours], against=(beside, [theirs]), note=note)
+
+
+# The noise
+
+_DRAWN = 2_000_000
+_CHANCE = 1e-4  # with which a right sampler exceeds the limit
+
+
+def chi_squared(counts: NDArray[Any], probabilities: NDArray[Any]) -> float:
+    """Pearson's statistic over the value that a right sampler exceeds with the chance above. Each class is expected at
+    least 5 times."""
+    from scipy.stats import chi2  # of the extra gradbus[privacy]
+
+    expected = probabilities / probabilities.sum() * counts.sum()
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return statistic / float(chi2.isf(_CHANCE, len(counts) - 1))
+
+
+def integer_classes(samples: NDArray[Any], sigma: float) -> tuple[NDArray[Any], NDArray[Any]]:
+    """How often each integer came, with the tails from 4 sigma on as a class each, and its probability."""
+    end = math.floor(4 * sigma)
+    grid = np.arange(-40 * end, 40 * end + 1)
+    weights = np.exp(-(grid**2) / (2 * sigma**2))
+    size = 2 * end + 1
+    found = np.bincount(np.clip(samples, -end, end) + end, minlength=size)
+    return found, np.bincount(np.clip(grid, -end, end) + end, weights=weights, minlength=size)
+
+
+def measure_noise(drawn: int = _DRAWN) -> Iterator[Measurement]:
+    """The sampler against the probabilities that it has to have, and how fast it is."""
+    for sigma in (1, 3, 17):
+        statistic = chi_squared(*integer_classes(discrete_gaussian(drawn, sigma), sigma))
+        name = f"chi-squared of {drawn:,} samples at each integer, sigma {sigma}"
+        yield measurement(name, "", [statistic], at_most=1, note=f"over the value at {_CHANCE:g}")
+    sigma = round(4.2 * 2**30)
     began_s = time.perf_counter()
-    for round_id, (found, epsilon) in enumerate(accuracy(options), 1):
-        if found is not None:
-            spent = "no noise" if epsilon is None else f"epsilon {epsilon:.3f}"
-            print(f"round {round_id}: accuracy {found:.2%}, {spent}")
-    print(f"{time.perf_counter() - began_s:.0f} s")
+    samples = discrete_gaussian(drawn, sigma)
+    seconds = time.perf_counter() - began_s
+    normal = 0.5 * (1 + torch.erf(torch.from_numpy(samples / sigma) / math.sqrt(2)))
+    places = (normal.clamp(max=1 - 1e-12) * 100).long().numpy()
+    for name, counts in {
+        "in 100 quantiles": np.bincount(places, minlength=100),
+        "in their lowest 10 bits": np.bincount(samples & 1023, minlength=1024),
+    }.items():
+        yield measurement(
+            f"chi-squared of {drawn:,} samples {name}, sigma 4.2 on the grid of a run", "",
+            [chi_squared(counts, np.ones(len(counts)))], at_most=1, note=f"over the value at {_CHANCE:g}",
+        )  # fmt: skip
+    yield measurement("time of a sample, sigma 4.2 on the grid of a run", "ns", [1e9 * seconds / drawn])
 
 
-if __name__ == "__main__":
-    main()
+# Accuracy
+
+
+def train(options: Mapping[str, Any]) -> list[tuple[float | None, float | None]]:
+    """Accuracy, where it was evaluated, and epsilon of each round of one run with virtual clients."""
+    data = models.load(options["data"], download=False)
+    task = models.ClassificationTask(models.mnist_linear, data, batch_size=50, seed=options["seed"])
+    private = {"name": "central", "epsilon": EPSILON, "delta": DELTA, "clip_norm": CLIP_NORM}
+    config = gradbus.FederatedConfig(
+        rounds=options["rounds"], seed=options["seed"], eval_every=5, clients={"min": options["clients"]},
+        training={"lr": 0.1}, privacy=private if options["private"] else "none",
+    )  # fmt: skip
+    result = gradbus.simulate(task, options["clients"], config=config, options=gradbus.SimulationOptions(domain=DOMAIN))
+    return [(report.accuracy, report.epsilon) for report in result.rounds]
+
+
+def measure_accuracy(chosen: argparse.Namespace, seeds: int = SEEDS, **smaller: Any) -> Iterator[Measurement]:
+    """After some rounds, with noise and bound and without. A sample is a seed. ``smaller``: in tests."""
+    kept = KeptResults(chosen.out.with_name(f"{chosen.out.stem}-accuracy.jsonl"))
+    found: dict[tuple[bool, int], list[tuple[float, float]]] = {}
+    for seed, private in itertools.product(range(seeds), (True, False)):
+        options = {"clients": CLIENTS, "rounds": ROUNDS, "data": "mnist", "seed": seed, "private": private, **smaller}
+        key = json.dumps({**options, "epsilon": EPSILON, "delta": DELTA, "clip_norm": CLIP_NORM}, sort_keys=True)
+        if (one := kept.get(key)) is None:
+            with Processes() as running:
+                running.start("training", train, options)
+                one = kept.add(key, {"rounds": running.results(580.0)[0], "commit": commit()})
+            print(f"seed {seed}, {'private' if private else 'plain'}: {one['rounds'][-1]}", file=sys.stderr, flush=True)
+        for round_id, (accuracy, epsilon) in enumerate(one["rounds"], 1):
+            if accuracy is not None:
+                found.setdefault((private, round_id), []).append((100 * accuracy, epsilon or 0.0))
+    for (private, round_id), values in found.items():
+        if private:
+            plain = [accuracy for accuracy, _ in found[False, round_id]]
+            yield measurement(
+                f"accuracy, {options['clients']} clients, round {round_id}, epsilon {values[0][1]:.2f}", "%",
+                [accuracy for accuracy, _ in values], against=("without noise and bound", plain),
+                note=f"these: {' '.join(f'{one:.2f}' for one in plain)} %",
+            )  # fmt: skip
+
+
+# Cost
+
+_COST_DIM = 1_199_882  # the CNN's
+_WAYS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "central": {"privacy": {"name": "central", "noise_multiplier": 1.0}},
+    "central, adaptive bound": {"privacy": {"name": "central", "noise_multiplier": 1.0, "target_quantile": 0.5}},
+    "local": {"privacy": {"name": "local", "noise_multiplier": 1.0}},
+}
+
+
+def measure_cost(launches: int = 3, dim: int = _COST_DIM, clients: int = 8, rounds: int = 12) -> Iterator[Measurement]:
+    """Overhead and processor time of a round, with noise and without, by turns."""
+    run = {way: partial(run_rounds, dim, clients=clients, rounds=rounds, **one) for way, one in _WAYS.items()}
+    taken = by_turns(run, launches)
+    what = f"{4 * dim / 1e6:.3g} MB, {clients} clients"
+    plain = taken.pop("none")
+    for way, found in taken.items():
+        for name, of in (
+            ("round overhead", lambda one: 1e3 * float(np.median(one.overheads_s))),
+            ("processor time of a round", lambda one: 1e3 * one.cpu_s),
+        ):
+            yield measurement(f"{name}, {what}, {way}", "ms", map(of, found), against=("none", map(of, plain)))
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--other", metavar="PYTHON", default="", help="of part epsilon: a Python with dp-accounting, to compare with"
+    )
+
+
+BENCHMARK = Benchmark(
+    __doc__ or "",
+    {
+        "epsilon": Part(lambda chosen: measure_epsilon(chosen.other), "Privacy: epsilon at five settings", 10),
+        "noise": Part(lambda _: measure_noise(), "Privacy: the noise has its distribution", 5),
+        "private-accuracy": Part(
+            measure_accuracy, "Privacy: accuracy with a budget of 8 and 100 clients", 240, needs_mnist=True
+        ),
+        "private-rounds": Part(lambda _: measure_cost(), "Privacy: what a round costs", 60),
+    },
+    _options,
+)  # fmt: skip

@@ -88,6 +88,8 @@ def tiles_of(run: RunFiles) -> list[Tile]:
     count, sums = len(reports), totals(reports)
     clients = {client for report in reports for client in report.clients}
     wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.summary.get("wall_s"), reports[-1].epsilon
+    budget = run.setting("federated", "privacy.epsilon")
+    allowed = f", of {budget:g} allowed" if isinstance(budget, int | float) else ""
     return [
         *quality_tiles(reports),
         *client_tiles(reports),
@@ -97,7 +99,11 @@ def tiles_of(run: RunFiles) -> list[Tile]:
         Tile("down", size(sums["bytes_down"]), f"{size(sums['bytes_down'] // count)} a round"),
         Tile("a round", duration(median_high(r.seconds for r in reports)), "median, without evaluation"),
         Tile("evaluation", duration(sums["eval_s"]), "in all, on the controller; no bytes"),
-        *([Tile("epsilon", f"{epsilon:.3g}", "of differential privacy, spent")] if epsilon is not None else []),
+        *(
+            [Tile("epsilon", f"{epsilon:.3g}", f"of differential privacy, spent{allowed}")]
+            if epsilon is not None
+            else []
+        ),
         *([Tile("the run", duration(wall_s), "from start to end, all included")] if wall_s else []),
     ]
 

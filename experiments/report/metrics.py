@@ -51,6 +51,8 @@ class JobCollector(Collector):
             "expected": gauge("updates_expected", "Updates of the open round that are expected"),
             "accuracy": gauge("accuracy", "Accuracy of the newest evaluated model, 0 to 1"),
             "eval_loss": gauge("eval_loss", "Loss of the newest evaluated model on the test set"),
+            "epsilon": gauge("epsilon", "Epsilon of differential privacy that the committed rounds have spent"),
+            "budget": gauge("epsilon_budget", "Epsilon of differential privacy that the run may spend"),
             "metric": gauge("metric", "Metrics of the newest evaluated model, by name", "name"),
             "by_clients": gauge(
                 "client_metric", "Metrics that clients have found on their own data: mean, std, min, max", "name", "of"
@@ -79,7 +81,10 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     put("clients", len(progress.clients) if job.running else 0)
     put("ready", progress.ready)
     put("expected", progress.expected)
-    for key, value in ("accuracy", totals.accuracy), ("eval_loss", totals.eval_loss), ("loss", totals.loss):
+    for key, value in (
+        ("accuracy", totals.accuracy), ("eval_loss", totals.eval_loss), ("loss", totals.loss),
+        ("epsilon", progress.epsilon), ("budget", progress.epsilon_budget),
+    ):  # fmt: skip
         if value is not None:  # no sample is better than an invented one
             put(key, value)
     for metric, value in totals.metrics.items():

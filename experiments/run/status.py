@@ -191,6 +191,8 @@ def _controller(received: _Received, now_s: float) -> dict[str, Any]:
         "kept_out": status.quarantined, "dropped": status.dropped, "last_round_s": round(status.last_s, 3),
         "bytes_up": status.bytes_up, "bytes_down": status.bytes_down,
         "accuracy": status.accuracy if status.accuracy >= 0 else None, "metrics": status.metrics,
+        "epsilon": status.epsilon if status.epsilon >= 0 else None,
+        "epsilon_budget": status.epsilon_budget if status.epsilon_budget >= 0 else None,
         "silent_s": _silent(received, now_s),
     }  # fmt: skip
 
@@ -345,6 +347,9 @@ def _controller_lines(found: Mapping[str, Any]) -> list[str]:
             f"  last round {found['last_round_s']:.2f} s, up {size(found['bytes_up'])}, down "
             f"{size(found['bytes_down'])}{accuracy}"
         )
+    if found["epsilon"] is not None:
+        allowed = "" if found["epsilon_budget"] is None else f" of {found['epsilon_budget']:g}"
+        lines.append(f"  privacy: epsilon {found['epsilon']:.4g}{allowed} spent")
     if found["dropped"]:
         lines.append("  not counted: " + ", ".join(f"{reason} {n}" for reason, n in found["dropped"].items()))
     return lines

@@ -497,7 +497,8 @@ class ClientConfig(Settings):
 
     state_dir: Path | None = None
     """Directory that keeps over a restart what this client keeps from round to round: its personal tensors, the
-    residual of a lossy codec, the state of its rule. null: in memory only."""
+    residual of a lossy codec, the state of its rule and of its optimizer, and what was released with local privacy.
+    null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
     """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
     least_noise: NonNegative = 0.0

@@ -144,12 +144,14 @@ class RoundTerms:
         options: of the training rule in this round, beside those of the Welcome and instead of those of the same name.
         participants: ids of the clients that are asked, as ranges; the others sit this round out. Empty: all are asked.
             A participant that newer terms of the same round do not name stops: its update is no longer needed.
+        held: no update is added before the samples of all participants are known.
     """
 
     run_id: U64
     round_id: Round
     options: Options
     participants: IdRanges = ""
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -178,6 +180,8 @@ class Status:
         dropped: messages and updates that did not count in this run, by reason; the most frequent ones.
         last_s, bytes_up, bytes_down: of the last round. accuracy: of the last evaluation, -1 if there was none.
         metrics: more numbers of that evaluation, by name.
+        epsilon: of differential privacy that the committed rounds have spent; -1: the run gives none.
+        epsilon_budget: that it may spend; -1: there is no limit.
     """
 
     run_id: U64
@@ -200,6 +204,8 @@ class Status:
     bytes_down: U64 = 0
     accuracy: float = -1.0
     metrics: Metrics = dataclasses.field(default_factory=dict)
+    epsilon: float = -1.0
+    epsilon_budget: float = -1.0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

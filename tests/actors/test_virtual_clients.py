@@ -17,8 +17,10 @@ from dds_domains import new_domain
 from torch import nn
 
 import gradbus
+from gradbus.actors.virtual import host as host_module
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
+from gradbus.actors.virtual.simulation import run_beside
 from gradbus.actors.virtual.training_process import PoolSettings
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError, TrainingFailed
@@ -231,3 +233,30 @@ def test_what_virtual_clients_cannot_do_is_refused_before_anything_starts(
 def test_a_first_round_with_more_updates_than_may_wait_is_refused_with_what_to_change() -> None:
     with pytest.raises(ConfigError, match="cap_samples"):
         gradbus.simulate(NoopTask(10_000_000), 100)
+
+
+def test_a_host_whose_first_round_does_not_fit_says_what_to_change_and_only_where_updates_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same check as above, by a host that knows of the controller's rules what it is sent."""
+    monkeypatch.setattr(host_module, "WAITING_BYTES", 4 * DIM)
+
+    async def hosted(cap: str | None) -> None:
+        job, domain = f"room-{os.getpid()}-{next(_jobs)}", new_domain()
+        pool = TrainingPool(NoopTask(DIM), PoolSettings(state_dir=tmp_path), size=1)
+        try:
+            async with (
+                asyncio.timeout(30), gradbus.connect(job, domain=domain) as bus,
+                gradbus.connect(job, domain=domain) as other,
+            ):  # fmt: skip
+                controller = gradbus.Controller(
+                    bus, NoopTask(DIM), rules(clients={"num": 4}, rounds=2, limits={"cap_samples": cap})
+                )
+                host = ClientHost(other, NoopTask(DIM), ids=range(4), pool=pool, state_dir=tmp_path)
+                await run_beside(controller.run(), host.run())
+        finally:
+            await pool.close()
+
+    with pytest.raises(ConfigError, match=r"cap_samples=median: .*4 updates of .*80,000 bytes that may wait"):
+        asyncio.run(hosted("median"))
+    asyncio.run(hosted(None))

@@ -87,3 +87,25 @@ def test_the_script_for_a_shell_asks_gradbus() -> None:
     script = shell("", shell="source_bash").stdout
     assert "_GRADBUS_COMPLETE=complete_bash" in script
     assert script.rstrip().endswith(" gradbus")
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["no-such-command"], 2)])
+def test_a_command_ends_without_the_teardown_and_with_its_code_output_and_exit_functions(
+    arguments: list[str], code: int
+) -> None:
+    program = (
+        "import atexit, sys, threading, time\n"
+        "from gradbus.__main__ import main\n"
+        "class Torn:\n"
+        "    def __del__(self): print('torn down')\n"
+        "sys.torn = [Torn()]; sys.torn.append(sys.torn)\n"
+        "atexit.register(print, 'exit function')\n"
+        "threading.Thread(target=lambda: (time.sleep(1.5), print('thread'))).start()\n"
+        f"sys.argv = ['gradbus', *{arguments}]\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert done.stdout.endswith("thread\nexit function\n")  # a pipe, which is not written to line by line
+    assert ("gradbus" in done.stdout) == (code == 0)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.actors.federated.combinations import check_combination
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.experiments.files import AggregatorFile, ClientFile, ControllerFile, WorkerFile, load
@@ -17,6 +18,10 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "configs"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.json") if path.name.startswith(("controller", "client")))
 
 
+WAYS = ("", ".lora", ".non-iid", ".private", ".two-machines")
+SIZES = {".lora.": 824_064, ".private.": 7_850}
+
+
 def kind_of(name: str) -> type[ControllerFile] | type[ClientFile]:
     return ControllerFile if name.startswith("controller") else ClientFile
 
@@ -25,18 +30,20 @@ def kind_of(name: str) -> type[ControllerFile] | type[ClientFile]:
 def test_every_example_loads_and_names_a_task_that_can_be_made(name: str, configs: Path) -> None:
     file = load(kind_of(name), configs / name)
     task = ConfiguredTask(file.task)
-    expected = 824_064 if ".lora." in name else 1_199_882
-    assert sum(parameter.numel() for parameter in task.build_model().parameters()) == expected
+    size = next((size for way, size in SIZES.items() if way in name), 1_199_882)
+    assert sum(parameter.numel() for parameter in task.build_model().parameters()) == size
 
 
 def test_there_is_an_example_for_each_codec_and_each_way_of_running() -> None:
     codecs = {f"controller.{codec}.conf.json" for codec in ("q8", "s4", "sq8")}
-    pairs = {
-        f"{side}{way}.conf.json"
-        for side in ("controller", "client")
-        for way in ("", ".non-iid", ".two-machines", ".lora")
-    }
+    pairs = {f"{side}{way}.conf.json" for side in ("controller", "client") for way in WAYS}
     assert set(EXAMPLES) == codecs | pairs
+
+
+def test_the_private_example_has_the_budget_and_the_noise_that_are_documented(configs: Path) -> None:
+    rules = load(ControllerFile, configs / "controller.private.conf.json").federated
+    assert (rules.privacy.name, rules.privacy.options["epsilon"], rules.clients.num) == ("central", 8.0, 100)
+    check_combination(rules)
 
 
 def test_the_example_of_an_aggregator_serves_the_job_of_the_workers_beside_it(configs: Path) -> None:
@@ -74,7 +81,7 @@ def test_the_example_of_adapters_shares_these_alone(configs: Path) -> None:
     assert model.personal == []
 
 
-@pytest.mark.parametrize("way", ["", ".non-iid", ".two-machines", ".lora"])
+@pytest.mark.parametrize("way", WAYS)
 def test_controller_and_client_of_an_example_agree(way: str, configs: Path) -> None:
     controller = load(ControllerFile, configs / f"controller{way}.conf.json")
     client = load(ClientFile, configs / f"client{way}.conf.json")

@@ -60,6 +60,9 @@ ELSEWHERE = {
         "gradbus controller experiments/configs/controller.lora.conf.json",
         "gradbus client experiments/configs/client.lora.conf.json *",
     ),
+    "tests/experiments/run/test_private_commands.py": (
+        "make run-controller CONFIG=experiments/configs/controller.private.conf.json",
+    ),
     "tests/experiments/run/test_data_inspect.py": ("gradbus data inspect *",),
     "tests/experiments/report/test_metrics_server.py": ("gradbus * --metrics-port *",),
     "tests/experiments/report/test_trackers.py": ("gradbus * --mlflow *", "gradbus * --wandb *"),

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from gradbus.models import SeededDropout, mnist_cnn, mnist_mlp, reseed_dropout, seeded_generator
+from gradbus.models import SeededDropout, mnist_cnn, mnist_linear, mnist_mlp, reseed_dropout, seeded_generator
 
-NETWORKS = pytest.mark.parametrize("make", [mnist_cnn, mnist_mlp])
+NETWORKS = pytest.mark.parametrize("make", [mnist_cnn, mnist_linear, mnist_mlp])
 
 
 def flat(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize(("make", "count"), [(mnist_cnn, 1_199_882), (mnist_mlp, 407_050)])
+@pytest.mark.parametrize(("make", "count"), [(mnist_cnn, 1_199_882), (mnist_linear, 7_850), (mnist_mlp, 407_050)])
 def test_the_number_of_parameters_is_exact(make: Callable[..., nn.Module], count: int) -> None:
     assert flat(make()).numel() == count
 

@@ -32,10 +32,11 @@ _jobs = itertools.count()
 
 
 class Moving:
-    """Training that moves each weight by one."""
+    """Training that moves each weight by one, or ``by``."""
 
-    def __init__(self, module: Any = nn.Linear) -> None:
+    def __init__(self, module: Any = nn.Linear, by: float = 1.0) -> None:
         self.module = module
+        self.by = by
 
     def build_model(self) -> nn.Module:
         model: nn.Module = self.module(20, 1)
@@ -50,7 +51,7 @@ class Moving:
     def train(self, model: Any, **_: Any) -> TrainResult:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for one in model.parameters():
-            one.grad = -torch.ones_like(one)
+            one.grad = -self.by * torch.ones_like(one)
         optimizer.step()
         return TrainResult(7, 1.25)
 
@@ -134,25 +135,62 @@ def test_a_local_update_tells_nothing_beside_the_noisy_model() -> None:
     assert 0.5 < float(controller.weights.std()) < 8  # of two means of two, each of standard deviation 2: near 2
 
 
-def test_a_round_that_is_done_again_gives_what_it_gave_before_and_nothing_without_noise() -> None:
+def local_update(
+    store: ClientStateStore, round_id: int, *, run_id: int = 7, rule: str = "plain", by: float = 1.0
+) -> bytes:
+    """The payload of a client with local privacy, which begins with this store. ``by``: what training adds."""
     training = LocalTraining(
-        Moving(), Identity(0, 1), FlatModel(Moving().build_model()), ClientStateStore(None, 0),
-        PayloadMemory(switched_on=False),
+        Moving(by=by), Identity(0, 1), FlatModel(Moving().build_model()), store, PayloadMemory(switched_on=False)
     )  # fmt: skip
-    welcome = Welcome(0, 1, 7, 1, "fp32", 0.5, 64, 2, 1, 0.5)
     terms = {"privacy.name": "local", "privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0}
-
-    def train(round_id: int, rule: str = "plain") -> bytes:
-        inputs = RoundInputs(
-            welcome=dataclasses.replace(welcome, options=terms, rule=rule),
-            command=TrainCmd(round_id, 0, 1, 0.1, 0), base=torch.zeros(21), broadcast=torch.zeros(21),
-        )  # fmt: skip
+    welcome = dataclasses.replace(Welcome(0, 1, run_id, 1, "fp32", 0.5, 64, 2, 1, 0.5), options=terms, rule=rule)
+    inputs = RoundInputs(
+        welcome=welcome, command=TrainCmd(round_id, 0, 1, 0.1, 0), base=torch.zeros(21), broadcast=torch.zeros(21)
+    )  # fmt: skip
+    try:
         return bytes(training.train(inputs, 1, lambda: False).payload)
+    finally:
+        training.close()
 
-    assert train(1) == train(1)
-    assert train(1) != train(2)
+
+def test_a_round_that_is_done_again_gives_what_it_gave_before_and_nothing_without_noise() -> None:
+    store = ClientStateStore(None, 0)
+    first = local_update(store, 1)
+    assert local_update(store, 1) == first
+    assert local_update(store, 2) != first
     with pytest.raises(ConfigError, match="sends control without noise"):
-        train(3, "scaffold")
+        local_update(store, 3, rule="scaffold")
+
+
+def test_a_client_that_was_started_anew_releases_what_it_has_released_whatever_it_has_trained_since(
+    tmp_path: Path,
+) -> None:
+    def update(round_id: int, run_id: int = 7, by: float = 1.0) -> bytes:
+        return local_update(ClientStateStore(tmp_path, 0), round_id, run_id=run_id, by=by)
+
+    first, second = update(1), update(2)
+    assert first != second
+    assert [update(1, by=5.0), update(2, by=5.0)] == [first, second]
+    (kept,) = tmp_path.glob("client-0/released-*")
+    assert all(len(path.read_bytes()) < 2000 for path in kept.iterdir())  # what was sent, and no key of its noise
+    assert update(1, run_id=8) != first
+    assert [path.name for path in tmp_path.glob("client-0/released-*")] == [f"released-{8:016x}"]
+    next((tmp_path / "client-0").glob("released-*/round-000001.safetensors")).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        update(1, run_id=8)
+
+
+def test_virtual_clients_keep_what_they_release_in_their_folders(tmp_path: Path) -> None:
+    privacy = {"name": "local", "noise_multiplier": 1.0}
+    result = gradbus.simulate(
+        Moving(), 3, config=gradbus.FederatedConfig(rounds=2, eval_every=0, privacy=privacy),
+        options=gradbus.SimulationOptions(processes=1, state_dir=tmp_path, domain=new_domain()),
+    )  # fmt: skip
+    assert [report.updates for report in result.rounds] == [3, 3]
+    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("client-*/released-*/*.safetensors"))
+    assert [(path[:8], path[-18:]) for path in kept] == [
+        (f"client-{client}", f"00000{number}.safetensors") for client in range(3) for number in (1, 2)
+    ]  # fmt: skip
 
 
 def test_a_client_that_insists_on_noise_sends_nothing_to_a_controller_that_asks_for_none() -> None:

@@ -60,7 +60,7 @@ def picture_of(*said: tuple[int, float, Body], now_s: float = 10.0) -> dict[str,
 STATUS = Status(
     5, 4, "training", 1, 5, minimum=2, rounds=10, clients=5, round_s=12.34, remaining_s=287.6, awaited=[1, 2, 3, 9],
     silent_s=[0.1, 0.2, 2.2, 0.3], quarantined=[7], dropped={"stale": 3}, last_s=1.5, bytes_up=9_600_000,
-    bytes_down=4_800_000, accuracy=0.9876,
+    bytes_down=4_800_000, accuracy=0.9876, epsilon=3.14159, epsilon_budget=8.0,
 )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ def test_each_client_that_is_waited_for_has_a_reason() -> None:
         "training, round 4/10, 5 clients",
         "  updates 1/5 (min 2) after 12.3 s, 288 s until the deadline",
         "  last round 1.50 s, up 9.60 MB, down 4.80 MB, accuracy 98.76 %",
+        "  privacy: epsilon 3.142 of 8 spent",
         "  not counted: stale 3",
         "  waiting for client 1: trains since 12.3 s [host-a:77]",
         "  waiting for client 2: sends its update since 0.5 s [host-a:77]",

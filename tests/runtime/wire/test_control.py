@@ -116,7 +116,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "include": [],
         "exclude": [],
     },
-    RoundTerms: {"participants": ""},
+    RoundTerms: {"participants": "", "held": False},
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {
@@ -135,6 +135,8 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "bytes_down": 0,
         "accuracy": -1.0,
         "metrics": {},
+        "epsilon": -1.0,
+        "epsilon_budget": -1.0,
     },
     RankStatus: {
         "step": -1,

@@ -1,0 +1,161 @@
+"""Rounds to 95 % on MNIST where clients have very different data: FedAvg beside what is made against client drift.
+
+Twenty virtual clients share MNIST by a Dirichlet distribution of alpha 0.1 for each label, so that most have two or
+three labels, and amounts of data that are far apart. All of them train in each round, one epoch of SGD without
+momentum; the model is evaluated on the test set after each round. A sample is a seed: of the shares, the model and the
+order of the data. The learning rate is the same for all; ``mu`` of FedProx is chosen by part ``drift-tuning``, on
+samples of the training set that nobody trains with, and with a seed that is of no sample.
+
+Trainings are kept beside the results: a run that is interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import gradbus
+from gradbus import models
+from gradbus.experiments.bench.compression import KeptResults
+from gradbus.experiments.bench.processes import DOMAIN, Processes
+from gradbus.experiments.bench.results import Measurement, commit, measurement
+from gradbus.experiments.bench.training import Data
+
+SEEDS = 3
+_TUNING_SEED = 100  # of no sample
+_HELD_OUT = 10_000  # samples of the training set, the last ones, that mu is chosen on
+_RUN_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriftSetting:
+    """What all runs have in common.
+
+    Attributes:
+        target: accuracy that a run ends with. rounds: most of them. alpha: of the Dirichlet distribution.
+    """
+
+    target: float = 0.95
+    rounds: int = 60
+    clients: int = 20
+    alpha: float = 0.1
+    batch_size: int = 64
+    lr: float = 0.1
+    data: Data = "mnist"
+
+
+class Way(NamedTuple):
+    """A strategy, and a training rule of its clients."""
+
+    strategy: str
+    rule: Any = "plain"
+
+
+MU = 0.001
+WAYS = {
+    "FedAvg": Way("fedavg"),
+    f"FedProx, mu {MU:g}": Way("fedavg", {"name": "fedprox", "mu": MU}),
+    "SCAFFOLD": Way("scaffold", "scaffold"),
+    "FedNova": Way("fednova"),
+}
+_TRIED_MU = (0.001, 0.01, 0.1)
+
+
+class _Target:
+    """Ends a run once it has the accuracy."""
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+
+    def on_report(self, report: gradbus.RoundReport) -> bool:
+        return (report.accuracy or 0.0) >= self._target
+
+
+def train(setting: DriftSetting, way: Way, seed: int, held_out: int = 0) -> list[float]:
+    """The accuracy after each round of one run, in this process.
+
+    Args:
+        held_out: so many of the last samples of the training set are evaluated on, in place of the test set, and not
+            trained with.
+    """
+    split = models.load(setting.data, download=False)
+    if held_out:
+        kept, others = (
+            models.Dataset(split.train.name, split.train.images[part], split.train.labels[part])
+            for part in (slice(-held_out), slice(-held_out, None))
+        )
+        split = models.DataSplit(kept, others)
+    task = models.ClassificationTask(
+        models.mnist_mlp, split, {"kind": "dirichlet", "alpha": setting.alpha}, setting.clients,
+        batch_size=setting.batch_size, momentum=0.0, seed=seed,
+    )  # fmt: skip
+    config = gradbus.FederatedConfig(
+        rounds=setting.rounds, seed=seed, strategy=way.strategy, codec={"name": "fp32", "version": 2},
+        training={"lr": setting.lr, "rule": way.rule},
+        limits={"cap_samples": None},  # weights as in the papers
+    )  # fmt: skip
+    result = gradbus.simulate(
+        task, setting.clients, config=config, callbacks=[_Target(setting.target)],
+        options=gradbus.SimulationOptions(domain=DOMAIN),
+    )  # fmt: skip
+    return [report.accuracy or 0.0 for report in result.rounds]
+
+
+class _Runs:
+    """Runs that are kept in a file, each in a process of its own."""
+
+    def __init__(self, chosen: argparse.Namespace, part: str) -> None:
+        self._kept = KeptResults(chosen.out.with_name(f"{chosen.out.stem}-{part}.jsonl"))
+
+    def rounds(self, setting: DriftSetting, name: str, way: Way, seed: int, held_out: int = 0) -> Mapping[str, Any]:
+        """``rounds`` to the target, or all of them; ``accuracies`` after each."""
+        key = json.dumps({**asdict(setting), **way._asdict(), "seed": seed, "held_out": held_out}, sort_keys=True)
+        if (found := self._kept.get(key)) is None:
+            began_s = time.perf_counter()
+            with Processes() as running:
+                running.start(name, train, setting, way, seed, held_out)
+                accuracies: list[float] = running.results(_RUN_S)[0]
+            found = self._kept.add(key, {
+                "rounds": len(accuracies), "accuracies": [round(one, 4) for one in accuracies],
+                "seconds": round(time.perf_counter() - began_s, 1), "commit": commit(),
+            })  # fmt: skip
+            said = f"{name}, seed {seed}: {len(accuracies)} rounds, {accuracies[-1]:.2%}, {found['seconds']} s"
+            print(said, file=sys.stderr, flush=True)
+        return found
+
+
+def _figure(setting: DriftSetting, name: str, runs: list[Mapping[str, Any]], **more: Any) -> Measurement:
+    """Rounds to the target; a run without it counts as all its rounds, which the note tells."""
+    missed = sum(one["accuracies"][-1] < setting.target for one in runs)
+    note = f"{missed} of {len(runs)} without it, after {setting.rounds} rounds" if missed else ""
+    title = f"rounds to {setting.target:.0%}, {setting.clients} clients, Dirichlet {setting.alpha:g}: {name}"
+    return measurement(title, "rounds", [one["rounds"] for one in runs], note=note, **more)
+
+
+def measure(
+    chosen: argparse.Namespace, setting: DriftSetting | None = None, seeds: int = SEEDS
+) -> Iterator[Measurement]:
+    """Rounds to the target of each way, beside those of FedAvg with the same seed."""
+    setting, runs = setting or DriftSetting(), _Runs(chosen, "drift")
+    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in WAYS}
+    for seed in range(seeds):
+        for name, way in WAYS.items():
+            found[name].append(runs.rounds(setting, name, way, seed))
+    (base, reference), *others = found.items()
+    yield _figure(setting, base, reference)
+    for name, own in others:
+        yield _figure(setting, name, own, against=(base, [one["rounds"] for one in reference]))
+
+
+def measure_tuning(chosen: argparse.Namespace, setting: DriftSetting | None = None) -> Iterator[Measurement]:
+    """What ``mu`` was chosen by."""
+    setting, runs = setting or DriftSetting(), _Runs(chosen, "drift-tuning")
+    for mu in _TRIED_MU:
+        name = f"FedProx, mu {mu:g}"
+        way = Way("fedavg", {"name": "fedprox", "mu": mu})
+        yield _figure(setting, f"{name}, held out", [runs.rounds(setting, name, way, _TUNING_SEED, _HELD_OUT)])
