@@ -322,6 +322,8 @@ class ClientRegistry:
             if hello.session != self._session:
                 return None
             dim, layout = hello.shared_dim, hello.shared_layout
+            if not layout:
+                return "it has ignored which tensors are shared, as an older version does"
         elif self._compares == "trained" and hello.trained_dim:
             dim, layout = hello.trained_dim, hello.trained_layout
         if dim != self._dim:

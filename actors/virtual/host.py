@@ -235,7 +235,7 @@ class ClientHost(Client):
                 self._repeating.cancel()
 
     async def _lacks_frozen(self, welcome: Welcome) -> bool:
-        self._model.arrange(Sharing.of_welcome(welcome))
+        await self._compute.run(self._model.arrange, Sharing.of_welcome(welcome))
         return bool(welcome.frozen) and self._model.frozen != welcome.frozen
 
     def _take_frozen(self, welcome: Welcome, vector: Tensor) -> None:

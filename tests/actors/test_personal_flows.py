@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -194,6 +195,58 @@ def test_heads_may_differ_in_size_from_client_to_client() -> None:
     assert [report.clients for report in reports] == [(0, 1)] * 2
     assert tasks[1].after[-1]["head.weight"].shape == (5, 4)
     assert weights.numel() == 3 * 4 + 4 + 4 * 4
+
+
+class Waiting(Images):
+    """Waits in its third training until another client has its data, and so is about to join."""
+
+    def __init__(self, ready: threading.Event) -> None:
+        super().__init__()
+        self._ready = ready
+
+    def train(self, model: Any, **arguments: Any) -> TrainResult:
+        if len(self.before) == 2:
+            assert self._ready.wait(20.0)
+        return super().train(model, **arguments)
+
+
+class Late(Images):
+    def __init__(self, ready: threading.Event) -> None:
+        super().__init__()
+        self._ready = ready
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        self._ready.set()
+
+
+def test_a_client_that_joins_late_begins_with_the_global_model_and_personal_tensors_as_built() -> None:
+    ready, job, domain = threading.Event(), f"personal-late-{os.getpid()}", new_domain()
+    first, late = Waiting(ready), Late(ready)
+
+    async def one(client_id: int, task: Any) -> None:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            await gradbus.Client(bus, task, client_id=client_id).run()
+
+    async def main() -> list[gradbus.RoundReport]:
+        config = gradbus.FederatedConfig(
+            rounds=40, share=FED_BN, clients={"min": 1, "dead_after_s": 30.0}, training={"lr": 0.1}
+        )
+        reports = []
+        async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+            group.create_task(one(0, first))
+            async for report in gradbus.Controller(bus, Images(), config).rounds():
+                reports.append(report)
+                if report.round_id == 1:
+                    group.create_task(one(1, late))
+        return reports
+
+    joined = [report.round_id for report in asyncio.run(main()) if report.clients == (0, 1)]
+    at_home = Net().state_dict()
+    assert same(personal(late.before[0], "bn"), personal(at_home, "bn"))
+    together = first.before[joined[0] - 1]
+    assert not torch.equal(late.before[0]["mix.weight"], at_home["mix.weight"])
+    assert torch.equal(late.before[0]["mix.weight"], together["mix.weight"])
+    assert not same(personal(together, "bn"), personal(at_home, "bn"))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ class DittoOptions(Options):
     """Number of passes of the personal model over the client's samples. 0: as of the round."""
 
 
+class DittoTerm(FedProx):
+    """The pull of a personal model to the global one: the term of FedProx, under a name of its own in errors."""
+
+
 class Ditto(ClientRule):
     """Trains a personal model beside the global one, with lam / 2 times the squared distance from that in its loss."""
 
@@ -36,7 +40,7 @@ class Ditto(ClientRule):
     Options = DittoOptions
 
     def __init__(self, *, lam: float = 0.1, own_lr: float = 0.0, own_epochs: int = 0) -> None:
-        self._training = PersonalTraining(rule=FedProx(mu=lam), epochs=own_epochs, lr=own_lr)
+        self._training = PersonalTraining(rule=DittoTerm(mu=lam), epochs=own_epochs, lr=own_lr)
 
     def personal(self) -> PersonalTraining:
         return self._training

@@ -49,6 +49,25 @@ def join(members: ClientRegistry, client_id: int = 0, incarnation: int = 100, **
     assert greet(members, client_id, incarnation, **options)[0] is HelloAnswer.NOTHING  # type: ignore[arg-type]
 
 
+def test_what_is_shared_by_name_is_compared_once_a_client_has_been_told_the_patterns() -> None:
+    members = ClientRegistry(
+        dim=10, layout=5, session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S, compares="shared"
+    )
+    for client_id in range(4):
+        assert greet(members, client_id) == (HelloAnswer.WELCOME, "")
+    told = {"session": SESSION, "shared_dim": 10, "shared_layout": 5}
+    assert greet(members, 0, **told) == (HelloAnswer.NOTHING, "")
+    assert members.ready(1) == [0]
+    for client_id, changed, why in (
+        (1, {"shared_dim": 11}, "shares 11 values, here 10"),
+        (2, {"shared_layout": 6}, "other names or shapes"),
+        (3, {"shared_dim": 0, "shared_layout": 0}, "as an older version does"),
+    ):
+        answer, text = greet(members, client_id, **(told | changed))  # type: ignore[arg-type]
+        assert answer is HelloAnswer.REFUSE
+        assert why in text
+
+
 def test_a_new_client_is_welcomed_until_it_has_heard_it_and_is_ready_from_then_on() -> None:
     members = new_members()
     assert greet(members) == (HelloAnswer.WELCOME, "")
