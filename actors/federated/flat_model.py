@@ -104,6 +104,8 @@ class FlatModel:
     def read_personal(self) -> dict[str, Tensor]:
         """Copies of the personal tensors on the CPU, but for those buffers of integers, and frozen parameters, that are
         as they were built."""
+        if not self.personal:
+            return {}
         found = _copied(self.module.state_dict(), [spec.name for spec in self.personal])
         return {
             spec.name: found[spec.name] for spec in self.personal
@@ -141,7 +143,7 @@ class FlatModel:
                 f"what this client keeps is of a model with other tensors: {', '.join(map(repr, odd))} "
                 f"are in one of them alone. Use the model of the run, or begin a new run"
             )
-        state = self.module.state_dict(keep_vars=True)
+        state = self.module.state_dict(keep_vars=True) if tensors else {}
         for name, tensor in tensors.items():
             spec = specs[name]
             if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
