@@ -177,8 +177,11 @@ class LocalModelReceiver:
         request, key = upload.request, upload.key
         if request is None or key is None or upload.is_over or now_s - upload.progress_s < REPAIR_AFTER_S:
             return
-        if missing := self._assembler.missing(key):
-            me = upload.client_id, upload.incarnation
+        me, missing = (upload.client_id, upload.incarnation), self._assembler.missing(key)
+        upload.progress_s = now_s
+        if missing is None:  # nothing of it has come: the grant may be lost
+            await self._send(Grant(*me, upload.round_id, request.transfer))
+        elif missing:
             await self._send(RetransmitRequest(*me, upload.round_id, request.transfer, list(missing)))
 
     async def _receipt(self, client_id: int, incarnation: int, request: UploadRequest, why: str = "") -> None:

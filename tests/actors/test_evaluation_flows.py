@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from dds_domains import new_domain
+from identities import Identities
 from patience import eventually
 from torch import nn
 
@@ -29,6 +31,7 @@ from gradbus.actors.virtual.training_process import PoolSettings
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.security import Security
 from gradbus.runtime.wire.control import EvaluationResult
 from gradbus.runtime.wire.messages import Identity
 
@@ -70,12 +73,15 @@ class Job:
     """Actors of one job, each with a bus of its own, and the weights after each round."""
 
     def __init__(
-        self, tasks: Sequence[Any], *, share: Sequence[int] = (), network: Any = "loopback", **rules: Any
-    ) -> None:
+        self, tasks: Sequence[Any], *, share: Sequence[int] = (), known: Identities | None = None,
+        place: dict[str, Any] | None = None, **rules: Any,
+    ) -> None:  # fmt: skip
+        """``share``: clients that show their models. ``known``: each process has a key of its own."""
         self.tasks = tasks
         self.share = share
+        self._known = known
         self.place: dict[str, Any] = {
-            "job": f"evaluation-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), "network": network
+            "job": f"evaluation-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), **(place or {})
         }  # fmt: skip
         clients = {"num": len(tasks), "dead_after_s": 30.0, "heartbeat_s": 0.2, **rules.pop("clients", {})}
         self.config = gradbus.FederatedConfig(**{"rounds": 2, "eval_every": 0, "clients": clients, **rules})
@@ -83,14 +89,20 @@ class Job:
         self.controller: Controller
         self.running: list[asyncio.Task[None]] = []
 
+    def bus(self, name: str) -> AbstractAsyncContextManager[gradbus.Bus]:
+        """A bus for the process with this name."""
+        if self._known is None:
+            return gradbus.connect(**self.place)
+        return gradbus.connect(**self.place, security=Security(**self._known.security(name)))
+
     async def client(self, client_id: int) -> None:
-        async with gradbus.connect(**self.place) as bus:
+        async with self.bus(f"robot-{client_id}") as bus:
             config = gradbus.ClientConfig(share_model=client_id in self.share)
             await Client(bus, self.tasks[client_id], client_id=client_id, config=config).run()
 
     async def serve(self, at_end: Callable[[], object] = lambda: None) -> list[gradbus.RoundReport]:
         """``at_end`` is called when the controller is done, and clients may not be."""
-        async with asyncio.timeout(60), gradbus.connect(**self.place) as bus, asyncio.TaskGroup() as group:
+        async with asyncio.timeout(60), self.bus("server") as bus, asyncio.TaskGroup() as group:
             self.controller = Controller(bus, Measured(), self.config)
             self.running = [group.create_task(self.client(number)) for number in range(len(self.tasks))]
             reports = []
@@ -258,12 +270,22 @@ def test_virtual_clients_of_a_deployed_run_evaluate_models_of_others_and_show_no
 # Cross-site
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_each_local_model_is_evaluated_on_the_data_of_each_client(in_memory: bool) -> None:
-    job = Job(
-        [Measured()] * 3, share=[0, 1, 2], evaluation={"cross_site": True},
-        network=gradbus.NetworkConfig(shared_memory=in_memory),
-    )  # fmt: skip
+LOSSES = (
+    "drop update p=0.3; drop model p=0.3; drop evaluation_request p=0.5; drop evaluation_result p=0.5; "
+    "drop local_model_request p=0.5; drop grant p=0.3; drop receipt p=0.3; duplicate update p=0.3; seed=5"
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "has_keys"),
+    [({}, False), ({"shared_memory": False}, True), ({"shared_memory": False, "faults": LOSSES}, False)],
+    ids=["in memory", "over DDS, with keys of their own", "with losses"],
+)
+def test_each_local_model_is_evaluated_on_the_data_of_each_client(
+    place: dict[str, Any], has_keys: bool, tmp_path: Path
+) -> None:
+    known = Identities(tmp_path, clients=3) if has_keys else None
+    job = Job([Measured()] * 3, share=[0, 1, 2], evaluation={"cross_site": True}, place=place, known=known)
     job.run()
     command: dict[str, Any] = {"round_id": 2, "epochs": 1, "lr": 0.01, "seed": 0, "subset_size": 0}
     for row in job.cross_site.rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -149,6 +150,22 @@ def test_where_every_beat_is_late_the_dead_are_noticed_all_the_same(monkeypatch:
     scene.hello(0)
     assert scene.run(*[(3.0, nothing)] * 7) == []
     assert scene.beats <= 8
+
+
+def test_the_status_of_a_task_without_accuracy_tells_its_metrics_as_far_as_there_is_room() -> None:
+    progress = Progress()
+    progress.add(RoundReport(round_id=1, eval_loss=0.5, metrics={"rmse": 0.25, "r2": math.nan}))
+    progress.add(RoundReport(round_id=2))
+    members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
+
+    def said() -> dict[str, float]:
+        return dict(make_status(progress, None, members, {}, run_id=1, host="", now_s=0.0).metrics)
+
+    assert said() == {"rmse": 0.25}
+    many = {f"metric {number} {'x' * 100}": 1.0 for number in range(50)}
+    progress.amend(RoundReport(round_id=2, eval_loss=0.5, metrics=many))
+    assert len(said()) == 16
+    assert max(map(len, said())) == 64
 
 
 def test_the_status_tells_the_newest_accuracy_however_long_ago_that_was() -> None:
