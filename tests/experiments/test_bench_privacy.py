@@ -11,7 +11,7 @@ import pytest
 
 from gradbus.actors.privacy.accountant import epsilon_of
 from gradbus.experiments.bench import drift, early_stop, privacy
-from gradbus.experiments.bench.drift import DriftSetting, DriftMethod
+from gradbus.experiments.bench.drift import DriftMethod, DriftSetting
 
 pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
 

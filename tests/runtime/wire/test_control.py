@@ -99,7 +99,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "has_terms": False,
         "fetch_models": False,
     },
-    RoundTerms: {"participants": ""},
+    RoundTerms: {"participants": "", "held": False},
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {
@@ -117,6 +117,8 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "bytes_up": 0,
         "bytes_down": 0,
         "accuracy": -1.0,
+        "epsilon": -1.0,
+        "epsilon_budget": -1.0,
     },
     RankStatus: {
         "step": -1,
