@@ -49,7 +49,7 @@ class DriftSetting:
     data: Data = "mnist"
 
 
-class Way(NamedTuple):
+class DriftMethod(NamedTuple):
     """A strategy, and a training rule of its clients."""
 
     strategy: str
@@ -57,11 +57,11 @@ class Way(NamedTuple):
 
 
 MU = 0.001
-WAYS = {
-    "FedAvg": Way("fedavg"),
-    f"FedProx, mu {MU:g}": Way("fedavg", {"name": "fedprox", "mu": MU}),
-    "SCAFFOLD": Way("scaffold", "scaffold"),
-    "FedNova": Way("fednova"),
+METHODS = {
+    "FedAvg": DriftMethod("fedavg"),
+    f"FedProx, mu {MU:g}": DriftMethod("fedavg", {"name": "fedprox", "mu": MU}),
+    "SCAFFOLD": DriftMethod("scaffold", "scaffold"),
+    "FedNova": DriftMethod("fednova"),
 }
 _TRIED_MU = (0.001, 0.01, 0.1)
 
@@ -76,7 +76,7 @@ class _Target:
         return (report.accuracy or 0.0) >= self._target
 
 
-def train(setting: DriftSetting, way: Way, seed: int, held_out: int = 0) -> list[float]:
+def train(setting: DriftSetting, method: DriftMethod, seed: int, held_out: int = 0) -> list[float]:
     """The accuracy after each round of one run, in this process.
 
     Args:
@@ -95,8 +95,8 @@ def train(setting: DriftSetting, way: Way, seed: int, held_out: int = 0) -> list
         batch_size=setting.batch_size, momentum=0.0, seed=seed,
     )  # fmt: skip
     config = gradbus.FederatedConfig(
-        rounds=setting.rounds, seed=seed, strategy=way.strategy, codec={"name": "fp32", "version": 2},
-        training={"lr": setting.lr, "rule": way.rule},
+        rounds=setting.rounds, seed=seed, strategy=method.strategy, codec={"name": "fp32", "version": 2},
+        training={"lr": setting.lr, "rule": method.rule},
         limits={"cap_samples": None},  # weights as in the papers
     )  # fmt: skip
     result = gradbus.simulate(
@@ -112,13 +112,15 @@ class _Runs:
     def __init__(self, chosen: argparse.Namespace, part: str) -> None:
         self._kept = KeptResults(chosen.out.with_name(f"{chosen.out.stem}-{part}.jsonl"))
 
-    def rounds(self, setting: DriftSetting, name: str, way: Way, seed: int, held_out: int = 0) -> Mapping[str, Any]:
+    def rounds(
+        self, setting: DriftSetting, name: str, method: DriftMethod, seed: int, held_out: int = 0
+    ) -> Mapping[str, Any]:
         """``rounds`` to the target, or all of them; ``accuracies`` after each."""
-        key = json.dumps({**asdict(setting), **way._asdict(), "seed": seed, "held_out": held_out}, sort_keys=True)
+        key = json.dumps({**asdict(setting), **method._asdict(), "seed": seed, "held_out": held_out}, sort_keys=True)
         if (found := self._kept.get(key)) is None:
             began_s = time.perf_counter()
             with Processes() as running:
-                running.start(name, train, setting, way, seed, held_out)
+                running.start(name, train, setting, method, seed, held_out)
                 accuracies: list[float] = running.results(_RUN_S)[0]
             found = self._kept.add(key, {
                 "rounds": len(accuracies), "accuracies": [round(one, 4) for one in accuracies],
@@ -140,12 +142,12 @@ def _figure(setting: DriftSetting, name: str, runs: list[Mapping[str, Any]], **m
 def measure(
     chosen: argparse.Namespace, setting: DriftSetting | None = None, seeds: int = SEEDS
 ) -> Iterator[Measurement]:
-    """Rounds to the target of each way, beside those of FedAvg with the same seed."""
+    """Rounds to the target of each method, beside those of FedAvg with the same seed."""
     setting, runs = setting or DriftSetting(), _Runs(chosen, "drift")
-    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in WAYS}
+    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in METHODS}
     for seed in range(seeds):
-        for name, way in WAYS.items():
-            found[name].append(runs.rounds(setting, name, way, seed))
+        for name, method in METHODS.items():
+            found[name].append(runs.rounds(setting, name, method, seed))
     (base, reference), *others = found.items()
     yield _figure(setting, base, reference)
     for name, own in others:
@@ -157,5 +159,5 @@ def measure_tuning(chosen: argparse.Namespace, setting: DriftSetting | None = No
     setting, runs = setting or DriftSetting(), _Runs(chosen, "drift-tuning")
     for mu in _TRIED_MU:
         name = f"FedProx, mu {mu:g}"
-        way = Way("fedavg", {"name": "fedprox", "mu": mu})
-        yield _figure(setting, f"{name}, held out", [runs.rounds(setting, name, way, _TUNING_SEED, _HELD_OUT)])
+        method = DriftMethod("fedavg", {"name": "fedprox", "mu": mu})
+        yield _figure(setting, f"{name}, held out", [runs.rounds(setting, name, method, _TUNING_SEED, _HELD_OUT)])

@@ -11,7 +11,7 @@ import pytest
 
 from gradbus.actors.privacy.accountant import epsilon_of
 from gradbus.experiments.bench import drift, early_stop, privacy
-from gradbus.experiments.bench.drift import DriftSetting, Way
+from gradbus.experiments.bench.drift import DriftMethod, DriftSetting
 
 pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
 
@@ -68,17 +68,17 @@ def test_rounds_to_a_target_are_counted_and_runs_that_are_there_are_not_trained_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = argparse.Namespace(out=tmp_path / "d.json")
-    ways = {"FedAvg": Way("fedavg"), "SCAFFOLD": Way("scaffold", "scaffold")}
-    monkeypatch.setattr(drift, "WAYS", ways)
+    ways = {"FedAvg": DriftMethod("fedavg"), "SCAFFOLD": DriftMethod("scaffold", "scaffold")}
+    monkeypatch.setattr(drift, "METHODS", ways)
     few: dict[str, Any] = {"clients": 3, "alpha": 100.0, "data": "glyphs"}
     missed = DriftSetting(target=1.1, rounds=2, **few)
     figures = list(drift.measure(chosen, missed, 1))
     assert [one.samples for one in figures] == [(2.0,), (2.0,)]
     assert [one.note for one in figures] == ["1 of 1 without it, after 2 rounds"] * 2
-    monkeypatch.setattr(drift, "WAYS", {"FedAvg": ways["FedAvg"]})
+    monkeypatch.setattr(drift, "METHODS", {"FedAvg": ways["FedAvg"]})
     (reached,) = drift.measure(chosen, DriftSetting(target=0.01, rounds=2, **few), 1)
     assert (reached.samples, reached.note) == ((1.0,), "")
-    monkeypatch.setattr(drift, "WAYS", ways)
+    monkeypatch.setattr(drift, "METHODS", ways)
     monkeypatch.setattr(drift, "Processes", None)
     assert list(drift.measure(chosen, missed, 1)) == figures
 
