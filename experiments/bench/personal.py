@@ -106,7 +106,8 @@ def measure(rounds: int = 6, samples: int = SAMPLES, model: Mapping[str, int] | 
         at_most=2, note=f"{lora.updates / (rounds * CLIENTS):,.0f} of {updates:,.0f} bytes",
     )  # fmt: skip
     yield measurement(
-        "model of a round, adapters alone, of the whole one", "%", [100 * lora.models[0] / full.models[0]],
+        "models that a client gets in a round, adapters alone, of the whole one", "%",
+        [100 * lora.models[0] / full.models[0]],
         at_most=2, note=f"{lora.models[0] / rounds:,.0f} of {models:,.0f} bytes",
     )  # fmt: skip
     once = other.models[-1] - lora.models[0] / rounds
