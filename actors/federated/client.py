@@ -256,14 +256,18 @@ class Client:
         self._session.start_session(session, welcome)
         self._receive_models(not welcome.fetch_models, group)
         self._sender.interrupt()
-        everything, trained = self._model.everything[0], self._model.trained[0]
-        self._replica.start(welcome.run_id, trained if welcome.frozen and trained else everything, welcome.broadcast)
+        self._replica.start(welcome.run_id, self._dim_of(welcome), welcome.broadcast)
         self._frozen.start(0)  # followed only once it is needed
         self._candidate.start(0)
         self._memory.start()
         self._compute.stop_current()
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
+
+    def _dim_of(self, welcome: Welcome) -> int:
+        """Number of values of a model in the run of this Welcome."""
+        everything, trained = self._model.everything[0], self._model.trained[0]
+        return trained if welcome.frozen and trained else everything
 
     def _check_privacy(self, welcome: Welcome) -> None:
         """Raises JoinRefused: the controller asks for less noise than this client insists on."""
@@ -443,7 +447,7 @@ class Client:
         """Fetch a model that is only evaluated. None: it is no longer wanted."""
         self._receive_models(True, group)
         try:
-            self._candidate.start(welcome.run_id, self._model.dim)
+            self._candidate.start(welcome.run_id, self._dim_of(welcome))
             await self._fetch(welcome, self._candidate, round_id, superseded, first_after_s=0.0)
             return self._candidate.vector if self._candidate.round_id == round_id else None
         finally:

@@ -9,7 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from gradbus.runtime.wire.control import Welcome
+
 Exchange = Literal["trained", "all"]
+
+
+def exchange_of(welcome: Welcome) -> Exchange:
+    """What models contain in the run of this Welcome."""
+    return "trained" if welcome.frozen else "all"
 
 
 class FlatModel:

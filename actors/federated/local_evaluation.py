@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.flat_model import FlatModel, exchange_of
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.compute_limiter import TRAINING
@@ -45,7 +45,7 @@ class LocalEvaluation:
 
     Attributes:
         task: which may have a method ``evaluate_local(model, client_id=...)``.
-        model: laid out as the run says; it holds what was evaluated last.
+        model: it holds what was evaluated last.
         tells_errors: the text of what the task raises may leave this client, not its kind alone.
     """
 
@@ -80,6 +80,7 @@ class LocalEvaluation:
         method: Callable[..., Any] | None = getattr(self.task, "evaluate_local", None)
         if method is None:
             return None, NO_METHOD
+        self.model.arrange(exchange_of(welcome))  # it may not have trained in this run yet
         self.model.write(vector)
         try:
             with torch.no_grad(), _stoppable(self.model.module, should_stop):

@@ -16,7 +16,7 @@ from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
 from gradbus.actors.federated.client_state import RESIDUAL, ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.flat_model import FlatModel, exchange_of
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
 from gradbus.actors.federated.rules.base import RoundEnd, RoundStart, make_rule
@@ -126,7 +126,7 @@ class LocalTraining:
 
     def arrange(self, welcome: Welcome) -> None:
         """Exchange what the controller does: all of the model, or the trained part."""
-        self._model.arrange("trained" if welcome.frozen else "all")
+        self._model.arrange(exchange_of(welcome))
 
     def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
         """Set the frozen parameters to the controller's."""

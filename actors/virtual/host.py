@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.clients import FIRST_HOST
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.flat_model import FlatModel, exchange_of
 from gradbus.actors.federated.local_evaluation import HOSTED
 from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs, codec_of
 from gradbus.actors.federated.report import ClientSummary
@@ -223,7 +223,7 @@ class ClientHost(Client):
                 self._repeating.cancel()
 
     async def _lacks_frozen(self, welcome: Welcome) -> bool:
-        self._model.arrange("trained" if welcome.frozen else "all")
+        self._model.arrange(exchange_of(welcome))
         return bool(welcome.frozen) and self._model.frozen != welcome.frozen
 
     def _take_frozen(self, welcome: Welcome, vector: Tensor) -> None:

@@ -27,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from gradbus.actors.federated.client_state import ClientStateStore
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.flat_model import FlatModel, exchange_of
 from gradbus.actors.federated.local_evaluation import MAX_FAILURE_CHARS, EvaluationStopped, LocalEvaluation
 from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.rounds import TRAINING_FAILED
@@ -146,7 +146,7 @@ class _TrainingProcess:
         assert isinstance(welcome, control.Welcome)
         assert isinstance(request, control.EvaluationRequest)
         self._work = parcel.head["work"]
-        self._model.arrange("trained" if welcome.frozen else "all")
+        self._model.arrange(exchange_of(welcome))
         if frozen:
             self._model.write_frozen(_vector(frozen))
         self._evaluated = _vector(vector), welcome, request
