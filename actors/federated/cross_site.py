@@ -230,7 +230,7 @@ class CrossSiteEvaluation:
                 rows.append(await self._row(client_id, round_id, clients))
             finally:
                 await self._publisher.withdraw()
-        return CrossSite(clients=tuple(clients), rows=tuple(rows))
+        return CrossSite(round_id=self._context.state.round_id, clients=tuple(clients), rows=tuple(rows))
 
     async def _row(self, model: int | None, round_id: int, clients: Sequence[int]) -> CrossSiteRow:
         asked = [client_id for client_id in clients if self._late[client_id] < MAX_LATE]
