@@ -97,7 +97,8 @@ class LocalModelReceiver:
         deadline_s, repeat_s = now_s + config.evaluation.timeout_s, now_s
         try:
             while not upload.is_over and (now_s := time.monotonic()) < deadline_s:
-                if self._registry.get(client_id, incarnation) is None:
+                here = self._registry.taking_part(self._context.state.round_id + 1)
+                if client_id not in here or self._registry.get(client_id, incarnation) is None:
                     return LOST
                 if upload.request is None and now_s >= repeat_s:
                     repeat_s = now_s + config.clients.heartbeat_s
@@ -217,7 +218,8 @@ class CrossSiteEvaluation:
         limit = self._context.config.evaluation.cross_site_models
         rows = [await self._row(None, self._context.state.round_id, clients)]
         for client_id, round_id in zip(clients[:limit], CANDIDATE_ROUNDS, strict=False):
-            payload = await self._models.fetch(client_id, round_id)
+            # One that has just missed a deadline would cost another one here.
+            payload = LATE if self._late[client_id] else await self._models.fetch(client_id, round_id)
             if isinstance(payload, str):
                 log.warning("local model not evaluated", client=client_id, reason=payload)
                 rows.append(CrossSiteRow(model=client_id, failure=payload))
@@ -228,7 +230,7 @@ class CrossSiteEvaluation:
                 rows.append(await self._row(client_id, round_id, clients))
             finally:
                 await self._publisher.withdraw()
-        return CrossSite(clients=tuple(clients), rows=tuple(rows))
+        return CrossSite(round_id=self._context.state.round_id, clients=tuple(clients), rows=tuple(rows))
 
     async def _row(self, model: int | None, round_id: int, clients: Sequence[int]) -> CrossSiteRow:
         asked = [client_id for client_id in clients if self._late[client_id] < MAX_LATE]

@@ -115,9 +115,11 @@ class CrossSite:
     """Models on the data of all clients.
 
     Attributes:
+        round_id: after which it was made.
         clients: ids of those that were asked, ascending. rows: the global model, then local ones by id.
     """
 
+    round_id: int
     clients: tuple[int, ...]
     rows: tuple[CrossSiteRow, ...]
 

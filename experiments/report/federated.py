@@ -155,8 +155,8 @@ def cross_site_figures(run: RunFiles) -> list[PageFigure]:
         PageFigure(
             f"cross-site-{place}", partial(draw.draw_cross_site, found, name),
             f"{plain_line(name)} of each model on the data of each client",
-            "The models are those of each client's last training, and the global one. An empty cell: the client was "
-            "lost, or had no result.",
+            f"After round {found.round_id}. The models are those of each client's last training, and the global one. "
+            "An empty cell: the client was lost, or had no result.",
         ) for place, name in enumerate(found.names()[:MAX_SHOWN_METRICS])
     ]  # fmt: skip
 

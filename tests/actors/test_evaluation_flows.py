@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -29,7 +30,7 @@ from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
 from gradbus.actors.virtual.training_process import PoolSettings
 from gradbus.models import NoopTask
-from gradbus.models.task import EvalResult
+from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security import Security
 from gradbus.runtime.wire.control import EvaluationResult
@@ -74,12 +75,13 @@ class Job:
 
     def __init__(
         self, tasks: Sequence[Any], *, share: Sequence[int] = (), known: Identities | None = None,
-        place: dict[str, Any] | None = None, **rules: Any,
+        place: dict[str, Any] | None = None, controller: Any = None, **rules: Any,
     ) -> None:  # fmt: skip
         """``share``: clients that show their models. ``known``: each process has a key of its own."""
         self.tasks = tasks
         self.share = share
         self._known = known
+        self._task = controller or Measured()
         self.place: dict[str, Any] = {
             "job": f"evaluation-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), **(place or {})
         }  # fmt: skip
@@ -103,7 +105,7 @@ class Job:
     async def serve(self, at_end: Callable[[], object] = lambda: None) -> list[gradbus.RoundReport]:
         """``at_end`` is called when the controller is done, and clients may not be."""
         async with asyncio.timeout(60), self.bus("server") as bus, asyncio.TaskGroup() as group:
-            self.controller = Controller(bus, Measured(), self.config)
+            self.controller = Controller(bus, self._task, self.config)
             self.running = [group.create_task(self.client(number)) for number in range(len(self.tasks))]
             reports = []
             async for report in self.controller.rounds():
@@ -336,6 +338,43 @@ def test_a_client_that_dies_leaves_empty_cells_and_the_run_ends() -> None:
     assert [sorted(row.results) for row in rows] == [[0, 1, 2], [0, 2], [], [0, 2]]
     assert rows[1].missing == {1: LOST}
     assert (rows[2].model, rows[2].failure) == (1, LOST)
+
+
+def test_clients_that_hang_cost_two_deadlines_however_many_they_are() -> None:
+    gate = threading.Event()
+    tasks = [Measured(), *(Measured(lambda _: gate.wait(30.0)) for _ in range(3))]
+    job = Job(tasks, share=range(4), evaluation={"cross_site": True, "timeout_s": 0.5}, rounds=1)
+    began_s = time.monotonic()
+    asyncio.run(job.serve(at_end=gate.set))
+    assert time.monotonic() - began_s < 20.0
+    rows = job.cross_site.rows
+    assert [sorted(row.results) for row in rows] == [[0], [0], [], [], []]
+    assert rows[0].missing == rows[1].missing == dict.fromkeys((1, 2, 3), LATE)
+    assert [row.failure for row in rows[2:]] == [LATE] * 3
+
+
+@pytest.mark.parametrize("exchange", ["all", "trained"])
+def test_clients_that_have_not_trained_yet_evaluate_models_with_frozen_parts(exchange: str) -> None:
+    class PartlyFrozen(Measured):
+        def build_model(self) -> Any:
+            model = super().build_model()
+            model.frozen = nn.Parameter(torch.full((5,), 2.0), requires_grad=False)
+            return model
+
+        def train(self, model: Any, **command: Any) -> TrainResult:
+            with torch.no_grad():
+                model.vector += 0.1
+            return TrainResult(1, 0.0)
+
+    job = Job(
+        [PartlyFrozen()] * 3, share=[0, 1, 2], evaluation={"every": 1, "cross_site": True}, rounds=1,
+        selection={"name": "uniform", "count": 1}, exchange=exchange, controller=PartlyFrozen(),
+    )  # fmt: skip
+    (report,) = job.run()
+    assert report.by_clients.answered == 3
+    (trained,) = report.clients
+    assert [row.model for row in job.cross_site.rows if not row.failure] == [None, trained]
+    assert [sorted(row.results) for row in job.cross_site.rows if not row.failure] == [[0, 1, 2]] * 2
 
 
 def test_no_more_local_models_are_moved_than_the_settings_say() -> None:

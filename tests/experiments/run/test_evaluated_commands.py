@@ -84,6 +84,7 @@ def test_the_table_of_local_models_is_printed_and_kept_for_programs_and_spreadsh
     path, told = run_dir
     found = read_run(path).cross_site
     assert found is not None
+    assert found.round_id == 2
     assert [(row.model, row.failure) for row in found.rows] == [(None, ""), (0, ""), (1, NOT_SHARED)]
     assert "rmse of each model (rows) on the data of each client" in told
     with (path / "cross_site.csv").open(encoding="utf-8") as file:
