@@ -23,7 +23,7 @@ from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.runtime.json_text import parse_json
 
 CLIENTS, MOST_S = 4, 2.0
-_RUN_S = 120.0
+_RUN_S = 300.0
 
 
 def _files(folder: Path, clients: int) -> None:

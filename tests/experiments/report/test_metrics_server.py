@@ -70,6 +70,17 @@ def test_metrics_of_a_round_that_is_evaluated_are_there_by_name_and_reports_coun
     assert "gradbus_accuracy" not in found
 
 
+def test_epsilon_is_that_of_the_newest_round_and_there_only_with_privacy() -> None:
+    followed = FollowedJob()
+    collector = JobCollector({"metrics": followed})
+    assert not {"gradbus_epsilon", "gradbus_epsilon_budget"} & samples(collector.collect()).keys()
+    followed.progress.epsilon_budget = 8.0
+    for round_id, epsilon in (1, 1.25), (2, 1.75):
+        followed.progress.add(RoundReport(round_id=round_id, epsilon=epsilon))
+    found = samples(collector.collect())
+    assert (found["gradbus_epsilon"], found["gradbus_epsilon_budget"]) == (1.75, 8.0)
+
+
 def test_the_newest_report_of_a_rank_is_served_and_epochs_and_skipped_steps_are_added_up() -> None:
     followed = FollowedRank()
     collector = RankCollector("metrics", 1, followed)
