@@ -1,31 +1,28 @@
-"""The host's side of its training processes: starts them, gives them work, and replaces those that die."""
+"""What a host knows of the processes that train its clients, wherever they run: one that is idle is borrowed, gets one
+client at a time, and is replaced if it dies. `local_pool.py` has those of this machine, `ray_pool.py` those of a
+cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import socket
-from collections.abc import AsyncIterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from safetensors.torch import load
 
 from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs
-from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive_soon, send_soon
-from gradbus.actors.virtual.training_process import PoolSettings, StopFlag, run_template, vector_bytes
-from gradbus.runtime.errors import ConfigError, TrainingFailed
+from gradbus.actors.virtual.channel import Parcel
+from gradbus.actors.virtual.client_trainer import vector_bytes
+from gradbus.runtime.errors import TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
 
-START_S = 60.0  # a fork and a model; the data are loaded by then
-END_S = 5.0
+MAX_PROCESSES = 1024
 
 log = get_logger("host")
 
@@ -53,6 +50,7 @@ class RoundWork:
 
     def __init__(self, number: int, inputs: RoundInputs, frozen: Any = b"") -> None:
         self.number = number
+        self.inputs = inputs
         head = {
             "do": "round", "work": number, "command": asdict(inputs.command), "commanded_s": inputs.commanded_s,
         }  # fmt: skip
@@ -62,138 +60,63 @@ class RoundWork:
         ])  # fmt: skip
 
 
-class TrainingProcess:
-    """One of them. It trains one client at a time.
+class TrainingProcess(ABC):
+    """One of them. It trains one client at a time."""
 
-    Attributes:
-        process: its number.
-    """
-
-    def __init__(self, end: socket.socket, process: int) -> None:
-        self._end = end
-        self.process = process
-        self._work = 0
-        self._read: list[int] = []
-
+    @abstractmethod
     async def train(self, work: RoundWork, client: Identity, transfer: int) -> EncodedUpdate | None:
         """The update of a client; None: it was stopped.
 
         Raises:
             ClientFailed: its training raised. ProcessDied: this process is of no more use.
         """
-        done, self._read = self._read, []
-        try:
-            if self._work != work.number:
-                await send_soon(self._end, work.parcel)
-                self._work = work.number
-            given = {"client_id": client.sender, "incarnation": client.incarnation, "transfer": transfer}
-            await send_soon(self._end, Parcel({"do": "train", "with": given, "read": done}))
-            answer = await receive_soon(self._end)
-        except ChannelClosed:
-            self.close()
-            raise ProcessDied from None
-        except BaseException:  # half a message is left in the channel
-            self.close()
-            raise
-        match answer.head["is"]:
-            case "failed":
-                raise ClientFailed(answer.head["summary"], answer.head["reason"], answer.head["text"])
-            case "stopped":
-                return None
-        request, payload, state = answer.parts
-        request = control.decode(request)
-        assert isinstance(request, control.UploadRequest)
-        if request.memory:
-            # It stays here, too, should that process end before the controller has read it.
-            payload = await asyncio.to_thread(read, request.memory, request.total_bytes)
-        key = FrameKey(Kind.UPDATE, request.run_id, request.round_id, client.sender, client.incarnation, transfer)
-        return EncodedUpdate(key, request, payload, load(bytes(state)) if state else {})
 
+    @abstractmethod
     def is_read(self, update: EncodedUpdate) -> None:
-        """An update is no longer needed where it was made. That process hears it with its next training."""
-        if update.request.memory:
-            self._read.append(update.request.transfer)
+        """An update is no longer needed where it was made."""
 
+    @abstractmethod
     def close(self) -> None:
-        """It ends by itself, once it has trained what it trains."""
-        self._end.close()
+        """End it. Does not wait."""
 
 
-class TrainingPool:
-    """Training processes of this machine.
+P = TypeVar("P", bound=TrainingProcess)
+
+
+class TrainingPool(ABC, Generic[P]):
+    """Training processes.
 
     Attributes:
         size: how many there are. replaced: how many have died.
     """
 
-    def __init__(self, task: FederatedTask, settings: PoolSettings, *, size: int) -> None:
-        """Fork the process that they are forked from: before this process has DDS, and while few threads run in it.
-
-        Raises:
-            ConfigError: this system has no fork.
-        """
-        if not hasattr(os, "fork") or not hasattr(socket, "send_fds"):
-            raise ConfigError("virtual clients are trained in forked processes, and this system has no fork: use Linux")
+    def __init__(self, size: int) -> None:
         self.size = size
         self.replaced = 0
-        self._stop = StopFlag()
-        self._settings = settings
+        self._idle: asyncio.Queue[P] = asyncio.Queue(MAX_PROCESSES)
+        self._all: set[P] = set()
         self._work = 0
-        self._turn = asyncio.Lock()
-        own, other = socket.socketpair()
-        self._template = os.fork()
-        if not self._template:
-            own.close()
-            run_template(task, settings, self._stop, other)
-        other.close()
-        own.setblocking(False)
-        self._control = own
-        self._idle: asyncio.Queue[TrainingProcess] = asyncio.Queue(size)
-        self._all: set[TrainingProcess] = set()
+        self._stopped = 0  # the number of the last work that is not wanted
 
+    @abstractmethod
     async def open(self, client_id: int, num_clients: int) -> None:
-        """Load the data and start all processes.
+        """Load the data and start all processes; with those that there are already, start what is missing.
 
         Raises:
             TrainingFailed: the task cannot be prepared, or a process does not start.
         """
-        async with self._turn:
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.sock_sendall(self._control, b"p")
-                await send_soon(self._control, Parcel({"client_id": client_id, "num_clients": num_clients}))
-                answer = await receive_soon(self._control)
-            except (ChannelClosed, OSError):
-                raise TrainingFailed("the process that loads the data has ended: is there enough memory?") from None
-        if "failed" in answer.head:
-            log.error("the data cannot be loaded", error=answer.head["failed"], traceback=answer.head["text"])
-            raise TrainingFailed(f"preparing the task failed: {answer.head['failed']}")
-        while len(self._all) < self.size:
-            self._idle.put_nowait(await self._start())
 
-    async def _start(self) -> TrainingProcess:
-        own, other = socket.socketpair()
-        own.setblocking(False)
-        try:
-            async with self._turn, asyncio.timeout(START_S):
-                socket.send_fds(self._control, [b"f"], [other.fileno()])
-                answer = await receive_soon(self._control)
-        except (ChannelClosed, OSError, TimeoutError):
-            own.close()
-            raise TrainingFailed("no training process can be started any more: is there enough memory?") from None
-        finally:
-            other.close()
-        for process, code in answer.head["ended"].items():
-            end = f"signal {-code}" if code < 0 else f"exit code {code}"
-            log.warning("training process died", process=int(process), end=end, effect="replaced")
-        found = TrainingProcess(own, answer.head["process"])
-        self._all.add(found)
-        return found
+    @abstractmethod
+    async def _start(self) -> P:
+        """One more process. Raises TrainingFailed."""
 
-    @property
-    def processes(self) -> Sequence[int]:
-        """Their numbers."""
-        return sorted(one.process for one in self._all)
+    @abstractmethod
+    def _stop(self, number: int) -> None:
+        """Tell all processes that work up to this number is no longer wanted. Does not wait."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all of them. Returns when they have."""
 
     def new_work(self, inputs: RoundInputs, frozen: Any = b"") -> RoundWork:
         """What is to be trained next."""
@@ -202,14 +125,16 @@ class TrainingPool:
 
     def stop(self, work: RoundWork) -> None:
         """Trainings of this work, and of what came before, give up at the next batch."""
-        self._stop.up_to = max(self._stop.up_to, work.number)
+        if work.number > self._stopped:
+            self._stopped = work.number
+            self._stop(work.number)
 
     def is_stopped(self, work: RoundWork) -> bool:
         """Whether it is no longer wanted."""
-        return self._stop.up_to >= work.number
+        return self._stopped >= work.number
 
     @contextlib.asynccontextmanager
-    async def borrow(self) -> AsyncIterator[TrainingProcess]:
+    async def borrow(self) -> AsyncIterator[P]:
         """A process that is idle, waited for; another one takes its place if it dies."""
         found = await self._idle.get()
         try:
@@ -219,21 +144,38 @@ class TrainingPool:
                 self._all.discard(found)
                 found.close()
                 if isinstance(error, ProcessDied):
-                    self.replaced += 1
-                    found = await self._start()
+                    await self._replace()
             raise
         finally:
             if found in self._all:
                 self._idle.put_nowait(found)
 
-    async def close(self) -> None:
-        """End all of them. Returns when they have."""
-        for one in self._all:
-            one.close()
-        self._control.close()
-        try:
-            async with asyncio.timeout(END_S):
-                await asyncio.to_thread(os.waitpid, self._template, 0)
-        except (TimeoutError, ChildProcessError):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._template, signal.SIGKILL)
+    async def _replace(self) -> None:
+        self.replaced += 1
+        self._add(await self._start())
+
+    def _add(self, process: P) -> None:
+        self._all.add(process)
+        self._idle.put_nowait(process)
+
+
+def update_of(answer: Parcel, client: Identity, transfer: int) -> EncodedUpdate | None:
+    """What a training process has answered; None: it was stopped. An update that lies in that process's memory has no
+    payload yet. Raises ClientFailed."""
+    match answer.head["is"]:
+        case "failed":
+            raise ClientFailed(answer.head["summary"], answer.head["reason"], answer.head["text"])
+        case "stopped":
+            return None
+    request, payload, state = answer.parts
+    request = control.decode(request)
+    assert isinstance(request, control.UploadRequest)
+    key = FrameKey(Kind.UPDATE, request.run_id, request.round_id, client.sender, client.incarnation, transfer)
+    return EncodedUpdate(key, request, payload, load(bytes(state)) if state else {})
+
+
+def check_prepared(found: dict[str, str]) -> None:
+    """Raises TrainingFailed: :func:`.client_trainer.prepare_task` has failed."""
+    if found:
+        log.error("the data cannot be loaded", error=found["failed"], traceback=found["text"])
+        raise TrainingFailed(f"preparing the task failed: {found['failed']}")

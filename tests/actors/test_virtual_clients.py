@@ -17,9 +17,9 @@ from dds_domains import new_domain
 from torch import nn
 
 import gradbus
+from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
-from gradbus.actors.virtual.pool import TrainingPool
-from gradbus.actors.virtual.training_process import PoolSettings
+from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 
@@ -182,7 +182,7 @@ class AddsWhatIsFrozen(NoopTask):
 
 def test_a_host_whose_frozen_parameters_differ_takes_those_of_the_controller(tmp_path: Path) -> None:
     job, domain = f"frozen-{os.getpid()}", new_domain()
-    pool = TrainingPool(AddsWhatIsFrozen(9.0), PoolSettings(state_dir=tmp_path), size=1)
+    pool = LocalPool(AddsWhatIsFrozen(9.0), PoolSettings(state_dir=tmp_path), size=1)
 
     async def main() -> torch.Tensor:
         async with (
