@@ -1,4 +1,4 @@
-"""What a Ray actor does that trains clients. Ray makes it on any machine of its cluster; this file does not import it."""
+"""What a Ray actor does that trains clients, on whichever machine of a cluster Ray makes it. It does not import Ray."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class RayProcess(TrainingProcess):
         except pool.ray.exceptions.RayError as error:
             log.warning("training process died", process=self._process, end=_first_line(error), effect="replaced")
             raise ProcessDied from None
-        update = update_of(Parcel(head, parts), client, transfer)
+        update = update_of(Parcel(head, [memoryview(part) for part in parts]), client, transfer)
         return None if update is None else await asyncio.to_thread(pool.taken_out, update, work)
 
     def is_read(self, update: EncodedUpdate) -> None:

@@ -22,8 +22,8 @@ from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.virtual.host import WAITING_BYTES, ClientHost
 from gradbus.actors.virtual.client_trainer import PoolSettings
+from gradbus.actors.virtual.host import WAITING_BYTES, ClientHost
 from gradbus.actors.virtual.pool import MAX_PROCESSES, TrainingPool
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.choices import CODECS

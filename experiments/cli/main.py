@@ -173,7 +173,9 @@ def client(
 
 Processes = Annotated[
     int,
-    typer.Option(min=0, max=1024, help="Processes that train; 0: one for each core of this machine, or of Ray's cluster."),
+    typer.Option(
+        min=0, max=1024, help="Processes that train; 0: one for each core of this machine, or of Ray's cluster."
+    ),
 ]
 RayAddress = Annotated[
     str | None,
@@ -219,7 +221,9 @@ def virtual(
     add_current_directory_to_path()
     screen = Screen(live=live, level=log_level, style=log_style)
     own = settings_of(overrides, run_dir=run_dir)
-    controller_run(config, own, data_root, screen, loop, virtual=VirtualOptions(clients, fraction, processes, ray, gpus))
+    controller_run(
+        config, own, data_root, screen, loop, virtual=VirtualOptions(clients, fraction, processes, ray, gpus)
+    )
 
 
 @app.command()

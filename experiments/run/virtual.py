@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.client_trainer import PoolSettings
+from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
 from gradbus.actors.virtual.simulation import SimulationOptions, check_first_round, settings_of
 from gradbus.experiments.buses import open_bus
@@ -97,7 +97,10 @@ class Hosted:
 
 
 def host_run(
-    file: ClientFile, ids: str, options: SimulationOptions, run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+    file: ClientFile,
+    ids: str,
+    options: SimulationOptions,
+    run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
 ) -> None:
     """``gradbus host``. ``run``: runs a loop to its end."""
     try:

@@ -1,4 +1,4 @@
-"""Virtual clients as Ray actors, on a cluster of two cores that is started here. It takes seconds: all tests share it."""
+"""Virtual clients as Ray actors, on a cluster of two cores, which all tests share, as its start takes seconds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dds_domains import new_domain
 from torch import nn
 
 import gradbus
+from gradbus.actors.federated.local_training import RoundInputs
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.ray_pool import LOCAL, RayCluster, RayPool
 from gradbus.models import NoopTask, TrainingStopped
 from gradbus.runtime.errors import ConfigError
-from gradbus.actors.federated.local_training import RoundInputs
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
@@ -77,13 +77,18 @@ def test_actors_make_the_models_of_processes_and_one_that_is_killed_is_replaced(
     assert not (tmp_path / "dies").exists()
     assert [report.clients for report in on_ray.rounds] == [report.clients for report in here.rounds]
     assert [report.weights_crc32 for report in on_ray.rounds] == [report.weights_crc32 for report in here.rounds]
-    assert {path.name for path in (tmp_path / "ray").iterdir()} == {path.name for path in (tmp_path / "processes").iterdir()}
+    assert {path.name for path in (tmp_path / "ray").iterdir()} == {
+        path.name for path in (tmp_path / "processes").iterdir()
+    }
 
 
 def test_an_actor_that_trains_hears_that_its_work_is_no_longer_wanted(cluster: RayCluster, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    os.mkfifo(began)
+
     class TrainsUntilStopped(NoopTask):
         def train(self, model: nn.Module, **arguments: Any) -> Any:
-            (tmp_path / "began").touch()
+            began.write_text("now")
             while not arguments["should_stop"]():
                 time.sleep(0.01)
             raise TrainingStopped(0)
@@ -92,12 +97,14 @@ def test_an_actor_that_trains_hears_that_its_work_is_no_longer_wanted(cluster: R
         pool = RayPool(TrainsUntilStopped(DIM), PoolSettings(state_dir=tmp_path), size=1)
         try:
             await pool.open(0, 2)
-            inputs = RoundInputs(welcome=welcome(), command=command(), base=torch.zeros(DIM))
+            inputs = RoundInputs(
+                welcome=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), command=TrainCmd(1, 0, 1, 0.1, 0),
+                base=torch.zeros(DIM),
+            )  # fmt: skip
             work = pool.new_work(inputs)
             async with asyncio.timeout(30), pool.borrow() as process:
                 training = asyncio.create_task(process.train(work, Identity(0, 1), 1))
-                while not (tmp_path / "began").exists():
-                    await asyncio.sleep(0.01)
+                assert await asyncio.to_thread(began.read_text) == "now"
                 assert not training.done()
                 pool.stop(work)
                 assert await training is None
