@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-portable check lint format typecheck wheel smoke \
-	fuzz setup-fuzz setup-integrations setup-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
+	fuzz setup-fuzz setup-integrations setup-flower test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
 	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
@@ -276,20 +276,27 @@ $(INTEGRATIONS)/.set-up: pyproject.toml constraints.txt | $(STAMP)
 		echo "make setup-integrations: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
 	@touch $@
 
-# A .venv of its own: flwr asks for packages older than the pins, which are left out of these.
-FLOWER := .venv-flower
-FLOWER_FREE := certifi|click|cryptography|grpcio|markdown-it-py|packaging|protobuf|pydantic|pydantic-core|pyyaml|requests|rich|sympy|typer
-setup-flower: $(FLOWER)/.set-up  ## Flower and scikit-learn, for gradbus flower and its tests
-$(FLOWER)/.set-up: pyproject.toml constraints.txt | $(STAMP)
-	@if [ -n "$(UV_NOW)" ]; then \
-		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(FLOWER) && \
-		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(FLOWER)/bin/python"; \
+# A .venv of its own: flwr asks for packages older than the pins. Those that it has no part in keep theirs, the others are what it asks for.
+# FLOWER=1.41 takes an older series of flwr, in the place of the one that is there.
+FLOWER ?= 1.42
+FLOWER_VENV := .venv-flower
+FLOWER_SET_UP := $(FLOWER_VENV)/.set-up-$(FLOWER)
+FLOWER_PINS := cyclonedds|msgpack|numpy|pillow|safetensors|scipy|structlog|torch|torchvision|zstandard
+setup-flower: $(FLOWER_SET_UP)  ## Flower and scikit-learn, for gradbus flower and its tests; an older one: FLOWER=1.41
+$(FLOWER_SET_UP): pyproject.toml constraints.txt | $(STAMP)
+	@rm -f $(FLOWER_VENV)/.set-up*; \
+	if [ -n "$(UV_NOW)" ]; then \
+		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(FLOWER_VENV) && \
+		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(FLOWER_VENV)/bin/python"; \
 	else \
-		$(PY) -m venv $(FLOWER) && install="$(FLOWER)/bin/python -m pip install -q --disable-pip-version-check"; \
-	fi && grep -vE '^($(FLOWER_FREE))==' constraints.txt >$(FLOWER)/constraints.txt && \
-	eval "$$install -c $(FLOWER)/constraints.txt -e '.[flower]' scikit-learn" || { \
+		$(PY) -m venv $(FLOWER_VENV) && install="$(FLOWER_VENV)/bin/python -m pip install -q --disable-pip-version-check"; \
+	fi && grep -E '^($(FLOWER_PINS))==' constraints.txt >$(FLOWER_VENV)/constraints.txt && \
+	eval "$$install -c $(FLOWER_VENV)/constraints.txt -e '.[flower]' 'flwr~=$(FLOWER).0' scikit-learn" || { \
 		echo "make setup-flower: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
 	@touch $@
+
+test-flower: setup-flower  ## Flower's apps over the bus, in the environment of make setup-flower; with an older one: FLOWER=1.41
+	$(BIN)/pytest $(ARGS) tests/actors/flower tests/experiments/run/test_flower.py
 
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
 	@$(TOOL) conformance $(ARGS)
@@ -314,4 +321,4 @@ clean:  ## remove what building and testing left behind
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## the same, and .venv too
-	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER)
+	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER_VENV)

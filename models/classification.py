@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,16 @@ class ClassificationTask(ShardedTraining):
         self._split: DataSplit | None = None
         self._shares: list[Tensor] | None = None
         self._num_params: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which loads the data itself: without them, unless they were given as they are."""
+        state = self.__dict__ | {"_shares": None}
+        del state["_lock"]
+        return state if isinstance(self._data_source, DataSplit) else state | {"_split": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._lock = threading.Lock()
 
     def build_model(self) -> nn.Module:
         """A new model on ``device``, with the same initial parameters at every call and on every node."""

@@ -455,7 +455,7 @@ class Client:
         """Fetch a model that is only evaluated. None: it is no longer wanted."""
         self._receive_models(True, group)
         try:
-            self._candidate.start(welcome.run_id, self._dim_of(welcome))
+            self._candidate.start(welcome.run_id, self._shape.dim)
             await self._fetch(welcome, self._candidate, round_id, superseded, first_after_s=0.0)
             return self._candidate.vector if self._candidate.round_id == round_id else None
         finally:

@@ -19,7 +19,7 @@ from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from gradbus.actors.flower.grid import NODE_ID_BASE, message_id
-from gradbus.actors.flower.payload import decode, encode
+from gradbus.actors.flower.payload import collect, decode, encode
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
@@ -143,6 +143,7 @@ class ClientAppAnswering:
         self._client_app = client_app
         self._partition = (partition, num_partitions)
         self._context: Any = None
+        self._used_bytes = 0  # of the message that was answered last
 
     def begin(self, run_id: int, options: Mapping[str, Value]) -> None:
         """A run begins. ``options``: what its controller sets in place of the app's config. Raises ConfigError."""
@@ -156,6 +157,7 @@ class ClientAppAnswering:
         except FrameError as error:
             log.error("message not understood", number=number, reason=str(error))
             return self.refuse(str(error))
+        self._used_bytes = len(payload)
         partition = self._partition[0]
         message.metadata.__dict__.update(
             _dst_node_id=NODE_ID_BASE + partition, _message_id=message_id(self._context.run_id, number, partition)
@@ -170,6 +172,11 @@ class ClientAppAnswering:
             log.error("the ClientApp failed", number=number, error=str(error), traceback=traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"[:8000]
             return encode(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=stub))
+
+    def release(self) -> None:
+        """The reply is on its way: let go of the message."""
+        collect(self._used_bytes)
+        self._used_bytes = 0
 
     def refuse(self, reason: str) -> list[bytes | memoryview]:
         """A reply with an error. Who it is from, and to what, the controller knows."""

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from gradbus.actors.flower.hub import Address, Answer, MessageHub
-from gradbus.actors.flower.payload import decode, encode
+from gradbus.actors.flower.payload import collect, decode, encode
 from gradbus.actors.flower.protocol import make_payload
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.shm.shared_payload import PayloadMemory
@@ -51,6 +51,7 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
         self._loop = loop
         self._run = run
         self._pushed: dict[str, _Pushed] = {}
+        self._pulled_bytes = 0  # since messages were pushed last
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -95,6 +96,8 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
         Raises:
             ValueError: a message is a reply, has an error or no time to live.
         """
+        collect(self._pulled_bytes)
+        self._pulled_bytes = 0
         groups: list[tuple[Message, dict[int, Message]]] = []
         newest: dict[tuple[object, ...], dict[int, Message]] = {}
         ordered = list(messages)
@@ -145,6 +148,7 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
             reply = Message(Error(_CODES[answer.kind], answer.failure), reply_to=pushed.stub)
         else:
             try:
+                self._pulled_bytes += len(answer.payload)
                 came = decode(answer.payload)
                 reply = Message(came.content if came.has_content() else came.error, reply_to=pushed.stub)
             except FrameError as error:

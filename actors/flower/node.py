@@ -76,7 +76,7 @@ log = get_logger("node")
 
 
 class Answering(Protocol):
-    """What a node does with instructions. Both are called on a thread of their own, one at a time."""
+    """What a node does with instructions. All are called on a thread of their own, one at a time."""
 
     def begin(self, run_id: int, options: Mapping[str, bool | int | float | str]) -> None:
         """A run begins, or another start of its hub goes on with it. ``options``: what its Welcome says."""
@@ -84,6 +84,10 @@ class Answering(Protocol):
 
     def answer(self, payload: memoryview, number: int) -> list[bytes | memoryview]:
         """The reply's payload, in parts, to the instruction with this payload and number."""
+        ...
+
+    def release(self) -> None:
+        """The reply is at the hub: memory that answering it took may go."""
         ...
 
     def refuse(self, reason: str) -> list[bytes | memoryview]:
@@ -366,6 +370,7 @@ class MessageNode:
             sealed=outgoing.shared,
         )  # fmt: skip
         receipt = await self._sender.deliver(update, check=lambda: self._is_current(session))
+        await self._compute.run(self._answering.release)
         if receipt is None:
             return
         self._finish(number)

@@ -7,6 +7,7 @@ messages end at 2 GiB.
 
 from __future__ import annotations
 
+import gc
 import struct
 from itertools import accumulate
 
@@ -15,6 +16,8 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 
 from gradbus.runtime.errors import FrameError
+
+LARGE_BYTES = 16 << 20
 
 _HEAD = struct.Struct("<II")
 
@@ -57,8 +60,9 @@ def decode(payload: bytes | memoryview) -> Message:
         if data_at + sum(sizes) != len(view):
             raise ValueError(f"sizes that make {data_at + sum(sizes)} bytes")
         message = message_from_proto(ProtoMessage.FromString(bytes(view[proto_at:data_at])))
-        records = message.content.array_records.values() if message.has_content() else ()
-        arrays = [array for record in records for array in record.values()]
+        # Not content.array_records: what that makes refers to itself and to the arrays, and keeps them; see collect().
+        records = message.content.values() if message.has_content() else ()
+        arrays = [array for record in records if isinstance(record, ArrayRecord) for array in record.values()]
         if len(arrays) != count:
             raise ValueError(f"{len(arrays)} arrays in the message and {count} behind it")
     except Exception as error:  # Flower's own parsers are not made for what others have altered
@@ -66,3 +70,14 @@ def decode(payload: bytes | memoryview) -> Message:
     for array, start, size in zip(arrays, accumulate(sizes, initial=data_at), sizes, strict=False):
         array.data = bytes(view[start : start + size])
     return message
+
+
+def collect(used_bytes: int) -> None:
+    """Let go of messages of this size that nobody uses any more.
+
+    What Flower makes for ``RecordDict.array_records`` refers to itself, so that the arrays stay until the garbage
+    collector comes; and that comes after so many objects, of which a large model has few. Without this a node of 500 MB
+    would grow by as much with every message.
+    """
+    if used_bytes >= LARGE_BYTES:
+        gc.collect()

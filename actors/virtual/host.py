@@ -31,6 +31,7 @@ from gradbus.actors.federated.session import ControllerSession
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import ANSWERS, UpdateSender
+from gradbus.actors.virtual.client_trainer import open_state, vector_bytes
 from gradbus.actors.virtual.pool import (
     ClientFailed,
     EvaluationWork,
@@ -39,7 +40,6 @@ from gradbus.actors.virtual.pool import (
     TrainingPool,
     TrainingProcess,
 )
-from gradbus.actors.virtual.training_process import open_state, vector_bytes
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BusError, ConfigError
@@ -141,7 +141,7 @@ class ClientHost(Client):
     _session: HostSession
 
     def __init__(
-        self, bus: Bus, task: FederatedTask, *, ids: Iterable[int], pool: TrainingPool, state_dir: Path,
+        self, bus: Bus, task: FederatedTask, *, ids: Iterable[int], pool: TrainingPool[Any], state_dir: Path,
         config: ClientConfig | None = None,
     ) -> None:  # fmt: skip
         """A host that has not started.

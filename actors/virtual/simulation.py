@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -24,9 +24,9 @@ from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost, check_room
-from gradbus.actors.virtual.pool import TrainingPool
-from gradbus.actors.virtual.training_process import PoolSettings
+from gradbus.actors.virtual.pool import MAX_PROCESSES, TrainingPool
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
@@ -87,8 +87,12 @@ class SimulationOptions:
     """How a simulation runs, beside the rules of its rounds.
 
     Attributes:
-        processes: that train; 0: one for each core that this process may use.
+        processes: that train; 0: one for each core that this process may use, or that the Ray cluster has.
         threads: of torch, in each of them.
+        pool: where they run: ``processes`` of this machine, or as actors of a cluster of ``ray``.
+        ray_address: of the cluster, as ``ray.init`` has it; ``local``: one that is started here for this run; empty:
+            that of the variable RAY_ADDRESS, else local.
+        gpus: of Ray's, that each training process has for itself; less than 1: a share of one.
         state_dir: where clients keep their state from round to round; None: in a folder that goes with the run.
         domain: DDS domain. network: how its two buses are connected; by default over ``lo``.
         client: settings of the clients.
@@ -96,22 +100,40 @@ class SimulationOptions:
 
     processes: int = 0
     threads: int = 1
+    pool: Literal["processes", "ray"] = "processes"
+    ray_address: str = ""
+    gpus: float = 0.0
     state_dir: Path | None = None
     domain: int = 0
     network: NetworkConfig | None = None
     client: ClientConfig = field(default_factory=ClientConfig)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.processes <= 1024 or not 1 <= self.threads <= 1024:
+        if not 0 <= self.processes <= MAX_PROCESSES or not 1 <= self.threads <= 1024:
             raise ConfigError(
-                f"expected processes within 0 .. 1024 and threads within 1 .. 1024, got {self.processes} and "
-                f"{self.threads}"
+                f"expected processes within 0 .. {MAX_PROCESSES} and threads within 1 .. 1024, got {self.processes} "
+                f"and {self.threads}"
             )
+        if self.pool not in ("processes", "ray"):
+            raise ConfigError(f"pool: expected processes or ray, got {self.pool!r}")
+        if self.pool != "ray" and (self.ray_address or self.gpus):
+            raise ConfigError("ray_address and gpus are of a Ray cluster, and pool=processes has none: set pool=ray")
+        if not 0 <= self.gpus <= 64:
+            raise ConfigError(f"gpus: expected 0 .. 64, got {self.gpus}")
 
-    @property
-    def size(self) -> int:
-        """Number of training processes."""
-        return self.processes or len(os.sched_getaffinity(0))
+    def open_pool(self, task: FederatedTask, settings: PoolSettings) -> TrainingPool[Any]:
+        """The pool that trains: before this process has DDS, and while few threads run in it.
+
+        Raises:
+            ConfigError: this system, or the cluster, cannot run it.
+        """
+        if self.pool == "ray":
+            from gradbus.actors.virtual.ray_pool import RayPool
+
+            return RayPool(task, settings, size=self.processes, address=self.ray_address, gpus=self.gpus)
+        from gradbus.actors.virtual.local_pool import LocalPool
+
+        return LocalPool(task, settings, size=self.processes or len(os.sched_getaffinity(0)))
 
 
 def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -> FederatedConfig:
@@ -184,13 +206,11 @@ def simulate(
     check_first_round(rules, task)
     run = _Simulation(task, clients, rules, options, callbacks, on_report)
     with _state_dir(options.state_dir) as state_dir:
-        pool = TrainingPool(
-            task, PoolSettings(
-                state_dir=state_dir, rule=options.client.rule, threads=options.threads,
-                full_traceback=options.client.full_traceback,
-                shared_memory=options.network is None or options.network.shared_memory,
-            ), size=options.size,
-        )  # fmt: skip
+        pool = options.open_pool(task, PoolSettings(
+            state_dir=state_dir, rule=options.client.rule, threads=options.threads,
+            full_traceback=options.client.full_traceback,
+            shared_memory=options.network is None or options.network.shared_memory,
+        ))  # fmt: skip
         return _on_a_loop_of_its_own(run.main(pool, state_dir))
 
 
@@ -254,7 +274,7 @@ class _Simulation:
     callbacks: Sequence[Any]
     on_report: Callable[[RoundReport], object]
 
-    async def main(self, pool: TrainingPool, state_dir: Path) -> SimulationResult:
+    async def main(self, pool: TrainingPool[Any], state_dir: Path) -> SimulationResult:
         """The whole run; the pool is closed then."""
         job = f"simulate-{os.getpid()}-{secrets.token_hex(4)}"
         network = self.options.network or NetworkConfig()
@@ -272,7 +292,7 @@ class _Simulation:
         finally:
             await pool.close()
 
-    async def _run(self, controller: Controller, host: ClientHost, pool: TrainingPool) -> SimulationResult:
+    async def _run(self, controller: Controller, host: ClientHost, pool: TrainingPool[Any]) -> SimulationResult:
         began_s = ended_s = 0.0
 
         async def serve() -> None:

@@ -172,8 +172,19 @@ def client(
 
 
 Processes = Annotated[
-    int, typer.Option(min=0, max=1024, help="Processes that train; 0: one for each core of this machine.")
+    int,
+    typer.Option(
+        min=0, max=1024, help="Processes that train; 0: one for each core of this machine, or of Ray's cluster."
+    ),
 ]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", metavar="ADDRESS", show_default=False,
+        help="Train on a Ray cluster: HOST:PORT, auto (that of this machine), or local (one is started for this run).",
+    ),
+]  # fmt: skip
+Gpus = Annotated[float, typer.Option(min=0, help="With --ray: GPUs, or a share of one, for each training process.")]
 
 
 @app.command()
@@ -189,6 +200,8 @@ def virtual(
         ),
     ] = None,
     processes: Processes = 0,
+    ray: RayAddress = None,
+    gpus: Gpus = 0.0,
     run_dir: RunDir = None,
     live: Live = True,
     overrides: Overrides = None,
@@ -208,7 +221,9 @@ def virtual(
     add_current_directory_to_path()
     screen = Screen(live=live, level=log_level, style=log_style)
     own = settings_of(overrides, run_dir=run_dir)
-    controller_run(config, own, data_root, screen, loop, virtual=VirtualOptions(clients, fraction, processes))
+    controller_run(
+        config, own, data_root, screen, loop, virtual=VirtualOptions(clients, fraction, processes, ray, gpus)
+    )
 
 
 @app.command()
@@ -219,6 +234,8 @@ def host(
         str, typer.Option(metavar="IDS", help="Ids of its clients, as in 0-999 or 0,3-7,12.", show_default=False)
     ],
     processes: Processes = 0,
+    ray: RayAddress = None,
+    gpus: Gpus = 0.0,
     insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,
@@ -241,9 +258,9 @@ def host(
     own += ["client.full_traceback=true"] if full_traceback else []
     file = load(ClientFile, config, overrides=own, data_root=data_root)
     check(file.bus)
-    from gradbus.experiments.run.virtual import host_run
+    from gradbus.experiments.run.virtual import host_run, pool_options
 
-    host_run(file, ids, processes, lambda main: run_loop(main, loop))
+    host_run(file, ids, pool_options(processes, ray, gpus), lambda main: run_loop(main, loop))
 
 
 @app.command()

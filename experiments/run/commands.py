@@ -55,11 +55,13 @@ log = get_logger("cli")
 
 
 class VirtualOptions(NamedTuple):
-    """Of ``gradbus virtual``, as :class:`.virtual.VirtualClients` has them."""
+    """Of ``gradbus virtual``, for :class:`.virtual.VirtualClients`."""
 
     clients: int
     fraction: float | None
     processes: int
+    ray: str | None = None
+    gpus: float = 0.0
 
 
 def demo_run(options: DemoOptions, screen: Screen) -> None:
@@ -86,9 +88,10 @@ def controller_run(
     check(file.bus)
     clients = None
     if virtual is not None:
-        from gradbus.experiments.run.virtual import VirtualClients
+        from gradbus.experiments.run.virtual import VirtualClients, pool_options
 
-        clients = VirtualClients(*virtual)
+        pool = pool_options(virtual.processes, virtual.ray, virtual.gpus)
+        clients = VirtualClients(virtual.clients, virtual.fraction, pool)
         file = clients.settle(file)
     command = "controller" if virtual is None else "virtual"
     clients_option = "" if clients is None else f"--clients {clients.clients} "

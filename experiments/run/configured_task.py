@@ -57,6 +57,10 @@ class _Configured:
             )
         return made
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: it imports the task there, and loads the data itself."""
+        return type(self), (self._settings,)
+
     def load(self) -> None:
         """Load the data, before any other process waits for it. Raises NoData, ConfigError."""
         if isinstance(self._task, models.ClassificationTask):

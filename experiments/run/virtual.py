@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
 from gradbus.actors.virtual.simulation import SimulationOptions, check_first_round, settings_of
-from gradbus.actors.virtual.training_process import PoolSettings
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.run.configured_task import ConfiguredTask
@@ -25,14 +25,23 @@ from gradbus.runtime.wire.id_ranges import parse_ids
 log = get_logger("cli")
 
 
+def pool_options(processes: int, ray: str | None, gpus: float) -> SimulationOptions:
+    """Where clients train. ``ray``: an address, or None: processes of this machine. Raises ConfigError."""
+    if ray is None:
+        if gpus:
+            raise ConfigError("--gpus is of a Ray cluster: say which with --ray")
+        return SimulationOptions(processes=processes)
+    return SimulationOptions(processes=processes, pool="ray", ray_address=ray, gpus=gpus)
+
+
 @dataclass(frozen=True, slots=True)
 class VirtualClients:
     """The options of ``gradbus virtual``. ``fraction``: share of them in each round; None: as the file says.
-    ``processes``: that train; 0: one for each core."""
+    ``pool``: where they train."""
 
     clients: int
-    fraction: float | None = None
-    processes: int = 0
+    fraction: float | None
+    pool: SimulationOptions
 
     def settle(self, file: ControllerFile) -> ControllerFile:
         """The file with these clients. Raises ConfigError: they cannot take part in such a run."""
@@ -41,12 +50,12 @@ class VirtualClients:
         return file.model_copy(update={"federated": settings_of(file.federated, self.clients, self.fraction)})
 
     def start(self, file: ControllerFile, state_dir: Path) -> Hosted:
-        """Fork the process that training processes come from: before there is DDS, or a loop, in this one."""
+        """Open the pool that trains them: before there is DDS, or a loop, in this process."""
         task = ConfiguredTask(file.task)
         check_first_round(file.federated, task)
         bus = file.bus.model_copy(update={"faults": ""})
         client = ClientConfig(state_dir=state_dir)
-        return Hosted.start(bus, task, range(self.clients), client, state_dir, self.processes)
+        return Hosted.start(bus, task, range(self.clients), client, state_dir, self.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +67,18 @@ class Hosted:
     ids: Iterable[int]
     client: ClientConfig
     state_dir: Path
-    pool: TrainingPool
+    pool: TrainingPool[Any]
 
     @classmethod
     def start(
         cls, bus: BusSettings, task: ConfiguredTask, ids: Iterable[int], client: ClientConfig, state_dir: Path,
-        processes: int,
+        options: SimulationOptions,
     ) -> Hosted:  # fmt: skip
-        """Fork the process that training processes come from."""
+        """Open the pool that trains them."""
         settings = PoolSettings(
             state_dir=state_dir, rule=client.rule, full_traceback=client.full_traceback, shared_memory=bus.shared_memory
         )
-        pool = TrainingPool(task, settings, size=SimulationOptions(processes=processes).size)
-        return cls(bus, task, ids, client, state_dir, pool)
+        return cls(bus, task, ids, client, state_dir, options.open_pool(task, settings))
 
     async def run(self) -> None:
         """Take part until all rounds are done."""
@@ -89,7 +97,10 @@ class Hosted:
 
 
 def host_run(
-    file: ClientFile, ids: str, processes: int, run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+    file: ClientFile,
+    ids: str,
+    options: SimulationOptions,
+    run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
 ) -> None:
     """``gradbus host``. ``run``: runs a loop to its end."""
     try:
@@ -103,5 +114,5 @@ def host_run(
         if state_dir is None:
             state_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradbus-clients-")))
         every = [client_id for each in ranges for client_id in each]
-        hosted = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, processes)
+        hosted = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, options)
         run(hosted.run)

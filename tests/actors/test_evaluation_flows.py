@@ -26,9 +26,9 @@ from gradbus.actors import Client, Controller
 from gradbus.actors.federated.combinations import check_combination
 from gradbus.actors.federated.evaluation import LATE, LOST, CrossSite
 from gradbus.actors.federated.local_evaluation import HOSTED, NO_DATA, NO_METHOD, NO_MODEL, NOT_SHARED
+from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
-from gradbus.actors.virtual.pool import TrainingPool
-from gradbus.actors.virtual.training_process import PoolSettings
+from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.errors import ConfigError
@@ -251,7 +251,7 @@ def test_a_process_that_dies_while_it_evaluates_virtual_clients_is_replaced(tmp_
 
 
 def test_virtual_clients_of_a_deployed_run_evaluate_models_of_others_and_show_none(tmp_path: Path) -> None:
-    pool = TrainingPool(Measured(), PoolSettings(state_dir=tmp_path), size=2)
+    pool = LocalPool(Measured(), PoolSettings(state_dir=tmp_path), size=2)
     job = Job([Measured()], share=[0], evaluation={"cross_site": True}, rounds=1, clients={"num": 4, "min": 4})
 
     async def main() -> None:

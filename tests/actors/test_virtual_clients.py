@@ -18,10 +18,10 @@ from torch import nn
 
 import gradbus
 from gradbus.actors.virtual import host as host_module
+from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
-from gradbus.actors.virtual.pool import TrainingPool
+from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.actors.virtual.simulation import run_beside
-from gradbus.actors.virtual.training_process import PoolSettings
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 
@@ -184,7 +184,7 @@ class AddsWhatIsFrozen(NoopTask):
 
 def test_a_host_whose_frozen_parameters_differ_takes_those_of_the_controller(tmp_path: Path) -> None:
     job, domain = f"frozen-{os.getpid()}", new_domain()
-    pool = TrainingPool(AddsWhatIsFrozen(9.0), PoolSettings(state_dir=tmp_path), size=1)
+    pool = LocalPool(AddsWhatIsFrozen(9.0), PoolSettings(state_dir=tmp_path), size=1)
 
     async def main() -> torch.Tensor:
         async with (
@@ -243,7 +243,7 @@ def test_a_host_whose_first_round_does_not_fit_says_what_to_change_and_only_wher
 
     async def hosted(cap: str | None) -> None:
         job, domain = f"room-{os.getpid()}-{next(_jobs)}", new_domain()
-        pool = TrainingPool(NoopTask(DIM), PoolSettings(state_dir=tmp_path), size=1)
+        pool = LocalPool(NoopTask(DIM), PoolSettings(state_dir=tmp_path), size=1)
         try:
             async with (
                 asyncio.timeout(30), gradbus.connect(job, domain=domain) as bus,

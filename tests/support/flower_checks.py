@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.run import Run
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ from gradbus.actors.flower.apps import ClientAppAnswering, FlowerApp, make_conte
 from gradbus.actors.flower.grid import NODE_ID_BASE, BusGrid
 from gradbus.actors.flower.hub import MessageHub
 from gradbus.actors.flower.node import MessageNode
-from gradbus.actors.flower.payload import decode, encode
+from gradbus.actors.flower.payload import LARGE_BYTES, decode, encode
 from gradbus.experiments.cli.main import app as command_line
 from gradbus.runtime.errors import FrameError
 
@@ -154,6 +155,39 @@ def calls(over: BusGrid, release: threading.Event) -> None:
     assert "no reply_to_message_id" in refusal
 
 
+def memory() -> None:
+    """Large messages are let go of once they are answered, though Flower's record dictionaries refer to themselves and
+    few objects are made meanwhile, which would bring the garbage collector."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        (arrays,) = message.content.array_records.values()
+        return Message(RecordDict({"arrays": arrays}), reply_to=message)
+
+    arrays = [np.zeros(LARGE_BYTES // 4, np.float32)]
+    instruction = b"".join(encode(a_message(RecordDict({"arrays": ArrayRecord(arrays)}))))
+    answering = ClientAppAnswering(APP, app, 0, 2)
+    answering.begin(5, {})
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(2):
+            reply = answering.answer(memoryview(instruction), number)
+            assert sum(map(len, reply)) > LARGE_BYTES
+            del reply
+            assert held() > 0, "else nothing is to be let go of"
+            answering.release()
+            assert held() == 0, held()
+    finally:
+        gc.enable()
+
+
+def held() -> int:
+    """Large arrays in this process."""
+    return sum(isinstance(one, Array) and len(one.data) >= LARGE_BYTES for one in gc.get_objects())
+
+
 def refusals() -> None:
     """What is no app, and values for keys that the app does not have, are refused with what was expected."""
     for app, options, said in (
@@ -169,6 +203,7 @@ def refusals() -> None:
 
 if __name__ == "__main__":
     payload()
+    memory()
     refusals()
     grid()
     print("ok")

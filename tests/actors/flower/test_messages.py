@@ -37,6 +37,7 @@ class Reversing:
         self.name = name.encode()
         self.runs: list[tuple[int, dict[str, Any]]] = []
         self.asked: list[int] = []
+        self.released = 0
         self.gate: Callable[[], object] = lambda: None
 
     def begin(self, run_id: int, options: Mapping[str, Any]) -> None:
@@ -46,6 +47,9 @@ class Reversing:
         self.asked.append(number)
         self.gate()
         return [self.name, payload[::-1].tobytes()]
+
+    def release(self) -> None:
+        self.released += 1
 
     def refuse(self, reason: str) -> list[bytes | memoryview]:
         return [f"refused: {reason}".encode()]

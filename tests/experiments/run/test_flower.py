@@ -25,7 +25,7 @@ APPS = Path(__file__).parents[2] / "flower_apps"
 def flower(root: Path) -> Path:
     """The folder of programs of the environment with Flower."""
     folder = root / ".venv-flower"
-    if not (folder / ".set-up").exists():
+    if not list(folder.glob(".set-up-*")):
         pytest.skip("Flower is not set up: make setup-flower")
     return folder / "bin"
 

@@ -42,8 +42,14 @@ def test_virtual_clients_hosts_and_processes_make_the_same_models(
     root: Path, tmp_path: Path, variables: dict[str, str]
 ) -> None:
     lines = [shlex.split(line)[1:] for line in command_lines((root / "docs/virtual-clients.md").read_text("utf-8"))]
-    virtual, controller, *hosts = (words for words in lines if words[0] in ("virtual", "controller", "host"))
+    virtual, controller, *hosts, on_a_cluster, on_ray = (
+        words for words in lines if words[0] in ("virtual", "controller", "host")
+    )  # fmt: skip
     assert [words[0] for words in hosts] == ["host", "host"]
+    assert on_a_cluster[:-2] == virtual  # its options are those of the host
+    assert on_a_cluster[-2] == "--ray"
+    hosts[1] = on_ray
+    assert on_ray[-2:] == ["--ray", "local"]
     few = ["--set", "federated.rounds=2", "--set", "federated.training.subset_size=8", "--no-live"]
     few += ["--set", "federated.codec=sq8"]
     whole = ["--set", "federated.selection.fraction=1", "--set", "federated.clients.num=3"]

@@ -1,0 +1,152 @@
+"""Training processes of this machine: forked from one that has loaded the data, each with a socket pair to the host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gradbus.actors.federated.local_training import EncodedUpdate
+from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive_soon, send_soon
+from gradbus.actors.virtual.client_trainer import PoolSettings
+from gradbus.actors.virtual.pool import (
+    ProcessDied,
+    RoundWork,
+    TrainingPool,
+    TrainingProcess,
+    Work,
+    check_prepared,
+)
+from gradbus.actors.virtual.training_process import StopFlag, run_template
+from gradbus.runtime.errors import ConfigError, TrainingFailed
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.shm.shared_payload import read
+
+START_S = 60.0  # a fork and a model; the data are loaded by then
+END_S = 5.0
+
+log = get_logger("host")
+
+
+class LocalProcess(TrainingProcess):
+    """A training process of this machine."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._work = 0
+        self._read: list[int] = []
+
+    async def _begin(self, work: Work) -> None:
+        if self._work != work.number:
+            with self._whole_messages():
+                await send_soon(self._end, work.parcel)
+            self._work = work.number
+
+    async def _ask(self, work: Work, do: str, given: Mapping[str, Any]) -> Parcel:
+        done, self._read = self._read, []
+        with self._whole_messages():
+            await send_soon(self._end, Parcel({"do": do, "with": given, "read": done}))
+            return await receive_soon(self._end)
+
+    @contextlib.contextmanager
+    def _whole_messages(self) -> Iterator[None]:
+        """Where one ends halfway, the channel is of no more use. Raises ProcessDied: its other end is gone."""
+        try:
+            yield
+        except ChannelClosed:
+            self.close()
+            raise ProcessDied from None
+        except BaseException:  # half a message is left in the channel
+            self.close()
+            raise
+
+    async def _take(self, work: RoundWork, update: EncodedUpdate, released: Any) -> EncodedUpdate:
+        """What is released is in the client's folder already, to which that process writes itself."""
+        if not update.request.memory:
+            return update
+        # It stays here, too, should that process end before the controller has read it.
+        payload = await asyncio.to_thread(read, update.request.memory, update.request.total_bytes)
+        return replace(update, payload=payload)
+
+    def is_read(self, update: EncodedUpdate) -> None:
+        """That process hears it with what it is asked next."""
+        if update.request.memory:
+            self._read.append(update.request.transfer)
+
+    def close(self) -> None:
+        """It ends by itself, once it has done what it does."""
+        self._end.close()
+
+
+class LocalPool(TrainingPool[LocalProcess]):
+    """Training processes of this machine."""
+
+    def __init__(self, task: FederatedTask, settings: PoolSettings, *, size: int) -> None:
+        """Fork the process that they are forked from: before this process has DDS, and while few threads run in it.
+
+        Raises:
+            ConfigError: this system has no fork.
+        """
+        if not hasattr(os, "fork") or not hasattr(socket, "send_fds"):
+            raise ConfigError("virtual clients are trained in forked processes, and this system has no fork: use Linux")
+        super().__init__(size)
+        self._flag = StopFlag()
+        self._turn = asyncio.Lock()
+        own, other = socket.socketpair()
+        self._template = os.fork()
+        if not self._template:
+            own.close()
+            run_template(task, settings, self._flag, other)
+        other.close()
+        own.setblocking(False)
+        self._control = own
+
+    async def open(self, client_id: int, num_clients: int) -> None:
+        async with self._turn:
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.sock_sendall(self._control, b"p")
+                await send_soon(self._control, Parcel({"client_id": client_id, "num_clients": num_clients}))
+                answer = await receive_soon(self._control)
+            except (ChannelClosed, OSError):
+                raise TrainingFailed("the process that loads the data has ended: is there enough memory?") from None
+        check_prepared(answer.head)
+        while len(self._all) < self.size:
+            self._add(await self._start())
+
+    async def _start(self) -> LocalProcess:
+        own, other = socket.socketpair()
+        own.setblocking(False)
+        try:
+            async with self._turn, asyncio.timeout(START_S):
+                socket.send_fds(self._control, [b"f"], [other.fileno()])
+                answer = await receive_soon(self._control)
+        except (ChannelClosed, OSError, TimeoutError):
+            own.close()
+            raise TrainingFailed("no training process can be started any more: is there enough memory?") from None
+        finally:
+            other.close()
+        for process, code in answer.head["ended"].items():
+            end = f"signal {-code}" if code < 0 else f"exit code {code}"
+            log.warning("training process died", process=int(process), end=end, effect="replaced")
+        return LocalProcess(own)
+
+    def _stop(self, number: int) -> None:
+        self._flag.up_to = number
+
+    async def close(self) -> None:
+        for one in self._all:
+            one.close()
+        self._control.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await asyncio.to_thread(os.waitpid, self._template, 0)
+        except (TimeoutError, ChildProcessError):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._template, signal.SIGKILL)
