@@ -121,7 +121,7 @@ class SiteMember(Client):
         return self._session.lost
 
     def _describe(self, matched: bool) -> Hello:
-        return replace(super()._describe(matched), site=True)
+        return replace(super()._describe(matched), site=True, masks=False)
 
     def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
         if isinstance(body, Status) and self.controller is not None:

@@ -27,7 +27,7 @@ from gradbus.actors.secure_aggregation.keys import (
     derived,
     pair_seed,
 )
-from gradbus.actors.secure_aggregation.masks import add_mask
+from gradbus.actors.secure_aggregation.masks import add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares, Interpolation
 
 
@@ -39,10 +39,11 @@ class MaskingServer:
         survivors: members whose masked values are in the sum, by :meth:`close_inputs`.
     """
 
-    def __init__(self, attempt: Attempt, threshold: int | float) -> None:
+    def __init__(self, attempt: Attempt, threshold: int | float, cap: int = 0) -> None:
         """``threshold``: a number of clients, or, as a float, a share of those that have advertised keys. More than
-        half of them are needed in any case."""
+        half of them are needed in any case. ``cap``: of the roster."""
         self.attempt = attempt
+        self._cap = cap
         self._threshold = threshold
         self._keys: dict[int, bytes] = {}
         self._sealed: dict[int, dict[int, bytes]] = {}
@@ -78,7 +79,7 @@ class MaskingServer:
         needed = default_threshold(count, limit) if isinstance(limit, float) else max(count // 2 + 1, limit)
         self._check_enough(self._keys, max(needed, MIN_MEMBERS), "advertised keys")
         members = tuple(RosterEntry.of(one, self._keys[one]) for one in sorted(self._keys))
-        self.roster = Roster(self.attempt, needed, members)
+        self.roster = Roster(self.attempt, needed, members, self._cap)
         return self.roster
 
     # Phase 1
@@ -146,19 +147,21 @@ class MaskingServer:
         self._check_enough(self._shares, roster.threshold, "sent their shares to unmask")
         chosen = sorted(self._shares)[: roster.threshold]
         interpolation, alive = Interpolation([roster.points[one] for one in chosen]), frozenset(self.survivors)
+        seeds: list[tuple[bytes, bool]] = []  # of what is to be added, and whether it is to be taken off
         for place, sender in enumerate(self.senders):
             secret = interpolation.secret({roster.points[one]: self._shares[one][place] for one in chosen})
             if sender in alive:
                 if not hmac.compare_digest(commitment(secret), roster.member(sender).commitment):
                     raise BadShares(f"the shares of client {sender}'s own mask do not give what it has committed to")
-                add_mask(total, derived(secret, b"own", roster, (sender,)), negative=True)
+                seeds.append((derived(secret, b"own", roster, (sender,)), True))
                 continue
             key = X25519PrivateKey.from_private_bytes(secret)
             if key.public_key().public_bytes_raw() != roster.member(sender).masking:
                 raise BadShares(f"the shares of client {sender}'s key do not give the key that it has advertised")
             for survivor in self.survivors:  # each has added or taken off what it shares with the one that is missing
                 seed = pair_seed(key, sender, roster.member(survivor), roster)
-                add_mask(total, seed, negative=survivor < sender)
+                seeds.append((seed, survivor < sender))
+        add_masks(total, seeds)
 
     def _entered(self) -> Roster:
         if self.roster is None:

@@ -151,7 +151,7 @@ class ClientHost(Client):
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
 
     def _describe(self, matched: bool) -> Hello:
-        return replace(super()._describe(matched), ids=self._text)
+        return replace(super()._describe(matched), ids=self._text, masks=False)
 
     # Messages
 

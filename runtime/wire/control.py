@@ -18,7 +18,10 @@ FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values
 MAX_BODY_BYTES = 64 * 1024
 MAX_BODY_MEMORY = 1 << 20  # that reading a body may take
 MAX_SEQS = 256
-_LIMITS = Limits(MAX_BODY_BYTES, text_bytes=MAX_BODY_BYTES, binary_bytes=0, items=MAX_SEQS, fields=64, containers=16)
+MAX_BINARY = 32 * 1024
+_LIMITS = Limits(
+    MAX_BODY_BYTES, text_bytes=MAX_BODY_BYTES, binary_bytes=MAX_BINARY, items=MAX_SEQS, fields=64, containers=16
+)
 
 STRICT = ConfigDict(strict=True, extra="ignore")
 
@@ -41,6 +44,8 @@ Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Attempt = Annotated[int, Field(ge=1, le=0xFFFF_FFFF)]
+Binary = Annotated[bytes, Field(max_length=MAX_BINARY)]
 Metrics = Annotated[
     dict[Annotated[str, Field(max_length=64), AfterValidator(plain_line)], Finite], Field(max_length=32)
 ]
@@ -65,6 +70,7 @@ class Hello:
         trained_dim, trained_layout: dim and layout of the trained part alone; 0: nothing of its model is frozen.
         site: it is the Controller of a site, whose updates are exact sums.
         ids: it speaks for the clients with these ids, which have its incarnation and its session; empty: for itself.
+        masks: it can mask its updates.
     """
 
     protocol: U32
@@ -83,6 +89,7 @@ class Hello:
     trained_layout: U64 = 0
     site: bool = False
     ids: IdRanges = ""
+    masks: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -103,6 +110,7 @@ class Welcome:
         broadcast: values that follow each model, for the rule: see ``Strategy.broadcast``.
         has_terms: RoundTerms belong to each command, and training waits for them.
         fetch_models: models are not sent to all: a client takes that of a round only if it takes part in it.
+        masked: with secure aggregation: no update leaves a client before it is masked.
     """
 
     to: U32
@@ -123,6 +131,7 @@ class Welcome:
     broadcast: U64 = 0
     has_terms: bool = False
     fetch_models: bool = False
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -135,12 +144,14 @@ class RoundTerms:
         options: of the training rule in this round, beside those of the Welcome and instead of those of the same name.
         participants: ids of the clients that are asked, as ranges; the others sit this round out. Empty: all are asked.
             A participant that newer terms of the same round do not name stops: its update is no longer needed.
+        attempt: at the round, for which the participants advertise keys; 0: without secure aggregation.
     """
 
     run_id: U64
     round_id: Round
     options: Options
     participants: IdRanges = ""
+    attempt: U32 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -208,6 +219,7 @@ class UploadRequest:
         update_norm: L2 norm of the difference that training made; ``residual_norm``: of the codec's residual after this
             update; -1: not reported.
         steps: of the optimizer; 0: not known. metrics: more numbers of its training, by name.
+        attempt: with whose masks it is masked; 0: it is not.
     """
 
     run_id: U64
@@ -224,6 +236,7 @@ class UploadRequest:
     residual_norm: float = -1.0
     steps: U64 = 0
     metrics: Metrics = dataclasses.field(default_factory=dict)
+    attempt: U32 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -258,6 +271,67 @@ class RetransmitRequest:
     round_id: Round
     transfer: U32
     seqs: Seqs
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class MaskRoster:
+    """Controller to all: who masks for whom in an attempt at a round.
+
+    Attributes:
+        threshold: clients that it takes to unmask. cap: samples that more count as, 0: there is none.
+        members: of each client its id, two public keys and a commitment, 100 bytes, by ascending id.
+    """
+
+    run_id: U64
+    round_id: Round
+    attempt: Attempt
+    threshold: Annotated[int, Field(ge=2, le=255)]
+    cap: U64
+    members: Binary
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class MaskShares:
+    """Controller to one client: the shares that the others have sealed for it.
+
+    Attributes:
+        senders: ids of the clients that have shared, itself included, ascending.
+        sealed: what each of the others has sealed for it, 82 bytes, in this order.
+    """
+
+    to: U32
+    incarnation: U64
+    run_id: U64
+    round_id: Round
+    attempt: Attempt
+    senders: Ids
+    sealed: Binary
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class MaskSurvivors:
+    """Controller to all: the clients whose masked updates are in the sum, ascending."""
+
+    run_id: U64
+    round_id: Round
+    attempt: Attempt
+    clients: Ids
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class MaskAnswer:
+    """Client to controller: its part in a phase of an attempt.
+
+    Attributes:
+        phase: 0: keys, after RoundTerms. 1: shares for the other members of the MaskRoster. 2: the MaskShares have
+            come. 3: shares that unmask, after MaskSurvivors.
+    """
+
+    run_id: U64
+    round_id: Round
+    attempt: Attempt
+    phase: Annotated[int, Field(ge=0, le=3)]
+    data: Binary
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -466,8 +540,8 @@ class GroupView:
 
 Body = (
     Hello | Welcome | RoundTerms | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest
-    | ModelAvailable | ModelRequest | TrainingFailure | Leave | RunEnded | Closing | GroupHello | GroupLeave
-    | RankStatus | GroupView
+    | MaskRoster | MaskShares | MaskSurvivors | MaskAnswer | ModelAvailable | ModelRequest | TrainingFailure | Leave
+    | RunEnded | Closing | GroupHello | GroupLeave | RankStatus | GroupView
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}
