@@ -485,7 +485,7 @@ class Client:
             await self._report_failure(welcome, command, failure)
             return
         try:
-            delivered = await self._deliver(welcome, command, base, update)
+            delivered = await self._send_update(welcome, command, base, update)
         except (TooLarge, NonFiniteError) as error:
             await self._report_failure(welcome, command, error)
             return
@@ -507,7 +507,7 @@ class Client:
             log.warning("update refused", client=self.client_id, round=round_id, reason=receipt.reason)
         await self._compute.run(self._training.on_receipt, update, receipt)
 
-    async def _deliver(
+    async def _send_update(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, update: EncodedUpdate
     ) -> tuple[EncodedUpdate, Receipt] | None:
         """Send an update, masked where the controller asks for that, and anew in each attempt at its round, until there

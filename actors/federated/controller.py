@@ -498,8 +498,8 @@ class Controller:
         return RoundTimeout(round_.round_id, accepted, round_.minimum, self._config.round.max_attempts, why)
 
     async def _collect(self, round_id: int, accepted: set[int], attempt: int) -> tuple[Round, Outcome]:
-        """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; with
-        secure aggregation, where a sum is of one attempt, it does not."""
+        """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
+        so with secure aggregation, where a sum is of one attempt."""
         config = self._config
         if config.secure_aggregation.enabled:
             accepted = set()
@@ -526,27 +526,11 @@ class Controller:
             await self._publish_terms(terms)
             await self._bus.publish(self._identity, command)
         self._probe.reached("after_command", round_id)
-        agreeing = None if masked is None else asyncio.create_task(masked.agree(), name="masked-attempt")
-        if agreeing is not None:
-            agreeing.add_done_callback(lambda _: self._wakeup.set())
         try:
-            reached, repeat_s = round_.ready, config.clients.heartbeat_s
-            while (outcome := round_.verdict(time.monotonic())) is None:
-                if agreeing is not None and agreeing.done():
-                    agreeing.result()  # which raises what is wrong here
-                if round_.ready > reached:
-                    reached = round_.ready
-                    self._probe.reached("mid_collect", round_id)
-                if terms is None:
-                    await self._sleep_until(round_.next_check_s())
-                else:
-                    await self._sleep_until(min(round_.next_check_s(), time.monotonic() + repeat_s))
-                    with tolerate_write_timeout("terms", round_id):
-                        await self._publish_terms(terms)
+            outcome = await self._until_over(round_, terms)
         finally:
-            if agreeing is not None:
-                agreeing.cancel()
-                await asyncio.wait([agreeing])
+            if masked is not None:
+                await masked.stop()
             await self._receiver.close()
             accepted.update(round_.accepted)
             self._round = None
@@ -559,8 +543,28 @@ class Controller:
                 await self._publish_terms(self._round_terms(round_id, accepted))
         return round_, outcome
 
+    async def _until_over(self, round_: Round, terms: RoundTerms | None) -> Outcome:
+        """Wait until a commanded round is over, and repeat its terms meanwhile."""
+        masked, round_id = self._masked, round_.round_id
+        reached, repeat_s = round_.ready, self._config.clients.heartbeat_s
+        if masked is not None:
+            masked.start(self._wakeup.set)
+        while (outcome := round_.verdict(time.monotonic())) is None:
+            if masked is not None:
+                masked.check()
+            if round_.ready > reached:
+                reached = round_.ready
+                self._probe.reached("mid_collect", round_id)
+            if terms is None:
+                await self._sleep_until(round_.next_check_s())
+            else:
+                await self._sleep_until(min(round_.next_check_s(), time.monotonic() + repeat_s))
+                with tolerate_write_timeout("terms", round_id):
+                    await self._publish_terms(terms)
+        return outcome
+
     def _masked_attempt(self, round_: Round, number: int) -> MaskedAttempt | None:
-        """What an attempt with secure aggregation needs; None: there is none. Raises ConfigError: of too many clients."""
+        """The attempt with secure aggregation; None: there is none. Raises ConfigError: of too many clients."""
         if not self._config.secure_aggregation.enabled:
             return None
         if len(round_.expected) > MAX_MEMBERS:

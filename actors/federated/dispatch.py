@@ -51,9 +51,9 @@ _HOST_AND_ASYNCHRONOUS = (
     "use mode=synchronous, or clients that are processes of their own"
 )
 _MASKS_NOTHING = (
-    "with federated.secure_aggregation updates are masked before they leave their client, which it does not do: a host of "
-    "several clients knows them all, and older versions of gradbus know no masks. Use clients that are processes of "
-    "their own, of this version"
+    "with federated.secure_aggregation updates are masked before they leave their client, which it does not do: a host "
+    "knows those of many clients, and older versions of gradbus know no masks. Use clients that are processes of their "
+    "own, of this version"
 )
 _SAME_SPEED = 0.2  # a change of the steps by less than this share is none
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")

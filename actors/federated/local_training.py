@@ -227,7 +227,9 @@ class LocalTraining:
         # From now on it is in one place only, also for frames.
         return replace(update, request=replace(request, memory=sealed.place), payload=sealed.payload, sealed=sealed)
 
-    def mask(self, update: EncodedUpdate, base: Tensor, masks: UpdateMasks, transfer: int) -> EncodedUpdate:
+    def mask(
+        self, update: EncodedUpdate, base: Tensor, masks: masked_values.UpdateMasks, transfer: int
+    ) -> EncodedUpdate:
         """The update with these masks, which are used up, as this transfer.
 
         Args:

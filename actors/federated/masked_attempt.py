@@ -2,8 +2,8 @@
 
     keys -> roster -> shares -> masked updates -> survivors -> the sum
 
-What may be asked and what answers mean is decided by :class:`~.masking_server.MaskingServer`; here are the messages, the
-deadlines and their repetition. Keys and shares are exchanged while the clients train. An attempt that fails reveals
+What may be asked and what answers mean is decided by :class:`~.masking_server.MaskingServer`; here are the messages,
+the deadlines and the repetition. Keys and shares are exchanged while the clients train. An attempt that fails reveals
 nothing, and nothing of it counts in the next one, for which all keys are made anew.
 """
 
@@ -67,11 +67,28 @@ class MaskedAttempt:
         self._incarnations: dict[int, int] = {}  # of those that have advertised keys: no later start has them
         self._ready: set[int] = set()  # that have the shares of the others
         self._news = asyncio.Event()
+        self._agreeing: asyncio.Task[None] | None = None
         self.failure = ""
 
     # Keys and shares, while the clients train
 
-    async def agree(self) -> None:
+    def start(self, done: Callable[[], object]) -> None:
+        """Begin to exchange them; ``done`` is called when that has ended. :meth:`stop` has to follow."""
+        self._agreeing = asyncio.create_task(self._agree(), name="masked-attempt")
+        self._agreeing.add_done_callback(lambda _: done())
+
+    def check(self) -> None:
+        """Raises what has gone wrong in this process."""
+        if self._agreeing is not None and self._agreeing.done():
+            self._agreeing.result()
+
+    async def stop(self) -> None:
+        """Exchange no more."""
+        if self._agreeing is not None:
+            self._agreeing.cancel()
+            await asyncio.wait([self._agreeing])
+
+    async def _agree(self) -> None:
         """Exchange keys and shares. Clients that do not answer in time are not in the sum; with too few others the
         round is over."""
         round_, server, settings = self._round, self._server, self._settings

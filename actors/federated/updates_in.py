@@ -92,6 +92,14 @@ class UpdateRefusal(NamedTuple):
     is_strike: bool = False
 
 
+def _unusable(error: ValueError) -> UpdateRefusal:
+    """The refusal of an update that could not be added."""
+    if (reason := _NO_STRIKE.get(type(error))) is not None:
+        return UpdateRefusal(reason, str(error))
+    malformed = "malformed" if isinstance(error, CodecError) else "refused"
+    return UpdateRefusal("non-finite" if isinstance(error, NonFiniteError) else malformed, str(error), True)
+
+
 class Settling(Enum):
     """Whether the updates of a first round can be weighed."""
 
@@ -479,14 +487,8 @@ class UpdateReceiver:
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
                 self._unreadable_from_here(transfer, error)
-        except NonFiniteError as error:
-            await self._reject(update, UpdateRefusal("non-finite", str(error), True))
-        except CodecError as error:
-            await self._reject(update, UpdateRefusal("malformed", str(error), True))
-        except (CountedTwice, BaseGone, NoRoom) as error:
-            await self._reject(update, UpdateRefusal(_NO_STRIKE[type(error)], str(error)))
         except ValueError as error:
-            await self._reject(update, UpdateRefusal("refused", str(error), True))
+            await self._reject(update, _unusable(error))
         else:
             self.totals.aggregate_s += time.perf_counter() - started_s
             self._count(round_, update, weight, from_memory=transfer.in_memory, partial=partial)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,32 +77,33 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
             f"or set limits.cap_samples"
         )
     dim = base.numel()
-    data = np.empty(size_of(dim), np.uint8)
+    data = np.empty(size_of(dim), np.uint8).data
     _HEADER.pack_into(data, 0, MAGIC, VERSION, VALUE_BYTES, 0, masks.roster.attempt.number, 0, dim, weight)
-    places = _places(memoryview(data), dim)
+    places = _places(data, dim)
     scratch = np.empty(_BLOCK_ELEMS, np.uint64)
     for place, integers in rounding.blocks(update, base, weight, bound):
         assert isinstance(place, slice), "an update of every value"
         masked = scratch[: integers.numel()]
         np.add(integers.numpy().view(np.uint64), masks.total[place], out=masked)
-        for part, own in zip(places, _parts(masked), strict=True):
-            part[place] = own
-    return data.data
+        for to, part in zip(places, _parts(masked), strict=True):
+            to[place] = part
+    return data
 
 
-def _places(view: memoryview, dim: int) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint8]]:
+def _places(view: memoryview, dim: int) -> list[NDArray[np.unsignedinteger[Any]]]:
     """Where the lowest four bytes of each value, the next two, and the last one are."""
     middle = _HEADER.size + 4 * dim
-    return (
-        np.frombuffer(view, "<u4", dim, _HEADER.size), np.frombuffer(view, "<u2", dim, middle),
+    return [
+        np.frombuffer(view, "<u4", dim, _HEADER.size),
+        np.frombuffer(view, "<u2", dim, middle),
         np.frombuffer(view, np.uint8, dim, middle + 2 * dim),
-    )  # fmt: skip
+    ]
 
 
-def _parts(values: NDArray[np.uint64]) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint8]]:
+def _parts(values: NDArray[np.uint64]) -> list[NDArray[np.unsignedinteger[Any]]]:
     """The same parts of uint64 values, of which the eighth byte is left out: views."""
     values = values.astype("<u8", copy=False)
-    return values.view("<u4")[::2], values.view("<u2")[2::4], values.view(np.uint8)[6::8]
+    return [values.view("<u4")[::2], values.view("<u2")[2::4], values.view(np.uint8)[6::8]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
