@@ -589,6 +589,8 @@ class Controller:
                 return True
             except ValueError as error:  # too few have answered, or wrongly
                 masked.fail(str(error))
+        else:
+            masked.note_too_few()
         await self._receiver.settle_masked(None)
         return False
 

@@ -131,6 +131,15 @@ class MaskedAttempt:
         self._round.fail_all(UNMASKED)
         self._changed()
 
+    def note_too_few(self) -> None:
+        """The round is over, with too few updates: say why, unless that is known."""
+        accepted, roster = len(self._round.accepted), self._server.roster
+        if not self.failure and roster is not None and accepted < roster.threshold:
+            self.failure = (
+                f"secure aggregation: {accepted} masked updates have come, the threshold is {roster.threshold}. "
+                f"Nothing was revealed"
+            )
+
     def on_answer(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
         """A client's part in a phase. Raises NotInProtocol: it does not belong to this attempt, or is damaged."""
         if (answer.run_id, answer.round_id, answer.attempt) != self._name:
