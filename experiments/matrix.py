@@ -65,6 +65,7 @@ def dimensions() -> list[Dimension]:
         Dimension("mode", {name: {"mode": name} for name in ("synchronous", "asynchronous")}),
         Dimension("clients", {name: {"clients": {"kind": name}} for name in ("clients", "sites")}),
         Dimension("privacy", _by_name(PRIVACY, central=enough, local=enough)),
+        Dimension("secure_aggregation", {"off": {}, "on": {"secure_aggregation": {"enabled": True}}}),
         Dimension("selection", {"all": {}, **_by_name(SELECTORS, **part)}),
         Dimension("codec", codecs),
         Dimension("downlink_codec", {name: {"downlink_codec": {"name": name}} for name in codecs}),

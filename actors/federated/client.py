@@ -28,7 +28,6 @@ from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, Update
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge
-from gradbus.codecs import NonFiniteError
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
@@ -486,7 +485,7 @@ class Client:
             return
         try:
             delivered = await self._send_update(welcome, command, base, update)
-        except (TooLarge, NonFiniteError) as error:
+        except TooLarge as error:
             await self._report_failure(welcome, command, error)
             return
         if delivered is None:
@@ -514,7 +513,7 @@ class Client:
         is a receipt for what was sent; None: there will be none.
 
         Raises:
-            TooLarge, NonFiniteError: it cannot be masked.
+            TooLarge: it has no room in the sum of all members.
         """
         current, session = self._session, self._session.incarnation
         if not welcome.masked:

@@ -236,7 +236,7 @@ class LocalTraining:
             base: float32, shape (D,): the model that it was trained from.
 
         Raises:
-            TooLarge, NonFiniteError: it has no room in the sum of so many clients.
+            TooLarge: it has no room in the sum of so many clients.
         """
         started_s, request = time.perf_counter(), update.request
         payload = masked_values.encode(

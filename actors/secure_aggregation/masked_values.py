@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.exact_sum import GridRounding
 from gradbus.actors.secure_aggregation.keys import Roster
-from gradbus.codecs import CodecError, DimMismatchError, NonFiniteError, Parsed
+from gradbus.codecs import CodecError, DimMismatchError, Parsed
 from gradbus.codecs.wire import Payload, as_view
 
 MAGIC = b"GBXM"
@@ -63,13 +63,10 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
 
     Raises:
         TooLarge: times its weight, a value leaves no room for those of the others.
-        NonFiniteError: a value is not finite.
     """
     rounding, members, weight = GridRounding(), masks.members, masks.roster.weight(num_samples)
     limit = 2.0 ** (BITS - 1) / members
     bound = rounding.bound(update, base, weight)
-    if not bound < float("inf"):
-        raise NonFiniteError("an update whose values, times its samples, are not finite")
     if not bound < limit:
         raise TooLarge(
             f"the update has a value of {bound / weight / 2**30:.3g}, which with {weight:,} samples has no room in the "

@@ -28,7 +28,11 @@ def test_every_example_loads_and_names_a_task_that_can_be_made(name: str, config
 
 def test_there_is_an_example_for_each_codec_and_each_way_of_running() -> None:
     codecs = {f"controller.{codec}.conf.json" for codec in ("q8", "s4", "sq8")}
-    pairs = {f"{side}{way}.conf.json" for side in ("controller", "client") for way in ("", ".non-iid", ".two-machines")}
+    pairs = {
+        f"{side}{way}.conf.json"
+        for side in ("controller", "client")
+        for way in ("", ".non-iid", ".secure", ".two-machines")
+    }
     assert set(EXAMPLES) == codecs | pairs
 
 

@@ -29,6 +29,10 @@ from gradbus.runtime.wire.control import (
     GroupView,
     Hello,
     Leave,
+    MaskAnswer,
+    MaskRoster,
+    MaskShares,
+    MaskSurvivors,
     ModelAvailable,
     ModelRequest,
     RankStatus,
@@ -56,6 +60,10 @@ EXAMPLES: list[Body] = [
     Grant(7, 1 << 60, 3, 1),
     Receipt(7, 1 << 60, 5, 3, 1, False, "non-finite"),
     RetransmitRequest(7, 1 << 60, 3, 1, [0, 5, (1 << 20) - 1]),
+    MaskRoster(5, 3, 1, 2, 2400, bytes(range(200))),
+    MaskShares(7, 1 << 60, 5, 3, 1, [3, 7], bytes(range(82))),
+    MaskSurvivors(5, 3, 1, [3, 7]),
+    MaskAnswer(5, 3, 1, 0, bytes(range(96))),
     ModelAvailable(5, 3, 7, True, 4_799_528, "host/boot/1 1234 7 ab"),
     ModelRequest(5, 3, 0, []),
     TrainingFailure(5, 3, "Traceback ..."),
@@ -88,7 +96,15 @@ EXAMPLES: list[Body] = [
 
 
 LATER: dict[type[Any], dict[str, Any]] = {
-    Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0, "site": False, "ids": ""},
+    Hello: {
+        "memory": "",
+        "phase_s": 0.0,
+        "trained_dim": 0,
+        "trained_layout": 0,
+        "site": False,
+        "ids": "",
+        "masks": False,
+    },
     Welcome: {
         "memory": "",
         "frozen": 0,
@@ -98,8 +114,9 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "broadcast": 0,
         "has_terms": False,
         "fetch_models": False,
+        "masked": False,
     },
-    RoundTerms: {"participants": ""},
+    RoundTerms: {"participants": "", "attempt": 0},
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {
@@ -140,6 +157,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "residual_norm": -1.0,
         "steps": 0,
         "metrics": {},
+        "attempt": 0,
     },
 }
 
@@ -238,6 +256,8 @@ NOT_WRONG: dict[str, list[Any]] = {
     "metrics": [{}, {"a": 1}],
     "awaited": [[1 << 20]],
     "quarantined": [[1 << 20]],
+    "clients": [[1 << 20]],
+    "senders": [[1 << 20]],
     "silent_s": [[1 << 20], [0.5]],
     "dropped": [{}, {"a": 1}],
     "options": [{}, {"a": 1}],
@@ -248,6 +268,11 @@ NOT_WRONG: dict[str, list[Any]] = {
 
 
 OUT_OF_RANGE = [
+    ("MaskRoster", "members", bytes(32 * 1024 + 1)),
+    ("MaskRoster", "threshold", 1),
+    ("MaskShares", "attempt", 0),
+    ("MaskSurvivors", "clients", list(range(257))),
+    ("MaskAnswer", "phase", 4),
     ("Status", "awaited", list(range(257))),
     ("Status", "silent_s", [math.nan]),
     ("Status", "dropped", {str(number): 1 for number in range(33)}),
