@@ -44,7 +44,7 @@ class Integers(Protocol):
         """Place and int64 values, block by block. The tensor is reused for the next block."""
 
     def largest(self) -> int:
-        """The largest absolute value."""
+        """The largest absolute value, or a number that is no lower."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

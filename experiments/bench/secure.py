@@ -20,7 +20,7 @@ TRAIN_S = 0.2
 LAUNCHES, ROUNDS = 3, 14
 
 
-class Case(NamedTuple):
+class SecureCase(NamedTuple):
     """``clients``: in so many ``processes``. ``at_most_ms``: that secure aggregation may add to a round."""
 
     clients: int
@@ -28,10 +28,10 @@ class Case(NamedTuple):
     at_most_ms: float | None
 
 
-CASES = (Case(2, 2, 50.0), Case(10, 5, 50.0))
+CASES = (SecureCase(2, 2, 50.0), SecureCase(10, 5, 50.0))
 
 
-def launch(case: Case, dim: int, rounds: int, *, secure: bool) -> Rounds:
+def launch(case: SecureCase, dim: int, rounds: int, *, secure: bool) -> Rounds:
     """One run."""
     return run_rounds(
         dim, clients=case.clients, processes=case.processes, rounds=rounds, train_s=TRAIN_S,
@@ -40,7 +40,7 @@ def launch(case: Case, dim: int, rounds: int, *, secure: bool) -> Rounds:
 
 
 def measure(
-    dim: int = DIM, launches: int = LAUNCHES, rounds: int = ROUNDS, cases: tuple[Case, ...] = CASES
+    dim: int = DIM, launches: int = LAUNCHES, rounds: int = ROUNDS, cases: tuple[SecureCase, ...] = CASES
 ) -> Iterator[Measurement]:
     """Time, processor time and bytes of a round, beside those of a plain one."""
     for case in cases:
