@@ -75,8 +75,8 @@ def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
     refusals = {
         "mode = asynchronous: what is masked with others counts with them, and there no clients share a round. Use "
         "mode = synchronous": config.mode == "asynchronous",
-        "clients.kind = sites: the clients of a site mask for each other, and sites send sums. Let the clients take "
-        "part themselves": config.clients.kind == "sites",
+        "clients.kind = sites: what a site sends is a sum already. Set it at the sites, for their clients":
+        config.clients.kind == "sites",
         f"strategy {config.strategy.name} needs the updates of single clients, and the controller knows their sum "
         f"alone. Use fedavg, fedavgm, fedadam, fedyogi or fedadagrad": not strategy.adds_sums
         or bool(strategy.sections),

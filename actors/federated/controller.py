@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import statistics
 import time
@@ -139,6 +140,7 @@ class Controller:
         self._compute = ComputeThread("controller")
         self._round: Round | None = None
         self._masked: MaskedAttempt | None = None  # with secure aggregation: the newest attempt
+        self._mask_numbers = itertools.count(1)  # of attempts: none is used twice by this start of the controller
         self._wakeup = asyncio.Event()
         self._failures = TrainingFailureLog()
         self._has_commanded = False
@@ -152,6 +154,7 @@ class Controller:
         self._strategy: Strategy
         self._state: RunState
         self._rates: RoundRates
+        self._context: RunContext
 
     def _open(self) -> None:
         """Build the model and restore the state, off the loop."""
@@ -199,7 +202,7 @@ class Controller:
         """Make all parts. Called on the loop, once the job is this controller's."""
         config, state, dim = self._config, self._state, self._model.dim
         self._bus.open_writer(TrainCmd)  # clients are ready when they are matched with it
-        context = RunContext(
+        context = self._context = RunContext(
             self._bus, self._identity, self._compute, config, state, self._probe.history
         )  # fmt: skip
         self._registry = ClientRegistry(
@@ -511,7 +514,7 @@ class Controller:
         )
         round_ = self._new_round(round_id, rules, accepted)
         self._probe.reached("before_command", round_id)
-        masked = self._masked = self._masked_attempt(round_, attempt)
+        masked = self._masked = self._masked_attempt(round_)
         self._round, self._has_commanded = round_, True
         self._receiver.open(round_, self._publisher.held, masked)
         self.progress.phase, self.progress.round_id = "training", round_id
@@ -563,7 +566,7 @@ class Controller:
                     await self._publish_terms(terms)
         return outcome
 
-    def _masked_attempt(self, round_: Round, number: int) -> MaskedAttempt | None:
+    def _masked_attempt(self, round_: Round) -> MaskedAttempt | None:
         """The attempt with secure aggregation; None: there is none. Raises ConfigError: of too many clients."""
         if not self._config.secure_aggregation.enabled:
             return None
@@ -574,9 +577,9 @@ class Controller:
             )
         fixed = self._config.limits.cap_samples
         caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
+        cap = min((cap for cap in caps if cap is not None), default=0)
         return MaskedAttempt(
-            RunContext(self._bus, self._identity, self._compute, self._config, self._state, self._probe.history),
-            round_, number, dim=self._model.dim, cap=min((cap for cap in caps if cap is not None), default=0),
+            self._context, round_, next(self._mask_numbers), dim=self._model.dim, cap=cap,
             is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
         )  # fmt: skip
 

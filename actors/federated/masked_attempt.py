@@ -39,7 +39,7 @@ class MaskedAttempt:
     """One attempt. All methods are called on the loop, but for :meth:`add`.
 
     Attributes:
-        number: of the attempt at its round, from 1.
+        number: of the attempt, among those of this start of the Controller.
         failure: why it has failed; empty: it has not.
     """
 

@@ -47,7 +47,7 @@ class Attempt:
 
     Attributes:
         session: which start of the Controller: one that was started again does not repeat an attempt.
-        number: counted from 1.
+        number: among those of that start, from 1.
     """
 
     job: str

@@ -130,6 +130,11 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
         )
     if config.clients.kind != "clients":
         raise ConfigError("federated.clients.kind=sites: virtual clients are clients, and belong to one controller")
+    if config.secure_aggregation.enabled:
+        raise ConfigError(
+            "federated.secure_aggregation: one process speaks for all virtual clients, and knows their updates. Use "
+            "processes of their own for the clients (gradbus client)"
+        )
     changed = config.model_dump(exclude_defaults=True)
     changed["clients"] = {**changed.get("clients", {}), "num": clients}
     if fraction is not None:

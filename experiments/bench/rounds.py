@@ -80,7 +80,7 @@ class Rounds(NamedTuple):
         return float(max(process["gap_p99_s"] for process in (self.controller, *self.clients)))
 
 
-def run_rounds(
+def run_rounds(  # noqa: PLR0913 - settings by keyword
     dim: int, *, clients: int, rounds: int, processes: int = 2, timeout_s: float = 300.0, shared_memory: bool = True,
     gaps: bool = False, train_s: float = 0.0, **settings: Any,
 ) -> Rounds:  # fmt: skip

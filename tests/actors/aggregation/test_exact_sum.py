@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile
 
 from gradbus import codecs
 from gradbus.actors.aggregation import exact_sum
-from gradbus.actors.aggregation.exact_sum import ExactMean, OutOfRange
+from gradbus.actors.aggregation.exact_sum import ExactMean, GridRounding, OutOfRange
 from gradbus.codecs import Parsed
 
 DIM = 1000

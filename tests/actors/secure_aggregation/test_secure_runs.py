@@ -18,12 +18,15 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from dds_domains import new_domain
 from torch import Tensor, nn
+from trees import DIM as TREE_DIM
+from trees import UnequalTask, rules, site_of, tree
 
 import gradbus
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, commitment
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, Interpolation
+from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import ConfigError, JoinRefused, RoundTimeout
 from gradbus.runtime.wire.control import Hello, MaskAnswer, MaskRoster, MaskShares, MaskSurvivors
@@ -275,6 +278,13 @@ def test_on_the_bus_is_no_update_and_never_both_shares_of_a_client_whoever_drops
     check_shares(run.job, observer)
 
 
+def test_without_secure_aggregation_the_same_pieces_of_updates_would_be_found_on_the_bus() -> None:
+    observer = Observer(run := Run(range(2), secure=False, shared_memory=False))
+    run()
+    seen = b"".join(observer.frames)
+    assert all(plain_bytes(client_id, 1)[0] in seen for client_id in range(2))
+
+
 def check_shares(job: str, observer: Observer) -> None:
     """Of no client both kinds of shares were revealed, by anybody, in an attempt; and what was revealed is what it
     should be: with the threshold of them, the seeds of survivors, and the keys of those that dropped out."""
@@ -389,6 +399,32 @@ def test_central_privacy_adds_its_noise_to_the_unmasked_sum() -> None:
     clipped = [delta_of(one, 1) * (0.1 / float(delta_of(one, 1).norm())) for one in range(4)]
     # Noise of 0.01 x 0.1 / 4 on each value of the mean, over all of them.
     assert float((controller.weights - torch.stack(clipped).mean(0)).norm()) < 4 * 0.00025 * DIM**0.5
+
+
+def test_a_site_masks_for_its_own_clients_and_the_tree_has_the_bits_of_a_plain_run() -> None:
+    async def run(secure: bool) -> tuple[Tensor, set[str]]:
+        async with tree() as place:
+            centre = gradbus.Controller(
+                await place.bus("centre"), NoopTask(TREE_DIM), rules(2, sites=True, rounds=2)
+            )  # fmt: skip
+            watching = (await place.bus("site-0")).subscribe(Control)
+            async with asyncio.TaskGroup() as group:
+                for number, ids in enumerate(((0, 1, 2), (3, 4))):
+                    own = rules(len(ids), secure_aggregation={"enabled": secure and number == 0})
+                    level = f"site-{number}"
+                    site = site_of(await place.bus("centre"), await place.bus(level), number, own)
+                    group.create_task(site.run())
+                    for client_id in ids:
+                        client = Client(await place.bus(level), UnequalTask(), client_id=client_id)
+                        group.create_task(client.run())
+                await centre.run()
+            seen = [await watching.get() for _ in range(len(watching))]
+            kinds = {type(one.body).__name__ for one in seen if isinstance(one, Control)}
+            return centre.weights.clone(), kinds
+
+    plain, secure = asyncio.run(run(False)), asyncio.run(run(True))
+    assert torch.equal(plain[0], secure[0])
+    assert "MaskSurvivors" in secure[1] - plain[1]
 
 
 def test_more_clients_than_can_mask_for_each_other_are_refused() -> None:
