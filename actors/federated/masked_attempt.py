@@ -61,7 +61,8 @@ class MaskedAttempt:
         self._changed = changed
         self.number = number
         attempt = Attempt(context.bus.job, context.run_id, context.identity.incarnation, round_.round_id, number)
-        self._server = MaskingServer(attempt, self._settings.threshold, cap)
+        least = context.config.clients.min
+        self._server = MaskingServer(attempt, self._settings.threshold, cap=cap, least_members=least)
         self._total = np.zeros(dim, np.uint64)
         self._weights: dict[int, int] = {}
         self._incarnations: dict[int, int] = {}  # of those that have advertised keys: no later start has them
@@ -200,7 +201,8 @@ class MaskedAttempt:
         survivors = server.close_inputs(round_.accepted)
         request = MaskSurvivors(*self._name, list(survivors))
         await self._ask([request], self._to_answer, self._settings.unmask_timeout_s)
-        await self._context.compute.run(server.unmask, self._total)
+        compute = self._context.compute
+        await compute.run(server.unmask, self._total, compute.should_stop)
         num_samples = sum(self._weights[one] for one in survivors)
         summary = SumSummary(num_samples, len(survivors), ranges_of(survivors), (), 0)
         return PartialSum(summary, SignedIntegers(self._total), None)

@@ -45,7 +45,7 @@ class MaskingClient:
     """
 
     def __init__(self, attempt: Attempt, client_id: int, *, least_members: int = MIN_MEMBERS) -> None:
-        """``least_members``: refuse to take part with fewer."""
+        """``least_members``: refuse to take part where the sum of fewer could be unmasked."""
         self.attempt = attempt
         self._client_id = client_id
         self._least = max(MIN_MEMBERS, least_members)
@@ -70,8 +70,8 @@ class MaskingClient:
         the same roster.
 
         Raises:
-            NotInProtocol: the roster is of another attempt, another one than before, too small, or has other keys of
-                this client.
+            NotInProtocol: the roster is of another attempt, another one than before, or has a threshold that is too low
+                or other keys of this client.
         """
         if self._sealed is not None:
             if self.roster is None or roster.digest != self.roster.digest:
@@ -79,8 +79,11 @@ class MaskingClient:
             return self._sealed
         if roster.attempt != self.attempt:
             raise NotInProtocol(f"a roster of {roster.attempt}: this is {self.attempt}")
-        if len(roster.members) < self._least:
-            raise NotInProtocol(f"a roster of {len(roster.members)} members: this client asks for {self._least}")
+        if roster.threshold < self._least:
+            raise NotInProtocol(
+                f"a sum of {roster.threshold} of {len(roster.members)} members can be unmasked: this client asks for "
+                f"{self._least}"
+            )
         if self._client_id not in roster.points or roster.member(self._client_id) != RosterEntry.of(
             self._client_id, self.advertise()
         ):

@@ -7,7 +7,7 @@ raises, and the attempt has failed.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -39,10 +39,18 @@ class MaskingServer:
         survivors: members whose masked values are in the sum, by :meth:`close_inputs`.
     """
 
-    def __init__(self, attempt: Attempt, threshold: int | float, cap: int = 0) -> None:
-        """``threshold``: a number of clients, or, as a float, a share of those that have advertised keys. More than
-        half of them are needed in any case. ``cap``: of the roster."""
+    def __init__(
+        self, attempt: Attempt, threshold: int | float, *, cap: int = 0, least_members: int = MIN_MEMBERS
+    ) -> None:
+        """An attempt that has not begun.
+
+        Args:
+            threshold: a number of clients, or, as a float, a share of those that have advertised keys. More than half
+                of them are needed in any case, and ``least_members``.
+            cap: of the roster.
+        """
         self.attempt = attempt
+        self._least = max(MIN_MEMBERS, least_members)
         self._cap = cap
         self._threshold = threshold
         self._keys: dict[int, bytes] = {}
@@ -77,7 +85,8 @@ class MaskingServer:
         """The roster of those that have advertised. Raises TooFewMembers: fewer than the threshold."""
         count, limit = len(self._keys), self._threshold
         needed = default_threshold(count, limit) if isinstance(limit, float) else max(count // 2 + 1, limit)
-        self._check_enough(self._keys, max(needed, MIN_MEMBERS), "advertised keys")
+        needed = max(needed, self._least)
+        self._check_enough(self._keys, needed, "advertised keys")
         members = tuple(RosterEntry.of(one, self._keys[one]) for one in sorted(self._keys))
         self.roster = Roster(self.attempt, needed, members, self._cap)
         return self.roster
@@ -137,10 +146,11 @@ class MaskingServer:
         """Whether enough have answered."""
         return len(self._shares) >= self._entered().threshold
 
-    def unmask(self, total: NDArray[np.uint64]) -> None:
+    def unmask(self, total: NDArray[np.uint64], should_stop: Callable[[], bool] = lambda: False) -> None:
         """Take all masks off the sum of the survivors' masked values, uint64, in place, modulo 2^64.
 
         Raises:
+            Stopped: ``should_stop`` was true.
             TooFewMembers: fewer answers than the threshold. BadShares: an answer was wrong. The sum is then unusable.
         """
         roster = self._entered()
@@ -161,7 +171,7 @@ class MaskingServer:
             for survivor in self.survivors:  # each has added or taken off what it shares with the one that is missing
                 seed = pair_seed(key, sender, roster.member(survivor), roster)
                 seeds.append((seed, survivor < sender))
-        add_masks(total, seeds)
+        add_masks(total, seeds, should_stop)
 
     def _entered(self) -> Roster:
         if self.roster is None:

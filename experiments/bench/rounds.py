@@ -82,16 +82,16 @@ class Rounds(NamedTuple):
 
 def run_rounds(  # noqa: PLR0913 - settings by keyword
     dim: int, *, clients: int, rounds: int, processes: int = 2, timeout_s: float = 300.0, shared_memory: bool = True,
-    gaps: bool = False, train_s: float = 0.0, **settings: Any,
+    gaps: bool = False, train_s: float = 0.0, min_clients: int = 1, **settings: Any,
 ) -> Rounds:  # fmt: skip
-    """Run a controller and so many clients, which share ``processes`` processes. ``settings``: others of the run.
-    ``gaps``, ``train_s``: as of a :class:`RoundsJob`.
+    """Run a controller and so many clients, which share ``processes`` processes. ``gaps``,
+    ``train_s``: as of a :class:`RoundsJob`. ``min_clients``, ``settings``: of the run.
 
     Raises:
         ProcessFailed: a process failed, or not all have ended in time.
     """
     job = RoundsJob(f"bench-{os.getpid()}", dim, shared_memory, gaps, train_s)
-    present = {"num": clients, "start_timeout_s": 120.0, "dead_after_s": 20.0, "min": min(clients, 2)}
+    present = {"num": clients, "start_timeout_s": 120.0, "dead_after_s": 20.0, "min": min_clients}
     rules = {"rounds": rounds, "clients": present, "eval_every": 0, **settings}
     with Processes() as running:
         running.start("controller", _controller, job, rules)

@@ -35,7 +35,7 @@ def launch(case: SecureCase, dim: int, rounds: int, *, secure: bool) -> Rounds:
     """One run."""
     return run_rounds(
         dim, clients=case.clients, processes=case.processes, rounds=rounds, train_s=TRAIN_S,
-        secure_aggregation={"enabled": secure},
+        min_clients=2, secure_aggregation={"enabled": secure},
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_a_client_killed_in_a_round_is_not_in_its_sum_and_started_again_in_the_n
 
 def test_a_controller_killed_with_the_sum_in_its_hands_comes_to_the_same_bits_with_new_keys(tmp_path: Path) -> None:
     with Federation(domain=new_domain(), dim=DIM, silence_s=NOBODY_DIES_S) as federation:
-        rules = {**SECURE, "rounds": 2, "clients__num": 3, "checkpoint__dir": str(tmp_path)}
+        rules = {**SECURE, "rounds": 2, "clients__num": 3, "clients__min": 3, "checkpoint__dir": str(tmp_path)}
         first = federation.controller(**rules, fail_at="after_aggregate_before_commit:2")
         clients = [federation.client(number, client={"least_members": 3}) for number in range(3)]
         assert first.wait(60.0) == -signal.SIGKILL
