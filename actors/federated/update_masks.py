@@ -1,6 +1,6 @@
 """The client's side of secure aggregation: its keys, its shares and its masks in one attempt after another.
 
-What may be answered is decided by :class:`~.masking_client.MaskingClient`, one for each attempt; here are the messages.
+What may be answered is decided by ``MaskingClient``, one for each attempt; here are the messages.
 They are answered while the client trains, on a thread of their own. As soon as the keys are agreed on, the masks are
 made, so that they are there when training ends. A newer attempt ends the one before: its keys are forgotten.
 """
