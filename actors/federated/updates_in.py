@@ -292,10 +292,8 @@ class UpdateReceiver:
         if self._counted.get(client_id) == update.key:  # the receipt was lost
             await self._send_receipt(update, accepted=True)
             return
-        if (held := self._masked_updates.get(client_id)) is not None and held.update.key == update.key:
-            return  # it is here, and counts if the attempt comes to a sum
-        if self.masked is not None and self._round is not None and request.attempt not in (0, self.masked.number):
-            return  # of an attempt that has failed: its client will hear of this one
+        if self.masked is not None and self._is_put_off(self.masked, update):
+            return
         if self._round is None and self.bases is not None:
             self._waiting[client_id] = update
             return
@@ -320,6 +318,16 @@ class UpdateReceiver:
             await self._send_grant(granted)  # it may be lost
         await self._grant_more()
 
+    def _is_put_off(self, masked: MaskedAttempt, update: UpdateFromClient) -> bool:
+        """Whether the answer to a request has to wait, with secure aggregation: it is repeated."""
+        held, request = self._masked_updates.get(update.client_id), update.request
+        if held is not None and held.update.key == update.key:
+            return True  # it is here, and counts if the attempt comes to a sum
+        if self._round is None:
+            return True  # whether the attempt comes to a sum, or there is another one, is not known yet
+        is_of_round = request.round_id == self._round.round_id
+        return is_of_round and request.attempt not in (0, masked.number)  # its client will hear of the newer attempt
+
     def _masked_refusal(self, update: UpdateFromClient) -> UpdateRefusal | None:
         """The reason why an update cannot be in the sum of the attempt; None: it can, or there is none."""
         if self.masked is None:
@@ -336,13 +344,14 @@ class UpdateReceiver:
         Raises:
             ValueError: the sum cannot be used, and nothing counts; the text says why.
         """
-        updates, self._masked_updates = self._masked_updates, {}
+        updates = list(self._masked_updates.values())
         if partial is None:
-            self.totals, self.capped = RoundTotals(), {}
+            self._masked_updates, self.totals, self.capped = {}, RoundTotals(), {}
             return
-        await self._context.compute.run(self._add_unmasked, partial, list(updates.values()))
-        for client_id, held in updates.items():
-            self._counted[client_id] = held.update.key
+        await self._context.compute.run(self._add_unmasked, partial, updates)
+        self._counted.update({held.client_id: held.update.key for held in updates})
+        self._masked_updates = {}
+        for held in updates:
             await self._send_receipt(held.update, accepted=True)
 
     def _add_unmasked(self, partial: PartialSum, updates: Sequence[_MaskedUpdate]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import itertools
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,8 +23,10 @@ from trees import DIM as TREE_DIM
 from trees import UnequalTask, rules, site_of, tree
 
 import gradbus
+from gradbus.actors.federated import updates_out
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.update_masks import ClientMasking
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, commitment
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, Interpolation
 from gradbus.models import NoopTask
@@ -168,6 +171,23 @@ def test_the_model_has_the_bits_of_a_run_without_secure_aggregation(shared_memor
         assert report.clients == tuple(range(10))
         assert (report.attempt, report.loss, report.num_samples) == (1, 1.25, sum(20 + one for one in range(10)))
         assert bool(report.bytes_up_shared) is shared_memory
+
+
+def test_no_update_is_refused_however_often_it_is_offered_before_the_sum_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(updates_out, "REPEAT_AFTER_S", 0.001)
+    add = UpdateReceiver._add_unmasked
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.05)
+        add(*arguments)
+
+    monkeypatch.setattr(UpdateReceiver, "_add_unmasked", slowly)
+    controller = Run(range(4), rounds=2)()
+    for report in controller.progress.reports:
+        assert (report.clients, report.dropped) == ((0, 1, 2, 3), {})
+    assert torch.equal(controller.weights, plain_weights(4, 2))
 
 
 @pytest.mark.parametrize("phase", [0, 1, 2, 3])
