@@ -2,9 +2,9 @@
 
     keys -> roster -> shares -> masked updates -> survivors -> the sum
 
-What may be asked and what answers mean is decided by ``MaskingServer``; here are the messages,
-the deadlines and the repetition. Keys and shares are exchanged while the clients train. An attempt that fails reveals
-nothing, and nothing of it counts in the next one, for which all keys are made anew.
+What may be asked and what answers mean is decided by ``MaskingServer``; here are the messages, the deadlines and the
+repetition. Keys and shares are exchanged while the clients train. An attempt that fails reveals nothing, and nothing of
+it counts in the next one, for which all keys are made anew.
 """
 
 from __future__ import annotations

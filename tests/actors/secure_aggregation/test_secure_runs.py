@@ -173,6 +173,19 @@ def test_the_model_has_the_bits_of_a_run_without_secure_aggregation(shared_memor
         assert bool(report.bytes_up_shared) is shared_memory
 
 
+def test_messages_that_are_lost_are_sent_again() -> None:
+    run = Run(range(3), clients={"num": 3, "heartbeat_s": 0.2})
+    run.connect = functools.partial(
+        run.connect,
+        faults="drop round_terms nth=1; drop mask_roster nth=1; drop mask_shares nth=1; drop mask_survivors nth=1;"
+        "drop mask_answer p=0.3 times=6; duplicate mask_answer p=0.3; seed=1",
+    )  # fmt: skip
+    controller = run()
+    (report,) = controller.progress.reports
+    assert (report.clients, report.attempt) == ((0, 1, 2), 1)
+    assert torch.equal(controller.weights, plain_weights(3))
+
+
 def test_no_update_is_refused_however_often_it_is_offered_before_the_sum_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
