@@ -22,6 +22,7 @@ from gradbus.actors.secure_aggregation.keys import (
     Roster,
     RosterEntry,
     TooFewMembers,
+    agreed,
     commitment,
     default_threshold,
     derived,
@@ -53,6 +54,7 @@ class MaskingServer:
         self._least = max(MIN_MEMBERS, least_members)
         self._cap = cap
         self._threshold = threshold
+        self._tried = X25519PrivateKey.generate()  # of no other use
         self._keys: dict[int, bytes] = {}
         self._sealed: dict[int, dict[int, bytes]] = {}
         self._shares: dict[int, list[bytes]] = {}
@@ -63,7 +65,7 @@ class MaskingServer:
     # Phase 0
 
     def add_keys(self, client_id: int, keys: bytes) -> None:
-        """Keys that a client advertises. Raises NotInProtocol: too late, wrong, or others than before."""
+        """Keys that a client advertises. Raises NotInProtocol: too late, others than before, or of no use."""
         if self._keys.get(client_id) == keys:
             return
         if self.roster is not None or client_id in self._keys:
@@ -74,6 +76,8 @@ class MaskingServer:
         known = {key for other in self._keys for key in (self._keys[other][:32], self._keys[other][32:64])}
         if {member.sealing, member.masking} & known:
             raise NotInProtocol(f"client {client_id} advertises the key of another client")
+        for public in (member.sealing, member.masking):
+            agreed(self._tried, public)  # else one client with a bad key would keep all others from taking part
         self._keys[client_id] = keys
 
     @property

@@ -240,6 +240,8 @@ def test_a_server_takes_each_message_once_and_of_its_length_alone() -> None:
     server.add_keys(1, advertised[1])  # a repetition
     with pytest.raises(NotInProtocol, match="other ones"):
         server.add_keys(1, advertised[2])
+    with pytest.raises(NotInProtocol, match="cannot be used"):  # a point of small order
+        server.add_keys(2, bytes(32) + advertised[2][32:])
     with pytest.raises(NotInProtocol, match="another client"):
         server.add_keys(2, advertised[1])
     with pytest.raises(TooFewMembers):
