@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import statistics
 import time
@@ -550,6 +551,7 @@ class Controller:
         """Wait until a commanded round is over, and repeat its terms meanwhile."""
         masked, round_id = self._masked, round_.round_id
         reached, repeat_s = round_.ready, self._config.clients.heartbeat_s
+        repeat_at_s = math.inf if terms is None else time.monotonic() + repeat_s
         if masked is not None:
             masked.start(self._wakeup.set)
         while (outcome := round_.verdict(time.monotonic())) is None:
@@ -558,10 +560,9 @@ class Controller:
             if round_.ready > reached:
                 reached = round_.ready
                 self._probe.reached("mid_collect", round_id)
-            if terms is None:
-                await self._sleep_until(round_.next_check_s())
-            else:
-                await self._sleep_until(min(round_.next_check_s(), time.monotonic() + repeat_s))
+            await self._sleep_until(min(round_.next_check_s(), repeat_at_s))
+            if time.monotonic() >= repeat_at_s:
+                repeat_at_s = time.monotonic() + repeat_s
                 with tolerate_write_timeout("terms", round_id):
                     await self._publish_terms(terms)
         return outcome
