@@ -34,12 +34,14 @@ class _OwnPart:
     """This client in one attempt.
 
     Attributes:
-        client: its keys. working: a message is being answered. masks: once they are made; they are used once.
+        client: its keys. working: a message is being answered. has_declined: something that was asked is refused.
+        masks: once they are made; they are used once.
     """
 
     def __init__(self, client: MaskingClient) -> None:
         self.client = client
         self.working = False
+        self.has_declined = False
         self.masks: UpdateMasks | None = None
 
 
@@ -112,10 +114,13 @@ class ClientMasking:
                 case MaskSurvivors():
                     self._answer(own, 3, b"".join(client.unmask(request.clients)), group)
         except NotInProtocol as error:
-            log.warning(
+            (log.debug if own.has_declined else log.warning)(
                 "no part in this attempt", client=self._identity.sender, round=request.round_id,
                 attempt=request.attempt, reason=str(error),
             )  # fmt: skip
+            own.has_declined = True
+            if isinstance(request, MaskRoster):
+                self._answer(own, 1, b"", group)  # so that it is not waited for
         finally:
             own.working = False
 
