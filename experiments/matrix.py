@@ -74,6 +74,7 @@ def dimensions() -> list[Dimension]:
                 "cross-site": {"evaluation": {"cross_site": True}},
             },
         ),
+        Dimension("secure_aggregation", {"off": {}, "on": {"secure_aggregation": {"enabled": True}}}),
         Dimension("selection", {"all": {}, **_by_name(SELECTORS, **part)}),
         Dimension("codec", codecs),
         Dimension("downlink_codec", {name: {"downlink_codec": {"name": name}} for name in codecs}),

@@ -200,10 +200,11 @@ class RoundTimeout(GradbusError, TimeoutError):
         minimum: updates that were needed.
     """
 
-    def __init__(self, round_id: int, got: int, minimum: int, attempts: int) -> None:
+    def __init__(self, round_id: int, got: int, minimum: int, attempts: int, why: str = "") -> None:
         super().__init__(
-            f"round {round_id}: {got} updates where {minimum} are needed, after {attempts} attempts. The last "
-            f"committed model is safe; start clients and run the controller again to continue"
+            f"round {round_id}: {got} updates where {minimum} are needed, after {attempts} attempts"
+            f"{': ' * bool(why)}{why}. The last committed model is safe; start clients and run the controller again to "
+            f"continue"
         )
         self.round_id = round_id
         self.got = got

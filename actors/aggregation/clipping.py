@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
+from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.strategies import Strategy, WrappedStrategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.codecs import DenseBlock, Parsed, SparseBlock
@@ -66,19 +67,26 @@ class SampleCap:
         self._times = times
         self._round_id = -1
         self._known: Mapping[int, int] = {}
+        self._is_waived = False
         self.cap: int | None = None
 
     def begin(self, round_id: int, known: Mapping[int, int]) -> None:
         """Begin a round; another attempt at it changes nothing. ``known``: samples of each client that has counted."""
         if round_id != self._round_id:
             self._round_id, self._known, self.cap = round_id, known, None
+            self._is_waived = False
             if len(known) >= ENOUGH:
                 self.settle({})
+
+    def waive(self) -> None:
+        """Do without a cap in this round where those of earlier ones do not give one: with secure aggregation, whose
+        clients weigh their updates before they announce their samples."""
+        self._is_waived = True
 
     @property
     def is_settled(self) -> bool:
         """Whether the cap is known, so that updates can be weighted."""
-        return self._times is None or self.cap is not None
+        return self._times is None or self._is_waived or self.cap is not None
 
     def clients(self, announced: Mapping[int, int]) -> int:
         """Return the number of clients whose samples are known, the announced ones included."""
@@ -137,6 +145,13 @@ class LimitedStrategy(WrappedStrategy):
         for mark, applied in ((CLIPPED, short is not update.model), (CAPPED, few < many)):
             if applied:
                 self._marks.setdefault(mark, set()).add(facts.client_id)
+
+    def add_masked(self, partial: PartialSum, facts: Sequence[Facts]) -> None:
+        """The clients themselves have kept to the cap on samples, and there is no other limit."""
+        self._inner.add_masked(partial, facts)
+        if (most := self._cap_samples) is not None:
+            capped = {one.client_id for one in facts if one.num_samples > most}
+            self._marks.update({CAPPED: capped} if capped else {})
 
     def marks(self) -> Mapping[str, tuple[int, ...]]:
         return {**{mark: tuple(sorted(ids)) for mark, ids in self._marks.items()}, **self._inner.marks()}

@@ -41,6 +41,61 @@ class OutOfRange(ValueError):
     """An update is so large that it alone does not fit the sum."""
 
 
+class GridRounding:
+    """Rounds updates to the grid of the exact sum, block by block, with memory of its own for one block."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
+        # The same memory for numpy: its rint stays on the calling thread, torch's round_ does not.
+        self._scratch_array = self._scratch.numpy()
+        self._scratch_bits = self._scratch.view(torch.int64)
+        self._integers = torch.empty(_BLOCK_ELEMS, dtype=torch.int64)
+
+    def bound(self, update: Parsed, base: Tensor, num_samples: int) -> float:
+        """What no integer of :meth:`blocks` exceeds; infinite or NaN: values are not finite.
+
+        Raises:
+            ValueError: weights in a sparse message.
+        """
+        if update.is_sparse and not update.is_delta:
+            raise ValueError(f"a sparse {update.codec} update holds weights: expected a difference")
+        return num_samples * 2.0**FRACTION_BITS * _max_abs(update, base, self._scratch)
+
+    def blocks(
+        self, update: Parsed, base: Tensor, num_samples: int, bound: float
+    ) -> Iterator[tuple[slice | Tensor, Tensor]]:
+        """Place and integers, int64, of each block: the differences to the base, times ``num_samples``, in units of
+        2^-30. The integers are used up before the next block; a place is a slice, or the indices of a sparse update.
+        ``bound``: of the update, below 2^63.
+        """
+        scale = float(num_samples * (1 << FRACTION_BITS))
+        round_ = self._round_small if bound < _ROUNDER_LIMIT else self._round
+        for block in update.blocks(_BLOCK_ELEMS):
+            size = block.values.numel()
+            scaled = self._scratch[:size]
+            scaled.copy_(block.values)
+            place: slice | Tensor
+            if isinstance(block, DenseBlock):
+                place = slice(block.start, block.start + size)
+                if not update.is_delta:
+                    scaled.sub_(base[place])
+            else:
+                place = block.indices
+            del block  # before the next one is decoded
+            yield place, round_(scaled.mul_(scale))
+
+    def _round(self, scaled: Tensor) -> Tensor:
+        """The front of the scratch memory, rounded to even, as int64."""
+        size = scaled.numel()
+        np.rint(self._scratch_array[:size], out=self._scratch_array[:size])
+        return self._integers[:size].copy_(scaled)
+
+    def _round_small(self, scaled: Tensor) -> Tensor:
+        """Round the values in place, as :meth:`_round` does; they must be below 2^51."""
+        scaled.add_(_ROUNDER)
+        return self._scratch_bits[: scaled.numel()].sub_(_ROUNDER_BITS)
+
+
 class ExactMean:
     """Weighted mean of differences to a base vector, in 64-bit fixed point.
 
@@ -53,10 +108,7 @@ class ExactMean:
         self._sum = torch.empty(dim, dtype=torch.int64)  # the first vector overwrites it: zeros are never written
         self._carried: Tensor | None = None  # int64, in units of 2^32, once there was need of it
         self._scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
-        # The same memory for numpy: its rint stays on the calling thread, torch's round_ does not.
-        self._scratch_array = self._scratch.numpy()
-        self._scratch_bits = self._scratch.view(torch.int64)
-        self._integers = torch.empty(_BLOCK_ELEMS, dtype=torch.int64)
+        self._rounding = GridRounding()
         self._bound = 0.0
         self.num_samples = 0
         self.count = 0
@@ -79,30 +131,19 @@ class ExactMean:
                 added.
             ValueError: weights in a sparse message. Nothing has been added.
         """
-        if update.is_sparse and not update.is_delta:
-            raise ValueError(f"a sparse {update.codec} update holds weights: expected a difference")
-        bound = num_samples * 2.0**FRACTION_BITS * _max_abs(update, base, self._scratch)
+        bound = self._rounding.bound(update, base, num_samples)
         if not bound < _LIMIT:
             raise OutOfRange(f"update with {num_samples} samples: its largest value does not fit the exact sum")
         if not self._bound + bound < _LIMIT:
             self._carry()
-        scale = float(num_samples * (1 << FRACTION_BITS))
-        round_ = self._round_small if bound < _ROUNDER_LIMIT else self._round
         if not self.count and update.is_sparse:
             self._sum.zero_()
-        for block in update.blocks(_BLOCK_ELEMS):
-            size = block.values.numel()
-            scaled = self._scratch[:size]
-            scaled.copy_(block.values)
-            if isinstance(block, DenseBlock):
-                stop = block.start + size
-                if not update.is_delta:
-                    scaled.sub_(base[block.start : stop])
-                part = self._sum[block.start : stop]
-                (part.add_ if self.count else part.copy_)(round_(scaled.mul_(scale)))
+        for place, integers in self._rounding.blocks(update, base, num_samples, bound):
+            if isinstance(place, slice):
+                part = self._sum[place]
+                (part.add_ if self.count else part.copy_)(integers)
             else:
-                self._sum.index_add_(0, block.indices, round_(scaled.mul_(scale)))
-            del block  # before the next one is decoded
+                self._sum.index_add_(0, place, integers)
         self._bound += bound
         self.num_samples += num_samples
         self.count += 1
@@ -165,17 +206,6 @@ class ExactMean:
             raise ValueError("the sum of no updates is not sent: add at least one")
         summary = SumSummary(self.num_samples, self.count, clients, tuple(loss_parts), loss_samples)
         return encode(summary, self._sum, self._carried)
-
-    def _round(self, scaled: Tensor) -> Tensor:
-        """The front of the scratch memory, rounded to even, as int64."""
-        size = scaled.numel()
-        np.rint(self._scratch_array[:size], out=self._scratch_array[:size])
-        return self._integers[:size].copy_(scaled)
-
-    def _round_small(self, scaled: Tensor) -> Tensor:
-        """Round the values in place, as :meth:`_round` does; they must be below 2^51."""
-        scaled.add_(_ROUNDER)
-        return self._scratch_bits[: scaled.numel()].sub_(_ROUNDER_BITS)
 
     def _carry(self) -> None:
         """Make room: keep the lowest bits, and carry the others."""

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,6 +35,16 @@ _CARRIED = 1  # flag: a second set of integers follows, in units of 2^32
 
 class NotAPartialSum(CodecError):
     """The bytes are something else, such as the update of one client."""
+
+
+class Integers(Protocol):
+    """Integers of some dimension."""
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Place and int64 values, block by block. The tensor is reused for the next block."""
+
+    def largest(self) -> int:
+        """The largest absolute value, or a number that is no lower."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,15 +117,15 @@ class SumSummary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialSum:
-    """A sum of updates, still packed.
+    """A sum of updates.
 
     Attributes:
         summary: of it. low: the sum, in units of 2^-30. carried: what did not fit, in units of 4; None: all of it fits.
     """
 
     summary: SumSummary
-    low: PackedIntegers
-    carried: PackedIntegers | None
+    low: Integers
+    carried: Integers | None
 
 
 def ranges_of(ids: Iterable[int]) -> tuple[range, ...]:

@@ -99,6 +99,18 @@ class Strategy(ABC):
         """
         raise NotImplementedError(f"{self.name} needs the updates one by one")
 
+    def add_masked(self, partial: PartialSum, facts: Sequence[Facts]) -> None:
+        """Take in the exact sum of updates of which none is known by itself, with secure aggregation.
+
+        Args:
+            facts: what their clients have announced, one for each update, with the samples that it counts as in front
+                of this strategy.
+
+        Raises:
+            ValueError: it cannot be used; the text says why.
+        """
+        self.add_sum(partial)
+
     def add_noise(self, draw: Callable[[int], Tensor]) -> None:
         """Add noise to the exact sum, as :meth:`.ExactMean.add_noise` does, with :attr:`adds_sums`."""
         raise NotImplementedError(f"{self.name} has no exact sum")
@@ -168,6 +180,9 @@ class WrappedStrategy(Strategy):
 
     def add(self, update: Update, facts: Facts) -> None:
         self._inner.add(update, facts)
+
+    def add_masked(self, partial: PartialSum, facts: Sequence[Facts]) -> None:
+        self._inner.add_masked(partial, facts)
 
     def add_noise(self, draw: Callable[[int], Tensor]) -> None:
         self._inner.add_noise(draw)

@@ -19,6 +19,7 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader, kind_of_model
 from gradbus.actors.federated.local_evaluation import (
+    MASKED,
     NO_MODEL,
     NOT_SHARED,
     PRIVATE,
@@ -31,8 +32,11 @@ from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import ClientHeartbeat, ClientStatus, ControllerSession
 from gradbus.actors.federated.sharing import Shape, Sharing
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, UpdateSender
 from gradbus.actors.privacy.client import privacy_of
+from gradbus.actors.secure_aggregation.keys import Attempt
+from gradbus.actors.secure_aggregation.masked_values import TooLarge
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
@@ -51,8 +55,12 @@ from gradbus.runtime.wire.control import (
     EvaluationResult,
     Hello,
     LocalModelRequest,
+    MaskRoster,
+    MaskShares,
+    MaskSurvivors,
     ModelAvailable,
     ModelRequest,
+    Receipt,
     Refused,
     RoundTerms,
     RunEnded,
@@ -61,6 +69,7 @@ from gradbus.runtime.wire.control import (
     Welcome,
 )
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey
+from gradbus.runtime.wire.id_ranges import has_id, parse_ids
 from gradbus.runtime.wire.messages import (
     ClientUpdate,
     Control,
@@ -108,6 +117,7 @@ class Client:
         self._frozen_known = (0, 0)  # session and hash of frozen parameters that are in the model
         self._probe = Probe(f"client-{client_id}", self._config.history.dir)
         self._sender = UpdateSender(bus, self._identity, self._probe)
+        self._masking = ClientMasking(bus, self._identity, least_members=self._config.least_members)
         self._rounds = self._refused = 0
         self._waiting = WaitLog(log, bus.reach, client=client_id)
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
@@ -157,7 +167,7 @@ class Client:
             ready=self._prepared and matched, session=current.incarnation if current.welcome is not None else 0,
             phase=phase, phase_s=phase_s, round_id=current.command.round_id if current.command is not None else -1,
             model_round=self._replica.round_id, host=process_name(), memory=self._memory.here,
-            next_round=-1 if current.from_round is None else current.from_round,
+            next_round=-1 if current.from_round is None else current.from_round, masks=True,
             trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
             shared_dim=self._shape.dim if is_chosen else 0, shared_layout=self._shape.layout if is_chosen else 0,
         )  # fmt: skip
@@ -196,6 +206,7 @@ class Client:
         finally:
             self._compute.close()
             self._decode.close()
+            self._masking.close()
             if hasattr(self, "_training"):
                 self._training.close()
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
@@ -239,7 +250,7 @@ class Client:
             case TrainCmd():
                 if self._session.take(message) and self._session.repeats is None:
                     self._compute.stop_current()  # what is being trained now is no longer wanted
-                self._sender.interrupt()
+                self._interrupt_sending()
             case ModelBlob():
                 kind = kind_of_model(message.round_id)
                 copy = {"round": self._replica, "frozen": self._frozen, "candidate": self._candidate}[kind]
@@ -259,7 +270,8 @@ class Client:
         """Follow another controller, or another start of it: work for the one before is of no use."""
         self._session.start_session(session, welcome)
         self._receive_models(not welcome.fetch_models, group)
-        self._sender.interrupt()
+        self._masking.forget()
+        self._interrupt_sending()
         self._shape = self._shape_for(welcome)
         self._replica.start(welcome.run_id, self._shape.dim, welcome.broadcast)
         self._frozen.start(0)  # followed only once it is needed
@@ -277,8 +289,20 @@ class Client:
         except ConfigError as error:
             raise JoinRefused(str(error)) from None
 
+    def _interrupt_sending(self) -> None:
+        """What is being sent, or waits for its masks, may no longer be wanted."""
+        self._sender.interrupt()
+        self._masking.interrupt()
+
     def _check_privacy(self, welcome: Welcome) -> None:
-        """Raises JoinRefused: the controller asks for less noise than this client insists on."""
+        """Raises JoinRefused: the controller asks for less noise than this client insists on, or for updates that are
+        not masked where it insists on that."""
+        if self._config.least_members and not welcome.masked:
+            raise JoinRefused(
+                f"the controller takes updates that are not masked, and client.least_members is "
+                f"{self._config.least_members}: nothing is sent. Set federated.secure_aggregation.enabled on the "
+                f"controller"
+            )
         try:
             privacy_of(welcome.options, least_noise=self._config.least_noise)
         except ConfigError as error:
@@ -301,36 +325,45 @@ class Client:
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
                 self._sender.on_answer(body, group)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
-                self._take_terms(body)
-            case EvaluationRequest() if body.run_id == current.run_id and session == current.incarnation:
-                self._take_evaluation(body)
-            case LocalModelRequest() if (body.to, body.incarnation) == me and session == current.incarnation:
-                current.model_request = body
+                self._take_terms(body, group)
+            case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
+                self._take_request(body)
+            case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation:
+                self._masking.on_request(body, self._shape.dim, group)
             case ModelAvailable() if session == current.incarnation:
                 self._take_notice(session, body, group)
             case RunEnded() if body.run_id == current.run_id and body.ok:
                 current.ended = body
                 self._memory.end()
                 self._compute.stop_current()
-                self._sender.interrupt()
+                self._interrupt_sending()
             case RunEnded() if body.run_id == current.run_id and body.final:
                 raise self._ended_by_failure(body)
             case _:
                 pass
 
-    def _take_terms(self, terms: RoundTerms) -> None:
+    def _take_terms(self, terms: RoundTerms, group: asyncio.TaskGroup) -> None:
         current = self._session
-        if current.terms is not None and terms.round_id < current.terms.round_id:
+        if current.terms is not None and (terms.round_id, terms.attempt) < (
+            current.terms.round_id, current.terms.attempt,
+        ):  # fmt: skip
             return
         current.terms = terms
+        if terms.attempt and has_id(parse_ids(terms.participants), self.client_id):
+            self._masking.begin(terms.run_id, current.incarnation, terms.round_id, terms.attempt, group)
         if current.command is not None and not current.takes_part(self.client_id, current.command):
             self._compute.stop_current()  # others were faster: its update is not needed
-            self._sender.interrupt()
+            self._interrupt_sending()
 
-    def _take_evaluation(self, request: EvaluationRequest) -> None:
-        current = self._session
+    def _take_request(self, request: EvaluationRequest | LocalModelRequest) -> None:
+        current, me = self._session, (self._identity.sender, self._identity.incarnation)
         newest = -1 if current.command is None else current.command.round_id
-        if current.evaluates(self.client_id, request) and request.round_id >= newest:
+        if request.run_id != current.run_id:
+            return
+        if isinstance(request, LocalModelRequest):
+            if (request.to, request.incarnation) == me:
+                current.model_request = request
+        elif current.evaluates(self.client_id, request) and request.round_id >= newest:
             current.evaluation = request
 
     def _take_notice(self, session: int, notice: ModelAvailable, group: asyncio.TaskGroup) -> None:
@@ -556,6 +589,8 @@ class Client:
         update, why = None, ""
         if privacy_of(welcome.options) is not None:
             why = PRIVATE
+        elif welcome.masked:
+            why = MASKED
         elif not self._config.share_model:
             why = NOT_SHARED
         elif (update := await self._compute.run(
@@ -594,9 +629,14 @@ class Client:
         if failure is not None:
             await self._report_failure(welcome, command, failure)
             return
-        receipt = await self._sender.deliver(update, check=lambda: self._same_session(session))
-        if receipt is None:
+        try:
+            delivered = await self._send_update(welcome, command, base, update)
+        except TooLarge as error:
+            await self._report_failure(welcome, command, error)
             return
+        if delivered is None:
+            return
+        update, receipt = delivered
         if receipt.accepted:
             self._rounds += 1
             current.counted(round_id, session)
@@ -611,6 +651,43 @@ class Client:
             current.mark_handled(command)
             log.warning("update refused", client=self.client_id, round=round_id, reason=receipt.reason)
         await self._compute.run(self._training.on_receipt, update, receipt)
+
+    async def _send_update(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, update: EncodedUpdate
+    ) -> tuple[EncodedUpdate, Receipt] | None:
+        """Send an update, masked where the controller asks for that, and anew in each attempt at its round, until there
+        is a receipt for what was sent; None: there will be none.
+
+        Raises:
+            TooLarge: it has no room in the sum of all members.
+        """
+        current, session = self._session, self._session.incarnation
+        if not welcome.masked:
+            receipt = await self._sender.deliver(update, check=lambda: self._same_session(session))
+            return None if receipt is None else (update, receipt)
+
+        def is_wanted() -> bool:
+            part = current.takes_part(self.client_id, command)
+            return part and self._same_session(session) and not current.superseded(command)
+
+        while (masks := await self._masking.take(command.round_id, is_wanted)) is not None:
+            self._transfers += 1
+            sent = await self._compute.run(self._training.mask, update, base, masks, self._transfers)
+            attempt = self._masking.attempt
+            if attempt is None or attempt != masks.roster.attempt:
+                continue  # it has failed meanwhile
+            receipt = await self._sender.deliver(
+                sent,
+                check=lambda: self._same_session(session) and not self._is_failed(attempt),  # noqa: B023 - awaited here
+            )
+            if receipt is not None:
+                return sent, receipt
+        return None
+
+    def _is_failed(self, attempt: Attempt) -> bool:
+        """Whether there is a later attempt at the same round, so that this one has come to nothing."""
+        newest = self._masking.attempt
+        return newest is None or (newest.round_id == attempt.round_id and newest != attempt)
 
     def _same_session(self, session: int) -> bool:
         """Whether the controller is still this one. Raises BarrierTimeout: there is none."""

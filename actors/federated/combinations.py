@@ -13,6 +13,7 @@ from gradbus.actors.federated.asynchronous import check_asynchronous
 from gradbus.actors.federated.selection import check_selection
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.privacy.mechanisms import with_privacy
+from gradbus.actors.secure_aggregation.keys import MAX_MEMBERS, MIN_MEMBERS
 from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
@@ -81,11 +82,41 @@ def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
     strategy.check(config)
     _check_rule(config, strategy)
     check_asynchronous(config, strategy)
+    if config.secure_aggregation.enabled:
+        _check_masked(config, strategy)
     if config.clients.kind == "sites" and not strategy.adds_sums:
         raise ConfigError(
             f"federated.strategy: {config.strategy.name} needs the updates of single clients, and sites send their "
             f"sums alone. Use fedavg, fedavgm or fedadam, or let the clients take part themselves"
         )
+
+
+def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
+    """Raises ConfigError: with secure aggregation the Controller knows too little for this run, or cannot mask it."""
+    what, selector = "federated.secure_aggregation", make_selector(config.selection)
+    asked = selector.asked(config.clients.num or 0, selector.wanted(config.clients.num or 0, config.clients.min))
+    refusals = {
+        "mode = asynchronous: what is masked with others counts with them, and there no clients share a round. Use "
+        "mode = synchronous": config.mode == "asynchronous",
+        "clients.kind = sites: what a site sends is a sum already. Set it at the sites, for their clients":
+        config.clients.kind == "sites",
+        f"strategy {config.strategy.name} needs the updates of single clients, and the controller knows their sum "
+        f"alone. Use fedavg, fedavgm, fedadam, fedyogi or fedadagrad": not strategy.adds_sums
+        or bool(strategy.sections),
+        f"codec {config.codec.name}: the masks have to be added to the integers of the exact sum, of which each codec "
+        f"would need its own. Use fp32": config.codec.name != "fp32",
+        "limits.clip_norm limits a single update, and the controller sees none. Leave it out, or use privacy.name = "
+        "central, whose clients clip their updates themselves": config.limits.clip_norm is not None,
+        "evaluation.cross_site shows the models of single clients. Leave it out": config.evaluation.cross_site,
+        "history.payloads: no round can be computed again from masked updates. Leave it out": config.history.payloads,
+        f"clients.min is {config.clients.min}: the sum of one update is that update. Set it to {MIN_MEMBERS} or "
+        f"more": config.clients.min < MIN_MEMBERS,
+        f"{asked} clients in a round: at most {MAX_MEMBERS} can mask for each other. Ask fewer, with selection.count":
+        asked > MAX_MEMBERS,
+    }  # fmt: skip
+    for reason, holds in refusals.items():
+        if holds:
+            raise ConfigError(f"{what}: {reason}")
 
 
 def fitting_rules(strategy: Strategy) -> list[str]:

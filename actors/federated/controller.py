@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import statistics
 import time
@@ -42,6 +44,7 @@ from gradbus.actors.federated.liveness import (
     claim_job,
     tolerate_write_timeout,
 )
+from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.participation import NO_UPDATE
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport
@@ -61,6 +64,8 @@ from gradbus.actors.federated.sharing import Sharing, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
+from gradbus.actors.secure_aggregation.keys import MAX_MEMBERS, NotInProtocol
+from gradbus.actors.secure_aggregation.masked_values import size_of
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
@@ -72,7 +77,7 @@ from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.wire.control import RoundTerms, TrainingFailure
+from gradbus.runtime.wire.control import MaskAnswer, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
@@ -139,6 +144,8 @@ class Controller:
         self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
         self._compute = ComputeThread("controller")
         self._round: Round | None = None
+        self._masked: MaskedAttempt | None = None  # with secure aggregation: the newest attempt
+        self._mask_numbers = itertools.count(1)  # of attempts: none is used twice by this start of the controller
         self._wakeup = asyncio.Event()
         self._failures = TrainingFailureLog()
         self._has_commanded = False
@@ -152,6 +159,7 @@ class Controller:
         self._strategy: Strategy
         self._state: RunState
         self._rates: RoundRates
+        self._context: RunContext
 
     def _open(self) -> None:
         """Build the model and restore the state, off the loop."""
@@ -216,6 +224,8 @@ class Controller:
         """Length of the longest update that a participant can send."""
         if self._config.clients.kind == "sites":
             return partial_sum.max_bytes(self._model.dim)
+        if self._config.secure_aggregation.enabled:
+            return size_of(self._model.dim)
         longest = int(CODECS.make(self._config.codec).max_bytes(self._model.dim))
         return longest + updates.overhead_bytes(self._strategy.sections)
 
@@ -223,7 +233,7 @@ class Controller:
         """Make all parts. Called on the loop, once the job is this controller's."""
         config, state, dim = self._config, self._state, self._model.dim
         self._bus.open_writer(TrainCmd)  # clients are ready when they are matched with it
-        context = RunContext(
+        context = self._context = RunContext(
             self._bus, self._identity, self._compute, config, state, self._probe.history
         )  # fmt: skip
         self._registry = ClientRegistry(
@@ -447,11 +457,22 @@ class Controller:
                 if self._missed.pop(client_id, None) == CLIENT_SILENT:  # else it was silent before the round began
                     self._receiver.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
                 log.info("client waited for again", client=client_id, round=round_id)
+            if self._masked is not None:
+                self._masked.keep_to_members()
         self.progress.clients = tuple(sorted(member.client_id for member in self._registry if not member.silent))
         self.progress.out = self._state.quarantine.excluded(self._state.round_id + 1)
         self._monitor.client_left()
         self._evaluator.membership_changed()
         self._changed()
+
+    def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
+        if self._masked is None:
+            return
+        try:
+            self._masked.on_answer(client_id, incarnation, answer)
+        except NotInProtocol as error:  # too late, as a rule
+            self._receiver.dropped["mask answer"] += 1
+            log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         round_id = report.round_id
@@ -471,6 +492,8 @@ class Controller:
             if (ready, expected) != (self.progress.ready, self.progress.expected):
                 self.progress.ready, self.progress.expected = ready, expected
                 log.info("final-ready=%d/%d (min=%d)", ready, expected, round_.minimum, round=round_.round_id)
+        if self._masked is not None:
+            self._masked.wake()
         self._wakeup.set()
 
     async def _sleep_until(self, at_s: float) -> None:
@@ -495,6 +518,8 @@ class Controller:
         clients in ``accepted`` count already: it grows. Returns the last attempt, its outcome and its number."""
         self._missed = {}
         self._cap.begin(round_id, self._state.participation.samples())
+        if self._config.secure_aggregation.enabled:
+            self._cap.waive()
         for attempt in range(1, self._config.round.max_attempts + 1):
             if len(accepted.union(self._selection.ready(round_id))) < self._config.clients.min:
                 await self._selection.wait_for_start(round_id, accepted, timeout_s=self._time_left()[0])
@@ -520,12 +545,15 @@ class Controller:
                 f"training failed on {who}: {self._failures.newest(failed[0])}. Mend it there, start the clients and "
                 f"then the controller again: the run goes on from the last committed model", failed,
             )  # fmt: skip
-        accepted = len(round_.accepted)
-        return RoundTimeout(round_.round_id, accepted, self._config.clients.min, self._config.round.max_attempts)
+        accepted, why = len(round_.accepted), "" if self._masked is None else self._masked.failure
+        return RoundTimeout(round_.round_id, accepted, round_.minimum, self._config.round.max_attempts, why)
 
     async def _collect(self, round_id: int, accepted: set[int], attempt: int) -> tuple[Round, Outcome]:
-        """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled."""
+        """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
+        so with secure aggregation, where a sum is of one attempt."""
         config = self._config
+        if config.secure_aggregation.enabled:
+            accepted = set()
         rules = RoundRules(
             minimum=config.clients.min,
             quorum=config.round.quorum,
@@ -534,8 +562,9 @@ class Controller:
         )
         round_ = self._new_round(round_id, rules, accepted)
         self._probe.reached("before_command", round_id)
+        masked = self._masked = self._masked_attempt(round_)
         self._round, self._has_commanded = round_, True
-        self._receiver.open(round_, self._publisher.held)
+        self._receiver.open(round_, self._publisher.held, masked)
         self.progress.phase, self.progress.round_id = "training", round_id
         self.progress.out = self._state.quarantine.excluded(round_id)
         self._changed()
@@ -549,27 +578,72 @@ class Controller:
             await self._bus.publish(self._identity, command)
         self._probe.reached("after_command", round_id)
         try:
-            reached, repeat_s = round_.ready, config.clients.heartbeat_s
-            while (outcome := round_.verdict(time.monotonic())) is None:
-                if round_.ready > reached:
-                    reached = round_.ready
-                    self._probe.reached("mid_collect", round_id)
-                if terms is None:
-                    await self._sleep_until(round_.next_check_s())
-                else:
-                    await self._sleep_until(min(round_.next_check_s(), time.monotonic() + repeat_s))
-                    with tolerate_write_timeout("terms", round_id):
-                        await self._publish_terms(terms)
+            outcome = await self._until_over(round_, terms)
         finally:
+            if masked is not None:
+                await masked.stop()
             await self._receiver.close()
             accepted.update(round_.accepted)
             self._round = None
         # An update that was being added when the round ended counts, too.
         outcome = round_.verdict(time.monotonic()) or outcome
+        if masked is not None and not await self._unmask(masked, outcome):
+            outcome = Outcome.TOO_FEW
         if self._selector.partial and round_.open and outcome is not Outcome.TOO_FEW:
             with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
                 await self._publish_terms(self._round_terms(round_id, accepted))
         return round_, outcome
+
+    async def _until_over(self, round_: Round, terms: RoundTerms | None) -> Outcome:
+        """Wait until a commanded round is over, and repeat its terms meanwhile."""
+        masked, round_id = self._masked, round_.round_id
+        reached, repeat_s = round_.ready, self._config.clients.heartbeat_s
+        repeat_at_s = math.inf if terms is None else time.monotonic() + repeat_s
+        if masked is not None:
+            masked.start(self._wakeup.set)
+        while (outcome := round_.verdict(time.monotonic())) is None:
+            if masked is not None:
+                masked.check()
+            if round_.ready > reached:
+                reached = round_.ready
+                self._probe.reached("mid_collect", round_id)
+            await self._sleep_until(min(round_.next_check_s(), repeat_at_s))
+            if time.monotonic() >= repeat_at_s:
+                repeat_at_s = time.monotonic() + repeat_s
+                with tolerate_write_timeout("terms", round_id):
+                    await self._publish_terms(terms)
+        return outcome
+
+    def _masked_attempt(self, round_: Round) -> MaskedAttempt | None:
+        """The attempt with secure aggregation; None: there is none. Raises ConfigError: of too many clients."""
+        if not self._config.secure_aggregation.enabled:
+            return None
+        if len(round_.expected) > MAX_MEMBERS:
+            raise ConfigError(
+                f"federated.secure_aggregation: {len(round_.expected)} clients in a round, at most {MAX_MEMBERS} can "
+                f"mask for each other. Ask fewer, with federated.selection"
+            )
+        fixed = self._config.limits.cap_samples
+        caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
+        cap = min((cap for cap in caps if cap is not None), default=0)
+        return MaskedAttempt(
+            self._context, round_, next(self._mask_numbers), dim=self._model.dim, cap=cap,
+            is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
+        )  # fmt: skip
+
+    async def _unmask(self, masked: MaskedAttempt, outcome: Outcome) -> bool:
+        """Whether an attempt came to a sum, with which its updates count."""
+        if outcome is not Outcome.TOO_FEW:
+            self.progress.phase = "unmasking"
+            try:
+                await self._receiver.settle_masked(await masked.unmask())
+                return True
+            except ValueError as error:  # too few have answered, or wrongly
+                masked.fail(str(error))
+        else:
+            masked.note_too_few()
+        await self._receiver.settle_masked(None)
+        return False
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
@@ -601,13 +675,14 @@ class Controller:
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
         """What belongs to the command of a round, and has no field in it; None: there is no such setting."""
         training, is_partial, has_hosts = self._config.training, self._selector.partial, self._registry.has_hosts
-        if not training.has_terms and not is_partial and not has_hosts:
+        attempt = 0 if self._masked is None else self._masked.number
+        if not training.has_terms and not is_partial and not has_hosts and not attempt:
             return None
         options = {key: value for key, value in training.changes(round_id).items() if key not in IN_COMMAND}
-        named = format_ids(participants) if is_partial or has_hosts else ""
+        named = format_ids(participants) if is_partial or has_hosts or attempt else ""
         if len(named) > MAX_CHARS and not is_partial:
             named = ""  # all are asked; updates of those that may not take part are refused
-        return RoundTerms(self.run_id, round_id, options, named, held=not self._cap.is_settled)
+        return RoundTerms(self.run_id, round_id, options, named, held=not self._cap.is_settled, attempt=attempt)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
         if terms is not None:

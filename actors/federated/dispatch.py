@@ -33,6 +33,7 @@ from gradbus.runtime.wire.control import (
     EvaluationResult,
     Hello,
     Leave,
+    MaskAnswer,
     ModelRequest,
     Refused,
     TrainingFailure,
@@ -53,6 +54,11 @@ _OTHER_KIND = {
 _HOST_AND_ASYNCHRONOUS = (
     "it speaks for several clients, and with federated.mode=asynchronous each client takes the newest model by itself: "
     "use mode=synchronous, or clients that are processes of their own"
+)
+_MASKS_NOTHING = (
+    "with federated.secure_aggregation updates are masked before they leave their client, which it does not do: a host "
+    "knows those of many clients, and older versions of gradbus know no masks. Use clients that are processes of their "
+    "own, of this version"
 )
 _SAME_SPEED = 0.2  # a change of the steps by less than this share is none
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -101,6 +107,9 @@ class RoundEvents(Protocol):
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         """A client's training failed."""
+
+    def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
+        """A client's part in secure aggregation."""
 
 
 class Dispatcher:
@@ -188,6 +197,8 @@ class Dispatcher:
                 self.evaluator.on_result(client_id, body)
             case TrainingFailure() if body.run_id == self._context.run_id:
                 self._events.client_failed(client_id, body)
+            case MaskAnswer():
+                self._events.mask_answered(client_id, incarnation, body)
             case Leave():
                 log.info("client left", client=client_id, reason=body.reason)
                 self._gone(client_id, incarnation)
@@ -216,6 +227,8 @@ class Dispatcher:
         kind = self._context.config.clients.kind
         if hello.site is not (kind == "sites"):
             answer, why = HelloAnswer.REFUSE, _OTHER_KIND[kind]
+        elif not hello.masks and self._context.config.secure_aggregation.enabled:
+            answer, why = HelloAnswer.REFUSE, _MASKS_NOTHING
         elif hello.ids and self._context.config.mode == "asynchronous":
             answer, why = HelloAnswer.REFUSE, _HOST_AND_ASYNCHRONOUS
         elif hello.ids:
@@ -255,6 +268,7 @@ class Dispatcher:
         """Send a client its Welcome."""
         config = self._context.config
         training, codec, sharing = config.training, CODECS.options(config.codec), Sharing.of(config)
+        masked = config.secure_aggregation.enabled
         welcome = Welcome(
             to=client.client_id, incarnation=client.incarnation, run_id=self._context.run_id,
             next_round=client.from_round, codec=config.codec.name, density=codec.get("density", 1.0),
@@ -263,8 +277,8 @@ class Dispatcher:
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
             rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
             broadcast=self._publisher.num_broadcast,
-            has_terms=training.has_terms or self.fetch_models or client.client_id >= FIRST_HOST,
-            fetch_models=self.fetch_models,
+            has_terms=training.has_terms or self.fetch_models or client.client_id >= FIRST_HOST or masked,
+            fetch_models=self.fetch_models, masked=masked,
             include=list(sharing.include) if sharing.has_patterns else [], exclude=list(sharing.exclude),
         )  # fmt: skip
         if (terms := self.terms) is not None:

@@ -30,6 +30,7 @@ NO_METHOD = "its task has no evaluate_local"
 NO_DATA = "it holds no data out"
 PRIVATE = "its updates have noise, and metrics would have none"
 NOT_SHARED = "client.share_model is false: its model is not shown to others"
+MASKED = "its updates are masked, and its model would show the newest one"
 NO_MODEL = "it has trained no model in this run since it was started"
 HOSTED = "it is a virtual client, which keeps no model"
 

@@ -24,6 +24,7 @@ from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, Ro
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask, TrainOutcome
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
+from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.compute_limiter import TRAINING
@@ -139,6 +140,7 @@ class LocalTraining:
         self._has_warned = False
         self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
         self.keeps_local_model = False
+        self._shared_memory = False  # the controller of the newest command reads this process's memory
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -213,23 +215,54 @@ class LocalTraining:
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
         encoded_s = time.perf_counter()
-        here = self._memory.here
-        sealed = self._memory.put(payload) if here and here == welcome.memory else None
         request = UploadRequest(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
             num_samples=num_samples, train_s=trained_s - started_s, loss=math.nan if loss is None else float(loss),
-            encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
+            encode_s=encoded_s - trained_s,
             wait_s=max(0.0, started_s - inputs.commanded_s), update_norm=update_norm,
             residual_norm=0.0 if residual is None else l2_norm(residual), steps=num_steps, metrics=facts,
         )  # fmt: skip
+        state = {**_to_keep(end, residual, optimizer_state), **own, **self._personal()}
+        update = EncodedUpdate(key, request, payload, state)
+        # One that is to be masked stays in this process alone until it is.
+        self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
+        return update if welcome.masked else self._offered(update)
+
+    def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
+        """The update as it is offered to the controller: where that reads this process's memory, from there."""
+        request, payload = update.request, update.payload
+        sealed = self._memory.put(payload) if self._shared_memory else None
         self._probe.note(
-            "offered", run=f"{welcome.run_id:016x}", round=request.round_id, transfer=transfer,
+            "offered", run=f"{request.run_id:016x}", round=request.round_id, transfer=request.transfer,
             bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
         )  # fmt: skip
-        self._probe.reached("after_training_before_offer", command.round_id)
+        self._probe.reached("after_training_before_offer", request.round_id)
+        if sealed is None:
+            return update
         # From now on it is in one place only, also for frames.
-        state = {**_to_keep(end, residual, optimizer_state), **own, **self._personal()}
-        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, state, sealed)
+        return replace(update, request=replace(request, memory=sealed.place), payload=sealed.payload, sealed=sealed)
+
+    def mask(
+        self, update: EncodedUpdate, base: Tensor, masks: masked_values.UpdateMasks, transfer: int
+    ) -> EncodedUpdate:
+        """The update with these masks, which are used up, as this transfer.
+
+        Args:
+            base: float32, shape (D,): the model that it was trained from.
+
+        Raises:
+            TooLarge: it has no room in the sum of so many clients.
+        """
+        started_s, request = time.perf_counter(), update.request
+        payload = masked_values.encode(
+            codecs.parse(update.payload, expected_dim=base.numel()), base, masks, request.num_samples
+        )
+        request = replace(
+            request, transfer=transfer, total_bytes=len(payload), attempt=masks.roster.attempt.number,
+            encode_s=request.encode_s + time.perf_counter() - started_s,
+        )  # fmt: skip
+        key = update.key._replace(transfer=transfer)
+        return self._offered(replace(update, key=key, request=request, payload=payload))
 
     def _begin(self, base: Tensor, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""

@@ -13,6 +13,7 @@ from gradbus.runtime.wire.control import UploadRequest
 CLIENT_LOST = "client lost"
 CLIENT_SILENT = "client silent"
 REPEATED = "repeated"  # why an update of a client that counts already does not
+UNMASKED = "not unmasked"  # why nothing of an attempt counts, with secure aggregation
 SURPLUS = "not needed any more"  # enough others were faster
 STALE = "stale"  # its model is too old, or the round is not open
 TRAINING_FAILED = "training failed"
@@ -165,6 +166,18 @@ class Round:
         """The client is alive, but will not answer in this round."""
         if client_id in self.open or self.failed.get(client_id) in FAILURES:  # that one may still send
             self.failed[client_id] = reason
+
+    def require(self, minimum: int) -> None:
+        """No fewer updates than these suffice, at no end."""
+        self.minimum = max(self.minimum, minimum)
+        self._quorum = max(self._quorum, minimum)
+        self._enough = None if self._enough is None else max(self._enough, minimum)
+
+    def fail_all(self, reason: str) -> None:
+        """No update counts, not even those that did: the round has failed."""
+        for client_id in self.expected - self.failed.keys():
+            self.failed[client_id] = reason
+        self.accepted.clear()
 
     def verdict(self, now_s: float) -> Outcome | None:
         """Why the round is over at this time; None while it goes on."""

@@ -122,14 +122,14 @@ class SiteMember(Client):
         return self._session.lost
 
     def _describe(self, matched: bool) -> Hello:
-        return replace(super()._describe(matched), site=True)
+        return replace(super()._describe(matched), site=True, masks=False)
 
     def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
         if isinstance(body, Status) and self.controller is not None:
             self.controller.progress.rounds = body.rounds
         super()._on_controller(session, body, group)
 
-    def _take_evaluation(self, request: EvaluationRequest) -> None:
+    def _take_request(self, request: EvaluationRequest | LocalModelRequest) -> None:
         pass  # a site has no data; a Controller of sites asks none
 
     def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:

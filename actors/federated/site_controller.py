@@ -28,6 +28,7 @@ from gradbus.actors.federated.rounds import Outcome, Round, RoundTotals
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -103,6 +104,12 @@ class RelayingController(Controller):
 
     def _open(self) -> None:
         super()._open()
+        if self._config.secure_aggregation.enabled and self._terms.codec != "fp32":
+            raise ConfigError(
+                f"federated.secure_aggregation: the level above has updates encoded with {self._terms.codec}, and only "
+                f"those of fp32 can be masked. Set federated.codec at the top level, or leave secure_aggregation out "
+                f"here"
+            )
         if self._frozen is not None:
             self._model.write_frozen(self._frozen)
 
@@ -115,7 +122,7 @@ class RelayingController(Controller):
         return super()._ids_known_before() if self._config.clients.kind == "sites" else range(0)
 
     def _max_update_bytes(self) -> int:
-        if self._config.clients.kind == "sites":
+        if self._config.clients.kind == "sites" or self._config.secure_aggregation.enabled:
             return super()._max_update_bytes()
         return int(codec_of(self._terms).max_bytes(self._model.dim))
 

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -22,12 +22,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
-from gradbus.actors.aggregation.partial_sum import CountedTwice, SumSummary
+from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum, SumSummary
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.aggregation.updates import parse as parse_update
 from gradbus.actors.federated.asynchronous import BaseGone, Bases
+from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.report import RoundTiming
 from gradbus.actors.federated.rounds import REPEATED, STALE, SURPLUS, Round, RoundTotals
@@ -89,6 +90,14 @@ class UpdateRefusal(NamedTuple):
     reason: str
     text: str
     is_strike: bool = False
+
+
+def _unusable(error: ValueError) -> UpdateRefusal:
+    """The refusal of an update that could not be added."""
+    if (reason := _NO_STRIKE.get(type(error))) is not None:
+        return UpdateRefusal(reason, str(error))
+    malformed = "malformed" if isinstance(error, CodecError) else "refused"
+    return UpdateRefusal("non-finite" if isinstance(error, NonFiniteError) else malformed, str(error), True)
 
 
 class Settling(Enum):
@@ -170,6 +179,7 @@ class _IncomingUpdate:
     frames: int = 0
     asked_s: float = 0.0
     payload: memoryview | None = None  # complete
+    crc32: int = 0  # of it, where the journal needs it later
 
     @property
     def key(self) -> FrameKey:
@@ -181,12 +191,29 @@ class _IncomingUpdate:
         return self.adding or self.payload is not None
 
 
+class _MaskedUpdate(NamedTuple):
+    """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy."""
+
+    update: UpdateFromClient
+    weight: int
+    crc32: int
+
+    @property
+    def client_id(self) -> int:
+        return self.update.client_id
+
+    @property
+    def request(self) -> UploadRequest:
+        return self.update.request
+
+
 class UpdateReceiver:
     """Receives the updates of one round at a time. All methods are called on the loop.
 
     Attributes:
         totals: sums over the updates that count. timing: moments of the round. dropped: what did not count, by reason.
         capped: samples announced by the clients that weigh less in this round.
+        masked: the attempt at the open round, with secure aggregation; its updates count once they are unmasked.
         bases: of asynchronous rounds, in which what comes between two of them waits for the next; None: of others.
     """
 
@@ -218,14 +245,19 @@ class UpdateReceiver:
         self.capped: dict[int, int] = {}
         self._rejected_before: Counter[str] = Counter()
         self.bases: Bases | None = None
+        self.masked: MaskedAttempt | None = None
+        self._masked_updates: dict[int, _MaskedUpdate] = {}  # by client: in the sum of the attempt
         self._waiting: dict[int, UpdateFromClient] = {}  # with bases: requests that came while no round was open
 
-    def open(self, round_: Round, base: Tensor) -> None:
+    def open(self, round_: Round, base: Tensor, masked: MaskedAttempt | None = None) -> None:
         """Take updates for this round. Another attempt at it goes on with the updates that count.
 
         Args:
             base: float32, shape (D,): the model that the clients hold.
+            masked: with secure aggregation: what the updates are masked for.
         """
+        self.masked = masked
+        self._masked_updates = {}
         if not round_.accepted:
             self.totals = RoundTotals()
             self.capped = {}
@@ -260,10 +292,13 @@ class UpdateReceiver:
         if self._counted.get(client_id) == update.key:  # the receipt was lost
             await self._send_receipt(update, accepted=True)
             return
+        if self.masked is not None and self._is_put_off(self.masked, update):
+            return
         if self._round is None and self.bases is not None:
             self._waiting[client_id] = update
             return
-        if (refusal := self._admission.refusal(update, self._round)) is not None:
+        refusal = self._admission.refusal(update, self._round) or self._masked_refusal(update)
+        if refusal is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
         granted = next((t for t in self._transfers.values() if t.update.client_id == client_id), None)
@@ -282,6 +317,48 @@ class UpdateReceiver:
         elif granted.frames == 0 and not granted.in_memory:
             await self._send_grant(granted)  # it may be lost
         await self._grant_more()
+
+    def _is_put_off(self, masked: MaskedAttempt, update: UpdateFromClient) -> bool:
+        """Whether the answer to a request has to wait, with secure aggregation: it is repeated."""
+        held, request = self._masked_updates.get(update.client_id), update.request
+        if held is not None and held.update.key == update.key:
+            return True  # it is here, and counts if the attempt comes to a sum
+        if self._round is None:
+            return True  # whether the attempt comes to a sum, or there is another one, is not known yet
+        is_of_round = request.round_id == self._round.round_id
+        return is_of_round and request.attempt not in (0, masked.number)  # its client will hear of the newer attempt
+
+    def _masked_refusal(self, update: UpdateFromClient) -> UpdateRefusal | None:
+        """The reason why an update cannot be in the sum of the attempt; None: it can, or there is none."""
+        if self.masked is None:
+            return None
+        if not update.request.attempt:
+            return UpdateRefusal("not masked", "this run takes masked updates alone", True)
+        if not self.masked.takes(update.client_id):
+            return UpdateRefusal("unexpected", f"the attempt goes on without client {update.client_id}")
+        return None
+
+    async def settle_masked(self, partial: PartialSum | None) -> None:
+        """Of an attempt with secure aggregation: its sum, with which all of its updates count; None: it has failed.
+
+        Raises:
+            ValueError: the sum cannot be used, and nothing counts; the text says why.
+        """
+        updates = list(self._masked_updates.values())
+        if partial is None:
+            self._masked_updates, self.totals, self.capped = {}, RoundTotals(), {}
+            return
+        await self._context.compute.run(self._add_unmasked, partial, updates)
+        self._counted.update({held.client_id: held.update.key for held in updates})
+        self._masked_updates = {}
+        for held in updates:
+            await self._send_receipt(held.update, accepted=True)
+
+    def _add_unmasked(self, partial: PartialSum, updates: Sequence[_MaskedUpdate]) -> None:
+        """Give the sum to the strategy, off the loop. The journal notes the updates before their receipts go out."""
+        self._strategy.add_masked(partial, [facts_of(one.client_id, one.request, one.weight) for one in updates])
+        for one in updates:
+            self._note_counted(one.update.key, one.request, one.weight, one.crc32)
 
     async def _settle(self) -> None:
         """Take in the updates of a first round, once their weights can be fixed."""
@@ -419,18 +496,16 @@ class UpdateReceiver:
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
                 self._unreadable_from_here(transfer, error)
-        except NonFiniteError as error:
-            await self._reject(update, UpdateRefusal("non-finite", str(error), True))
-        except CodecError as error:
-            await self._reject(update, UpdateRefusal("malformed", str(error), True))
-        except (CountedTwice, BaseGone, NoRoom) as error:
-            await self._reject(update, UpdateRefusal(_NO_STRIKE[type(error)], str(error)))
         except ValueError as error:
-            await self._reject(update, UpdateRefusal("refused", str(error), True))
+            await self._reject(update, _unusable(error))
         else:
             self.totals.aggregate_s += time.perf_counter() - started_s
             self._count(round_, update, weight, from_memory=transfer.in_memory, partial=partial)
-            receipts.create_task(self._send_receipt(update, accepted=True), name="receipt")
+            if self.masked is not None:
+                self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32)
+            else:
+                self._counted[update.client_id] = update.key
+                receipts.create_task(self._send_receipt(update, accepted=True), name="receipt")
         finally:
             self._transfers.pop(transfer.key, None)
             if transfer.in_memory and transfer.payload is not None:
@@ -451,7 +526,6 @@ class UpdateReceiver:
             )
             self.capped[client_id] = request.num_samples
         self.timing.counted(client_id, request)
-        self._counted[client_id] = update.key
         round_.accept(client_id, time.monotonic())
         self._on_change()
 
@@ -463,6 +537,10 @@ class UpdateReceiver:
         if payload is None:
             payload = transfer.payload = read(request.memory, request.total_bytes)
         summary = None
+        if self.masked is not None:
+            self.masked.add(key.sender, payload, request.num_samples)
+            transfer.crc32 = history.checksum(payload)
+            return None
         if self._context.config.clients.kind == "sites":
             summary = self._add_sum(key.sender, payload, weight)
         else:
@@ -472,13 +550,16 @@ class UpdateReceiver:
             facts = facts_of(key.sender, request, weight)
             self._strategy.add(update, dataclasses.replace(facts, staleness=staleness))
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
-        history.note(
+        self._note_counted(key, request, weight, history.checksum(payload))
+        return summary
+
+    def _note_counted(self, key: FrameKey, request: UploadRequest, weight: int, crc32: int) -> None:
+        self._context.history.note(
             "counted", round=key.round_id, client=key.sender, incarnation=key.incarnation, transfer=key.transfer,
-            num_samples=request.num_samples, bytes=request.total_bytes, crc32=history.checksum(payload), weight=weight,
+            num_samples=request.num_samples, bytes=request.total_bytes, crc32=crc32, weight=weight,
             steps=request.steps,
             loss=request.loss if math.isfinite(request.loss) else None, metrics=request.metrics,
         )  # fmt: skip
-        return summary
 
     def _add_sum(self, site_id: int, payload: memoryview, announced: int) -> SumSummary:
         """Add the exact sum of a site."""

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import norm_of
-from gradbus.actors.aggregation.partial_sum import FRACTION_BITS
+from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, PartialSum
 from gradbus.actors.aggregation.strategies import Strategy, WrappedStrategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.privacy.accountant import Ledger, noise_for
@@ -261,6 +261,13 @@ class CentralPrivacy(_Private):
         super().add(update, Facts(client_id=facts.client_id, num_samples=1, round_id=facts.round_id))
         self._within += int(within)
         self._count += 1
+
+    def add_masked(self, partial: PartialSum, facts: Sequence[Facts]) -> None:
+        """The clients have clipped their updates, which nobody can check: see docs/secure-aggregation.md."""
+        super().add_masked(partial, facts)
+        if self._target is not None:
+            self._within += sum(one.metrics.get(WITHIN) == 1 for one in facts)
+        self._count += len(facts)
 
     def finish(self, weights: Tensor) -> None:
         stream, sigma = keystream(), self._sigma()

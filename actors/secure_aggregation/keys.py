@@ -28,7 +28,9 @@ SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and the tag of the AEAD
 MIN_MEMBERS = 2  # the sum of one update would be that update
 
 _ENTRY = struct.Struct(f"<I{KEYS_BYTES}s")
-_NAME = struct.Struct("<QII")
+ENTRY_BYTES = _ENTRY.size
+_NAME = struct.Struct("<QQII")
+_TERMS = struct.Struct("<IQ")
 
 
 class NotInProtocol(ValueError):
@@ -41,16 +43,22 @@ class TooFewMembers(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The name of an attempt at a round, which all its keys are bound to. ``number`` is counted from 1."""
+    """The name of an attempt at a round, which all its keys are bound to.
+
+    Attributes:
+        session: which start of the Controller: one that was started again does not repeat an attempt.
+        number: among those of that start, from 1.
+    """
 
     job: str
     run_id: int
+    session: int
     round_id: int
     number: int
 
     def to_bytes(self) -> bytes:
         """Different for each attempt."""
-        return _NAME.pack(self.run_id, self.round_id, self.number) + self.job.encode()
+        return _NAME.pack(self.run_id, self.session, self.round_id, self.number) + self.job.encode()
 
 
 def default_threshold(members: int, share: float) -> int:
@@ -90,11 +98,19 @@ class Roster:
     Attributes:
         threshold: shares that reveal a secret: more than half of the members, so that no server can collect enough of
             both kinds, whatever it tells to whom.
+        cap: samples that an update of more counts as; 0: each counts as its own. It is the same for all members, and
+            part of what their keys are bound to: with a weight of its own for each, a server could tell updates apart
+            in the bits of their sum.
     """
 
     attempt: Attempt
     threshold: int
     members: tuple[RosterEntry, ...]
+    cap: int = 0
+
+    def weight(self, num_samples: int) -> int:
+        """What an update of so many samples is multiplied by."""
+        return min(num_samples, self.cap) if self.cap else num_samples
 
     def __post_init__(self) -> None:
         """Raises NotInProtocol: too few or too many members, not ascending, keys that repeat, a threshold too low."""
@@ -127,8 +143,8 @@ class Roster:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 over all of it."""
-        threshold = self.threshold.to_bytes(4, "little")
-        return hashlib.sha256(b"gradbus roster 1" + threshold + self.to_bytes() + self.attempt.to_bytes()).digest()
+        terms = _TERMS.pack(self.threshold, self.cap)
+        return hashlib.sha256(b"gradbus roster 1" + terms + self.to_bytes() + self.attempt.to_bytes()).digest()
 
     def to_bytes(self) -> bytes:
         """The members; :meth:`parse` reads it."""
@@ -136,11 +152,11 @@ class Roster:
         return b"".join(_ENTRY.pack(*entry) for entry in entries)
 
     @classmethod
-    def parse(cls, attempt: Attempt, threshold: int, data: bytes) -> Roster:
+    def parse(cls, attempt: Attempt, threshold: int, data: bytes, cap: int = 0) -> Roster:
         """Raises NotInProtocol: the length, or what :meth:`__post_init__` checks, is wrong."""
         if len(data) % _ENTRY.size or len(data) > MAX_MEMBERS * _ENTRY.size:
             raise NotInProtocol(f"a roster of {len(data)} bytes: expected at most {MAX_MEMBERS} x {_ENTRY.size}")
-        return cls(attempt, threshold, tuple(RosterEntry.of(*entry) for entry in _ENTRY.iter_unpack(data)))
+        return cls(attempt, threshold, tuple(RosterEntry.of(*entry) for entry in _ENTRY.iter_unpack(data)), cap)
 
 
 def derived(secret: bytes, purpose: bytes, roster: Roster, ids: Iterable[int]) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -30,7 +30,7 @@ from gradbus.actors.secure_aggregation.keys import (
     derived,
     pair_seed,
 )
-from gradbus.actors.secure_aggregation.masks import SEED_BYTES, add_mask
+from gradbus.actors.secure_aggregation.masks import SEED_BYTES, add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, split
 
 _NONCE = bytes(12)  # each key seals one message
@@ -45,7 +45,7 @@ class MaskingClient:
     """
 
     def __init__(self, attempt: Attempt, client_id: int, *, least_members: int = MIN_MEMBERS) -> None:
-        """``least_members``: refuse to take part with fewer."""
+        """``least_members``: refuse to take part where the sum of fewer could be unmasked."""
         self.attempt = attempt
         self._client_id = client_id
         self._least = max(MIN_MEMBERS, least_members)
@@ -70,8 +70,8 @@ class MaskingClient:
         the same roster.
 
         Raises:
-            NotInProtocol: the roster is of another attempt, another one than before, too small, or has other keys of
-                this client.
+            NotInProtocol: the roster is of another attempt, another one than before, or has a threshold that is too low
+                or other keys of this client.
         """
         if self._sealed is not None:
             if self.roster is None or roster.digest != self.roster.digest:
@@ -79,8 +79,11 @@ class MaskingClient:
             return self._sealed
         if roster.attempt != self.attempt:
             raise NotInProtocol(f"a roster of {roster.attempt}: this is {self.attempt}")
-        if len(roster.members) < self._least:
-            raise NotInProtocol(f"a roster of {len(roster.members)} members: this client asks for {self._least}")
+        if roster.threshold < self._least:
+            raise NotInProtocol(
+                f"a sum of {roster.threshold} of {len(roster.members)} members can be unmasked: this client asks for "
+                f"{self._least}"
+            )
         if self._client_id not in roster.points or roster.member(self._client_id) != RosterEntry.of(
             self._client_id, self.advertise()
         ):
@@ -130,10 +133,12 @@ class MaskingClient:
             opened[sender] = both[:SHARE_BYTES], both[SHARE_BYTES:]
         self._shares, self.senders = opened, senders
 
-    def mask(self, values: NDArray[np.uint64]) -> None:
-        """Phase 2: add the own mask and those of all pairs to the values, uint64, in place. Once.
+    def mask(self, values: NDArray[np.uint64], should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Phase 2: add the own mask and those of all pairs to the values, uint64, in place. Once. Added to zeros, it
+        gives the sum of all masks, which may be made before there are values, and is then added to them, once.
 
         Raises:
+            Stopped: ``should_stop`` was true; the values are of no use.
             NotInProtocol: not in this phase, or a second time: the difference of two vectors under the same masks would
                 show both.
         """
@@ -141,11 +146,12 @@ class MaskingClient:
         if not self.senders or self._is_masked or self._survivors is not None:
             raise NotInProtocol("values can be masked once, after the shares have come and before unmasking")
         self._is_masked = True
-        add_mask(values, self._own_mask(roster))
+        seeds = [(self._own_mask(roster), False)]
         for other_id in self.senders:
             if other_id != self._client_id:
                 seed = pair_seed(self._masking_key, self._client_id, roster.member(other_id), roster)
-                add_mask(values, seed, negative=other_id < self._client_id)
+                seeds.append((seed, other_id < self._client_id))
+        add_masks(values, seeds, should_stop)
 
     def _own_mask(self, roster: Roster) -> bytes:
         return derived(self._own_seed, b"own", roster, (self._client_id,))

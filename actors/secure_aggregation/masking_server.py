@@ -7,7 +7,7 @@ raises, and the attempt has failed.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -22,12 +22,13 @@ from gradbus.actors.secure_aggregation.keys import (
     Roster,
     RosterEntry,
     TooFewMembers,
+    agreed,
     commitment,
     default_threshold,
     derived,
     pair_seed,
 )
-from gradbus.actors.secure_aggregation.masks import add_mask
+from gradbus.actors.secure_aggregation.masks import add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares, Interpolation
 
 
@@ -39,11 +40,21 @@ class MaskingServer:
         survivors: members whose masked values are in the sum, by :meth:`close_inputs`.
     """
 
-    def __init__(self, attempt: Attempt, threshold: int | float) -> None:
-        """``threshold``: a number of clients, or, as a float, a share of those that have advertised keys. More than
-        half of them are needed in any case."""
+    def __init__(
+        self, attempt: Attempt, threshold: int | float, *, cap: int = 0, least_members: int = MIN_MEMBERS
+    ) -> None:
+        """An attempt that has not begun.
+
+        Args:
+            threshold: a number of clients, or, as a float, a share of those that have advertised keys. More than half
+                of them are needed in any case, and ``least_members``.
+            cap: of the roster.
+        """
         self.attempt = attempt
+        self._least = max(MIN_MEMBERS, least_members)
+        self._cap = cap
         self._threshold = threshold
+        self._tried = X25519PrivateKey.generate()  # of no other use
         self._keys: dict[int, bytes] = {}
         self._sealed: dict[int, dict[int, bytes]] = {}
         self._shares: dict[int, list[bytes]] = {}
@@ -54,7 +65,7 @@ class MaskingServer:
     # Phase 0
 
     def add_keys(self, client_id: int, keys: bytes) -> None:
-        """Keys that a client advertises. Raises NotInProtocol: too late, wrong, or others than before."""
+        """Keys that a client advertises. Raises NotInProtocol: too late, others than before, or of no use."""
         if self._keys.get(client_id) == keys:
             return
         if self.roster is not None or client_id in self._keys:
@@ -65,6 +76,8 @@ class MaskingServer:
         known = {key for other in self._keys for key in (self._keys[other][:32], self._keys[other][32:64])}
         if {member.sealing, member.masking} & known:
             raise NotInProtocol(f"client {client_id} advertises the key of another client")
+        for public in (member.sealing, member.masking):
+            agreed(self._tried, public)  # else one client with a bad key would keep all others from taking part
         self._keys[client_id] = keys
 
     @property
@@ -76,9 +89,10 @@ class MaskingServer:
         """The roster of those that have advertised. Raises TooFewMembers: fewer than the threshold."""
         count, limit = len(self._keys), self._threshold
         needed = default_threshold(count, limit) if isinstance(limit, float) else max(count // 2 + 1, limit)
-        self._check_enough(self._keys, max(needed, MIN_MEMBERS), "advertised keys")
+        needed = max(needed, self._least)
+        self._check_enough(self._keys, needed, "advertised keys")
         members = tuple(RosterEntry.of(one, self._keys[one]) for one in sorted(self._keys))
-        self.roster = Roster(self.attempt, needed, members)
+        self.roster = Roster(self.attempt, needed, members, self._cap)
         return self.roster
 
     # Phase 1
@@ -136,29 +150,32 @@ class MaskingServer:
         """Whether enough have answered."""
         return len(self._shares) >= self._entered().threshold
 
-    def unmask(self, total: NDArray[np.uint64]) -> None:
+    def unmask(self, total: NDArray[np.uint64], should_stop: Callable[[], bool] = lambda: False) -> None:
         """Take all masks off the sum of the survivors' masked values, uint64, in place, modulo 2^64.
 
         Raises:
+            Stopped: ``should_stop`` was true.
             TooFewMembers: fewer answers than the threshold. BadShares: an answer was wrong. The sum is then unusable.
         """
         roster = self._entered()
         self._check_enough(self._shares, roster.threshold, "sent their shares to unmask")
         chosen = sorted(self._shares)[: roster.threshold]
         interpolation, alive = Interpolation([roster.points[one] for one in chosen]), frozenset(self.survivors)
+        seeds: list[tuple[bytes, bool]] = []  # of what is to be added, and whether it is to be taken off
         for place, sender in enumerate(self.senders):
             secret = interpolation.secret({roster.points[one]: self._shares[one][place] for one in chosen})
             if sender in alive:
                 if not hmac.compare_digest(commitment(secret), roster.member(sender).commitment):
                     raise BadShares(f"the shares of client {sender}'s own mask do not give what it has committed to")
-                add_mask(total, derived(secret, b"own", roster, (sender,)), negative=True)
+                seeds.append((derived(secret, b"own", roster, (sender,)), True))
                 continue
             key = X25519PrivateKey.from_private_bytes(secret)
             if key.public_key().public_bytes_raw() != roster.member(sender).masking:
                 raise BadShares(f"the shares of client {sender}'s key do not give the key that it has advertised")
             for survivor in self.survivors:  # each has added or taken off what it shares with the one that is missing
                 seed = pair_seed(key, sender, roster.member(survivor), roster)
-                add_mask(total, seed, negative=survivor < sender)
+                seeds.append((seed, survivor < sender))
+        add_masks(total, seeds, should_stop)
 
     def _entered(self) -> Roster:
         if self.roster is None:

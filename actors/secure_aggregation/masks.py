@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
 SEED_BYTES = 32  # the key, and the first counter block
-_BLOCK_ELEMS = 32 * 1024  # 256 KiB of stream stay in the second-level cache
+_BLOCK_ELEMS = 16 * 1024  # 128 KiB of the stream, as many of the values and of zeros stay in the second-level cache
 _ZEROS = bytes(8 * _BLOCK_ELEMS)
 
 
-def add_mask(values: NDArray[np.uint64], seed: bytes, *, negative: bool = False) -> None:
-    """Add the mask of a seed to values in place, or take it off, modulo 2^64. A seed makes one mask only.
+class Stopped(Exception):
+    """It was no longer wanted."""
+
+
+def add_masks(
+    values: NDArray[np.uint64], seeds: Sequence[tuple[bytes, bool]], should_stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Add masks to values in place, or take them off, modulo 2^64. A seed makes one mask only.
 
     Args:
-        values: uint64, shape (D,), contiguous. seed: 32 bytes that nobody else can know. negative: take it off.
+        values: uint64, shape (D,), contiguous.
+        seeds: of each mask the seed, 32 bytes that nobody else can know, and whether the mask is taken off.
+        should_stop: asked for each piece of the values.
+
+    Raises:
+        Stopped: ``should_stop`` was true; the values are of no use.
     """
-    if len(seed) != SEED_BYTES:
-        raise ValueError(f"a seed of {len(seed)} bytes: expected {SEED_BYTES}")
-    cipher = Cipher(algorithms.AES(seed[:16]), modes.CTR(seed[16:])).encryptor()
+    streams = []
+    for seed, negative in seeds:
+        if len(seed) != SEED_BYTES:
+            raise ValueError(f"a seed of {len(seed)} bytes: expected {SEED_BYTES}")
+        cipher = Cipher(algorithms.AES(seed[:16]), modes.CTR(seed[16:])).encryptor()
+        streams.append((cipher, np.subtract if negative else np.add))
     stream = bytearray(8 * _BLOCK_ELEMS + 15)  # one block of the cipher more, less a byte, as the library asks for
-    numbers = np.frombuffer(stream, "<u8", _BLOCK_ELEMS)
-    zeros, change = memoryview(_ZEROS), np.subtract if negative else np.add
+    numbers, zeros = np.frombuffer(stream, "<u8", _BLOCK_ELEMS), memoryview(_ZEROS)
     for start in range(0, len(values), _BLOCK_ELEMS):
+        if should_stop():
+            raise Stopped
         place = values[start : start + _BLOCK_ELEMS]
-        cipher.update_into(zeros[: 8 * len(place)], stream)
-        change(place, numbers[: len(place)], out=place)
+        for cipher, change in streams:  # all masks of a piece, while it is in the cache
+            cipher.update_into(zeros[: 8 * len(place)], stream)
+            change(place, numbers[: len(place)], out=place)

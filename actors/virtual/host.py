@@ -187,7 +187,7 @@ class ClientHost(Client):
         self._open_replicas()
 
     def _describe(self, matched: bool) -> Hello:
-        return replace(super()._describe(matched), ids=self._text)
+        return replace(super()._describe(matched), ids=self._text, masks=False)
 
     # Messages
 

@@ -156,6 +156,11 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
             "federated.evaluation.cross_site: virtual clients keep no model from round to round. Leave it out, or use "
             "processes of their own for the clients (gradbus client)"
         )
+    if config.secure_aggregation.enabled:
+        raise ConfigError(
+            "federated.secure_aggregation: one process speaks for all virtual clients, and knows their updates. Use "
+            "processes of their own for the clients (gradbus client)"
+        )
     changed = config.model_dump(exclude_defaults=True)
     changed["clients"] = {**changed.get("clients", {}), "num": clients}
     if fraction is not None:

@@ -21,7 +21,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gradbus.experiments.bench import asynchronous, codecs, drift, early_stop, personal, sealing, selection, virtual
+from gradbus.experiments.bench import (
+    asynchronous,
+    codecs,
+    drift,
+    early_stop,
+    personal,
+    sealing,
+    secure,
+    selection,
+    virtual,
+)
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
@@ -175,6 +185,7 @@ BENCHMARK = Benchmark(
         "durable": Part(lambda chosen: measure_durable(chosen.way), "the same with a checkpoint in every round", 20),
         "memory": Part(lambda chosen: measure_memory(chosen.way), "of the controller, 2 to 32 clients", 120),
         "sealing": Part(lambda _: sealing.measure(sealing.CASES["round"], 3), "with a key and without", 20),
+        "secure": Part(lambda _: secure.measure(), "with secure aggregation and without", 120),
         "accuracy": Part(lambda _: measure_accuracy(), "24 runs of 10 rounds on MNIST", 1200, needs_mnist=True),
         "asynchronous": Part(
             lambda _: asynchronous.measure(), "time to 97 % beside a slow client", 420, needs_mnist=True

@@ -23,12 +23,14 @@ _WARM_UP_ROUNDS = 2  # buffers are made, DDS has found its window
 
 
 class RoundsJob(NamedTuple):
-    """The settings that all processes of a run share. ``gaps``: whether they measure how late their event loops are."""
+    """The settings that all processes of a run share. ``gaps``: whether they measure how late their event loops are.
+    ``train_s``: how long training takes, in which its thread waits, as for a GPU."""
 
     name: str
     dim: int
     shared_memory: bool = True
     gaps: bool = False
+    train_s: float = 0.0
 
 
 class Rounds(NamedTuple):
@@ -43,6 +45,11 @@ class Rounds(NamedTuple):
         ends = self.controller["ends_s"][_WARM_UP_ROUNDS - 1 :]
         trained = self.controller["train_s"][_WARM_UP_ROUNDS:]
         return [b - a - t for a, b, t in zip(ends, ends[1:], trained, strict=False)]
+
+    @property
+    def bytes_up(self) -> float:
+        """Bytes of the updates of a round."""
+        return float(self.controller["bytes_up"][-1])
 
     @property
     def controller_cpu_s(self) -> float:
@@ -73,17 +80,18 @@ class Rounds(NamedTuple):
         return float(max(process["gap_p99_s"] for process in (self.controller, *self.clients)))
 
 
-def run_rounds(
+def run_rounds(  # noqa: PLR0913 - settings by keyword
     dim: int, *, clients: int, rounds: int, processes: int = 2, timeout_s: float = 300.0, shared_memory: bool = True,
-    gaps: bool = False, **settings: Any,
+    gaps: bool = False, train_s: float = 0.0, min_clients: int = 1, **settings: Any,
 ) -> Rounds:  # fmt: skip
-    """Run a controller and so many clients, which share ``processes`` processes. ``settings``: others of the run.
+    """Run a controller and so many clients, which share ``processes`` processes. ``gaps``,
+    ``train_s``: as of a :class:`RoundsJob`. ``min_clients``, ``settings``: of the run.
 
     Raises:
         ProcessFailed: a process failed, or not all have ended in time.
     """
-    job = RoundsJob(f"bench-{os.getpid()}", dim, shared_memory, gaps)
-    present = {"num": clients, "start_timeout_s": 120.0, "dead_after_s": 20.0}
+    job = RoundsJob(f"bench-{os.getpid()}", dim, shared_memory, gaps, train_s)
+    present = {"num": clients, "start_timeout_s": 120.0, "dead_after_s": 20.0, "min": min_clients}
     rules = {"rounds": rounds, "clients": present, "eval_every": 0, **settings}
     with Processes() as running:
         running.start("controller", _controller, job, rules)
@@ -125,6 +133,7 @@ async def _controller(job: RoundsJob, rules: Mapping[str, Any]) -> dict[str, Any
         return {
             "opened_s": opened_s, "ends_s": ends, "cpu_s": cpus, "gap_p99_s": percentile(gaps, 0.99),
             "train_s": [report.train_s for report in controller.progress.reports],
+            "bytes_up": [report.bytes_up for report in controller.progress.reports],
             "empty_bytes": empty, "idle_bytes": idle, "peak_bytes": memory_bytes("VmHWM"),
         }  # fmt: skip
 
@@ -141,6 +150,7 @@ async def _clients(job: RoundsJob, client_ids: Sequence[int]) -> dict[str, Any]:
             nonlocal first_command_s
             first_command_s = first_command_s or time.time()
             cpu_at.setdefault(arguments["round_id"], cpu_s())
+            time.sleep(job.train_s)
             return super().train(model, **arguments)
 
     async with _connect(job) as bus:

@@ -173,7 +173,7 @@ def _now(progress: Progress, clients: int, width: int) -> Text:
     if progress.phase in ("starting", "waiting"):
         wanted = max(clients, progress.minimum)
         text.append(f" for clients: {count}/{wanted} (min {progress.minimum})")
-    if progress.phase in ("aggregating", "evaluating"):
+    if progress.phase in ("unmasking", "aggregating", "evaluating"):
         text.append(f" round {progress.round_id}" if progress.round_id else " the initial model")
     if progress.phase == "training":
         text.append(

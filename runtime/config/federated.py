@@ -313,6 +313,27 @@ class EvaluationSettings(Settings):
         return self
 
 
+class SecureAggregationSettings(Settings):
+    """Sums without single updates: the controller learns the sum of its clients' updates, and none by itself; see
+    docs/secure-aggregation.md."""
+
+    enabled: bool = False
+    """Whether clients mask their updates. With a strategy that needs their mean alone, such as fedavg, the codec fp32,
+    `clients.min` of 2 or more, and at most 255 clients in a round."""
+    threshold: Annotated[float, Field(gt=0.5, le=1)] = 2 / 3
+    """Share of the clients of a round that have to stay until its end, `clients.min` of them at least: with fewer there
+    is no sum. A lower one tolerates more that drop out. Where some clients work for the controller, the others are safe
+    as long as these are less than twice this share less one: with 2/3, less than a third."""
+    keys_timeout_s: Positive = 10.0
+    """Seconds after the command of a round for which the keys of its clients are waited for. Who is late is not in its
+    sum."""
+    shares_timeout_s: Positive = 10.0
+    """Seconds after that for which the shares are waited for that let the others take off the masks of a client that
+    drops out. Clients train meanwhile."""
+    unmask_timeout_s: Positive = 10.0
+    """Seconds after the last masked update for which answers of `threshold` of the clients are waited for."""
+
+
 class EarlyStopSettings(Settings):
     """When a run ends before its last round."""
 
@@ -404,6 +425,7 @@ class FederatedConfig(Settings):
     training: TrainingSettings = TrainingSettings()
     limits: LimitSettings = LimitSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    secure_aggregation: SecureAggregationSettings = SecureAggregationSettings()
     early_stop: EarlyStopSettings = EarlyStopSettings()
     checkpoint: InitialCheckpointSettings = InitialCheckpointSettings()
     history: RunHistorySettings = RunHistorySettings()
@@ -504,6 +526,10 @@ class ClientConfig(Settings):
     least_noise: NonNegative = 0.0
     """Least noise, as a multiple of the sensitivity, that this client adds to each of its updates: a controller that
     asks for less, with `federated.privacy` = `local`, or for none, gets none of them. 0: the controller decides."""
+    least_members: Annotated[int, Field(ge=0, le=255)] = 0
+    """Least number of clients whose sum hides an update of this one: with a controller that masks none, it takes no
+    part at all, and with `federated.secure_aggregation` in no round of which the sum of fewer could be had. 0: the
+    controller decides."""
     controller_timeout_s: Positive = 600.0
     """Silence of the controller, in seconds, after which the client gives up."""
     share_model: bool = False

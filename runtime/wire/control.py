@@ -19,7 +19,10 @@ CANDIDATE_ROUNDS = range(0x7FFE_0000, 0x7FFF_0000)  # nor one of these: they sta
 MAX_BODY_BYTES = 64 * 1024
 MAX_BODY_MEMORY = 1 << 20  # that reading a body may take
 MAX_SEQS = 256
-_LIMITS = Limits(MAX_BODY_BYTES, text_bytes=MAX_BODY_BYTES, binary_bytes=0, items=MAX_SEQS, fields=64, containers=16)
+MAX_BINARY = 32 * 1024
+_LIMITS = Limits(
+    MAX_BODY_BYTES, text_bytes=MAX_BODY_BYTES, binary_bytes=MAX_BINARY, items=MAX_SEQS, fields=64, containers=16
+)
 
 STRICT = ConfigDict(strict=True, extra="ignore")
 
@@ -43,6 +46,8 @@ Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Attempt = Annotated[int, Field(ge=1, le=0xFFFF_FFFF)]
+Binary = Annotated[bytes, Field(max_length=MAX_BINARY)]
 Metrics = Annotated[
     dict[Annotated[str, Field(max_length=64), AfterValidator(plain_line)], Finite], Field(max_length=32)
 ]
@@ -68,6 +73,7 @@ class Hello:
         site: it is the Controller of a site, whose updates are exact sums.
         ids: it speaks for the clients with these ids, which have its incarnation and its session; empty: for itself.
         shared_dim, shared_layout: dim and layout of what its Welcome's patterns share; 0: it has not been given any.
+        masks: it can mask its updates.
     """
 
     protocol: U32
@@ -88,6 +94,7 @@ class Hello:
     ids: IdRanges = ""
     shared_dim: U64 = 0
     shared_layout: U64 = 0
+    masks: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -110,6 +117,7 @@ class Welcome:
         fetch_models: models are not sent to all: a client takes that of a round only if it takes part in it.
         include, exclude: patterns of names of tensors, of which some are shared and the others stay at the client;
             both empty: all are shared.
+        masked: with secure aggregation: no update leaves a client before it is masked.
     """
 
     to: U32
@@ -132,6 +140,7 @@ class Welcome:
     fetch_models: bool = False
     include: Patterns = dataclasses.field(default_factory=list)
     exclude: Patterns = dataclasses.field(default_factory=list)
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -145,6 +154,7 @@ class RoundTerms:
         participants: ids of the clients that are asked, as ranges; the others sit this round out. Empty: all are asked.
             A participant that newer terms of the same round do not name stops: its update is no longer needed.
         held: no update is added before the samples of all participants are known.
+        attempt: number of the attempt, for which the participants advertise keys; 0: without secure aggregation.
     """
 
     run_id: U64
@@ -152,6 +162,7 @@ class RoundTerms:
     options: Options
     participants: IdRanges = ""
     held: bool = False
+    attempt: U32 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -225,6 +236,7 @@ class UploadRequest:
         update_norm: L2 norm of the difference that training made; ``residual_norm``: of the codec's residual after this
             update; -1: not reported.
         steps: of the optimizer; 0: not known. metrics: more numbers of its training, by name.
+        attempt: with whose masks it is masked; 0: it is not.
     """
 
     run_id: U64
@@ -241,6 +253,7 @@ class UploadRequest:
     residual_norm: float = -1.0
     steps: U64 = 0
     metrics: Metrics = dataclasses.field(default_factory=dict)
+    attempt: U32 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -275,6 +288,67 @@ class RetransmitRequest:
     round_id: Round
     transfer: U32
     seqs: Seqs
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class MaskRoster:
+    """Controller to all: who masks for whom in an attempt at a round.
+
+    Attributes:
+        threshold: clients that it takes to unmask. cap: samples that more count as, 0: there is none.
+        members: of each client its id, two public keys and a commitment, 100 bytes, by ascending id.
+    """
+
+    run_id: U64
+    round_id: Round
+    attempt: Attempt
+    threshold: Annotated[int, Field(ge=2, le=255)]
+    cap: U64
+    members: Binary
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class MaskShares:
+    """Controller to one client: the shares that the others have sealed for it.
+
+    Attributes:
+        senders: ids of the clients that have shared, itself included, ascending.
+        sealed: what each of the others has sealed for it, 82 bytes, in this order.
+    """
+
+    to: U32
+    incarnation: U64
+    run_id: U64
+    round_id: Round
+    attempt: Attempt
+    senders: Ids
+    sealed: Binary
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class MaskSurvivors:
+    """Controller to all: the clients whose masked updates are in the sum, ascending."""
+
+    run_id: U64
+    round_id: Round
+    attempt: Attempt
+    clients: Ids
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class MaskAnswer:
+    """Client to controller: its part in a phase of an attempt.
+
+    Attributes:
+        phase: 0: keys, after RoundTerms. 1: shares for the other members of the MaskRoster. 2: the MaskShares have
+            come. 3: shares that unmask, after MaskSurvivors.
+    """
+
+    run_id: U64
+    round_id: Round
+    attempt: Attempt
+    phase: Annotated[int, Field(ge=0, le=3)]
+    data: Binary
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -535,8 +609,9 @@ class GroupView:
 
 Body = (
     Hello | Welcome | RoundTerms | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest
-    | ModelAvailable | ModelRequest | TrainingFailure | EvaluationRequest | EvaluationResult | LocalModelRequest
-    | Leave | RunEnded | Closing | GroupHello | GroupLeave | RankStatus | GroupView
+    | MaskRoster | MaskShares | MaskSurvivors | MaskAnswer | ModelAvailable | ModelRequest | TrainingFailure
+    | EvaluationRequest | EvaluationResult | LocalModelRequest | Leave | RunEnded | Closing | GroupHello | GroupLeave
+    | RankStatus | GroupView
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}

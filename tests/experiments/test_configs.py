@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "configs"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.json") if path.name.startswith(("controller", "client")))
 
 
-WAYS = ("", ".lora", ".non-iid", ".private", ".two-machines")
+WAYS = ("", ".lora", ".non-iid", ".private", ".secure", ".two-machines")
 SIZES = {".lora.": 824_064, ".private.": 7_850}
 
 

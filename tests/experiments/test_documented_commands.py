@@ -53,6 +53,10 @@ ELSEWHERE = {
     "tests/experiments/run/test_tree_commands.py": (
         "gradbus controller experiments/configs/tree-*", "gradbus client experiments/configs/tree-client.conf.json *",
     ),
+    "tests/experiments/run/test_secure_commands.py": (
+        "gradbus controller experiments/configs/controller.secure.conf.json",
+        "gradbus client experiments/configs/client.secure.conf.json *",
+    ),
     "tests/experiments/run/test_virtual_commands.py": (
         "gradbus virtual *", "gradbus host *", "gradbus controller experiments/configs/controller.conf.json --set *",
     ),

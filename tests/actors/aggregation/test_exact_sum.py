@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile
 
 from gradbus import codecs
 from gradbus.actors.aggregation import exact_sum
-from gradbus.actors.aggregation.exact_sum import ExactMean, OutOfRange
+from gradbus.actors.aggregation.exact_sum import ExactMean, GridRounding, OutOfRange
 from gradbus.codecs import Parsed
 
 DIM = 1000
@@ -298,10 +298,10 @@ def test_adding_updates_takes_no_more_memory_than_one_block(
 @given(st.lists(st.floats(-(2.0**51), 2.0**51, exclude_min=True, exclude_max=True), min_size=1, max_size=20))
 def test_both_ways_to_round_give_the_same_integers(values: list[float]) -> None:
     halves = [float(np.trunc(value)) + 0.5 for value in values if abs(value) < 2.0**50]
-    mean, all_values = ExactMean(1), torch.tensor([*values, *halves], dtype=torch.float64)
+    rounding, all_values = GridRounding(), torch.tensor([*values, *halves], dtype=torch.float64)
     found = []
-    for way in (mean._round, mean._round_small):
-        scaled = mean._scratch[: len(all_values)].copy_(all_values)
+    for way in (rounding._round, rounding._round_small):
+        scaled = rounding._scratch[: len(all_values)].copy_(all_values)
         found.append(way(scaled).tolist())
     assert found[0] == found[1]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from gradbus.actors.secure_aggregation.keys import Attempt, NotInProtocol, Roste
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masking_server import MaskingServer
 
-ATTEMPT = Attempt("job", 7, 3, 1)
+ATTEMPT = Attempt("job", 7, 5, 3, 1)
 DIM = 50
 
 
@@ -162,8 +164,35 @@ def test_a_client_that_is_told_another_roster_has_no_key_in_common() -> None:
         one.clients[1].share(second)
 
 
+def test_clients_that_are_told_another_cap_on_samples_have_no_key_in_common() -> None:
+    scene = Scene([1, 2])
+    for client_id in (1, 2):
+        scene.server.add_keys(client_id, scene.clients[client_id].advertise())
+    roster = scene.server.close_keys()
+    assert (roster.weight(50), dataclasses.replace(roster, cap=20).weight(50)) == (50, 20)
+    scene.server.add_shares(1, scene.clients[1].share(roster))
+    scene.server.add_shares(2, scene.clients[2].share(dataclasses.replace(roster, cap=20)))
+    scene.server.close_shares()
+    with pytest.raises(NotInProtocol, match="client 2 were not sealed"):
+        scene.clients[1].receive(scene.server.senders, scene.server.sealed_for(1))
+
+
+def test_the_sum_of_all_masks_may_be_made_before_there_are_values() -> None:
+    scene = Scene([1, 2, 3])
+    scene.share({1, 2, 3}, {1, 2, 3})
+    total = np.zeros(DIM, np.uint64)
+    for client_id, client in scene.clients.items():
+        masks = np.zeros(DIM, np.uint64)
+        client.mask(masks)
+        total += scene.values[client_id] + masks
+    for client_id, client in scene.clients.items():
+        scene.server.add_unmasking(client_id, client.unmask(scene.server.close_inputs({1, 2, 3})))
+    scene.server.unmask(total)
+    assert (total == sum(scene.values.values())).all()
+
+
 def test_shares_of_another_attempt_are_of_no_use() -> None:
-    later = Attempt(ATTEMPT.job, ATTEMPT.run_id, ATTEMPT.round_id, 2)
+    later = dataclasses.replace(ATTEMPT, number=2)
     scene = Scene([1, 2])
     for client_id in (1, 2):
         scene.server.add_keys(client_id, scene.clients[client_id].advertise())
@@ -211,6 +240,8 @@ def test_a_server_takes_each_message_once_and_of_its_length_alone() -> None:
     server.add_keys(1, advertised[1])  # a repetition
     with pytest.raises(NotInProtocol, match="other ones"):
         server.add_keys(1, advertised[2])
+    with pytest.raises(NotInProtocol, match="cannot be used"):  # a point of small order
+        server.add_keys(2, bytes(32) + advertised[2][32:])
     with pytest.raises(NotInProtocol, match="another client"):
         server.add_keys(2, advertised[1])
     with pytest.raises(TooFewMembers):

@@ -32,6 +32,10 @@ from gradbus.runtime.wire.control import (
     Hello,
     Leave,
     LocalModelRequest,
+    MaskAnswer,
+    MaskRoster,
+    MaskShares,
+    MaskSurvivors,
     ModelAvailable,
     ModelRequest,
     RankStatus,
@@ -59,6 +63,10 @@ EXAMPLES: list[Body] = [
     Grant(7, 1 << 60, 3, 1),
     Receipt(7, 1 << 60, 5, 3, 1, False, "non-finite"),
     RetransmitRequest(7, 1 << 60, 3, 1, [0, 5, (1 << 20) - 1]),
+    MaskRoster(5, 3, 1, 2, 2400, bytes(range(200))),
+    MaskShares(7, 1 << 60, 5, 3, 1, [3, 7], bytes(range(82))),
+    MaskSurvivors(5, 3, 1, [3, 7]),
+    MaskAnswer(5, 3, 1, 0, bytes(range(96))),
     ModelAvailable(5, 3, 7, True, 4_799_528, "host/boot/1 1234 7 ab"),
     ModelRequest(5, 3, 0, []),
     TrainingFailure(5, 3, "Traceback ..."),
@@ -103,6 +111,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "ids": "",
         "shared_dim": 0,
         "shared_layout": 0,
+        "masks": False,
     },
     Welcome: {
         "memory": "",
@@ -115,8 +124,9 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "fetch_models": False,
         "include": [],
         "exclude": [],
+        "masked": False,
     },
-    RoundTerms: {"participants": "", "held": False},
+    RoundTerms: {"participants": "", "held": False, "attempt": 0},
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {
@@ -160,6 +170,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "residual_norm": -1.0,
         "steps": 0,
         "metrics": {},
+        "attempt": 0,
     },
 }
 
@@ -258,6 +269,8 @@ NOT_WRONG: dict[str, list[Any]] = {
     "metrics": [{}, {"a": 1}],
     "awaited": [[1 << 20]],
     "quarantined": [[1 << 20]],
+    "clients": [[1 << 20]],
+    "senders": [[1 << 20]],
     "silent_s": [[1 << 20], [0.5]],
     "dropped": [{}, {"a": 1}],
     "options": [{}, {"a": 1}],
@@ -270,6 +283,11 @@ NOT_WRONG: dict[str, list[Any]] = {
 
 
 OUT_OF_RANGE = [
+    ("MaskRoster", "members", bytes(32 * 1024 + 1)),
+    ("MaskRoster", "threshold", 1),
+    ("MaskShares", "attempt", 0),
+    ("MaskSurvivors", "clients", list(range(257))),
+    ("MaskAnswer", "phase", 4),
     ("Status", "awaited", list(range(257))),
     ("Welcome", "include", ["*"] * 65),
     ("Welcome", "exclude", ["x" * 201]),

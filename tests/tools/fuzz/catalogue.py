@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from fuzz import codecs, files, joining, sealed, wire
+from fuzz import codecs, files, joining, masks, sealed, wire
 from fuzz.target import Target
 
-TARGETS: dict[str, Target] = {**wire.TARGETS, **sealed.TARGETS, **joining.TARGETS, **codecs.TARGETS, **files.TARGETS}
+TARGETS: dict[str, Target] = {
+    **wire.TARGETS, **sealed.TARGETS, **joining.TARGETS, **codecs.TARGETS, **masks.TARGETS, **files.TARGETS,
+}  # fmt: skip
 NAMES = tuple(TARGETS)
 
 

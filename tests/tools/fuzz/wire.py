@@ -138,6 +138,8 @@ def _control_seeds() -> list[bytes]:
         control.Status(1, 2, "training", 3, 4),
         control.UploadRequest(1, 2, 3, 4, 5, 0.5, 0.1, 0.2, "m/b/1 2 3 00", 0.1, 1.0, 2.0),
         control.RetransmitRequest(0, 1, 2, 3, [4, 5]),
+        control.MaskRoster(1, 2, 3, 4, 5, bytes(200)),
+        control.MaskShares(0, 1, 2, 3, 4, [0, 5], bytes(82)),
         control.ModelAvailable(1, 2, 3, True, 4, "m"),
         control.TrainingFailure(1, 2, "Traceback"),
         control.EvaluationRequest(1, 2, "0,3-7", 9.5),

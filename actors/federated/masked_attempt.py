@@ -1,0 +1,252 @@
+"""The Controller's side of secure aggregation: one attempt at a round, over the bus.
+
+    keys -> roster -> shares -> masked updates -> survivors -> the sum
+
+What may be asked and what answers mean is decided by ``MaskingServer``; here are the messages, the deadlines and the
+repetition. Keys and shares are exchanged while the clients train. An attempt that fails reveals nothing, and nothing of
+it counts in the next one, for which all keys are made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+
+from gradbus.actors.aggregation.partial_sum import PartialSum, SumSummary, ranges_of
+from gradbus.actors.federated.rounds import UNMASKED, Round
+from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
+from gradbus.actors.secure_aggregation.keys import SEALED_BYTES, Attempt, NotInProtocol, TooFewMembers
+from gradbus.actors.secure_aggregation.masked_values import MaskedValues, SignedIntegers
+from gradbus.actors.secure_aggregation.masking_server import MaskingServer
+from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES
+from gradbus.codecs import CodecError
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.wire.control import Body, MaskAnswer, MaskRoster, MaskShares, MaskSurvivors
+
+LATE_KEYS = "no keys in time"
+LATE_SHARES = "no shares in time"
+DECLINED = "does not mask with these members"
+
+log = get_logger("controller")
+
+
+class MaskedAttempt:
+    """One attempt. All methods are called on the loop, but for :meth:`add`.
+
+    Attributes:
+        number: of the attempt, among those of this start of the Controller.
+        failure: why it has failed; empty: it has not.
+    """
+
+    def __init__(
+        self, context: RunContext, round_: Round, number: int, *, dim: int, cap: int,
+        is_here: Callable[[int, int], bool], changed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """An attempt that has not begun.
+
+        Args:
+            cap: samples that an update of more counts as; 0: there is none.
+            is_here: whether this start of a client is still registered.
+            changed: called when clients of the round are no longer waited for.
+        """
+        self._context = context
+        self._settings = context.config.secure_aggregation
+        self._round = round_
+        self._is_here = is_here
+        self._changed = changed
+        self.number = number
+        attempt = Attempt(context.bus.job, context.run_id, context.identity.incarnation, round_.round_id, number)
+        least = context.config.clients.min
+        self._server = MaskingServer(attempt, self._settings.threshold, cap=cap, least_members=least)
+        self._total = np.zeros(dim, np.uint64)
+        self._weights: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}  # of those that have advertised keys: no later start has them
+        self._ready: set[int] = set()  # that have the shares of the others
+        self._news = asyncio.Event()
+        self._agreeing: asyncio.Task[None] | None = None
+        self.failure = ""
+
+    # Keys and shares, while the clients train
+
+    def start(self, done: Callable[[], object]) -> None:
+        """Begin to exchange them; ``done`` is called when that has ended. :meth:`stop` has to follow."""
+        self._agreeing = asyncio.create_task(self._agree(), name="masked-attempt")
+        self._agreeing.add_done_callback(lambda _: done())
+
+    def check(self) -> None:
+        """Raises what has gone wrong in this process."""
+        if self._agreeing is not None and self._agreeing.done():
+            self._agreeing.result()
+
+    async def stop(self) -> None:
+        """Exchange no more."""
+        if self._agreeing is not None:
+            self._agreeing.cancel()
+            await asyncio.wait([self._agreeing])
+
+    async def _agree(self) -> None:
+        """Exchange keys and shares. Clients that do not answer in time are not in the sum; with too few others the
+        round is over."""
+        round_, server, settings = self._round, self._server, self._settings
+        try:
+            await self._wait(lambda: not round_.open - set(server.advertised), settings.keys_timeout_s)
+            roster = server.close_keys()
+            self.keep_to_members(LATE_KEYS)
+            request = MaskRoster(*self._name, roster.threshold, roster.cap, roster.to_bytes())
+            await self._ask([request], lambda: round_.open - set(server.shared), settings.shares_timeout_s)
+            server.close_shares()
+            round_.require(roster.threshold)
+            self.keep_to_members(LATE_SHARES)
+        except TooFewMembers as error:
+            self.fail(str(error))
+            return
+        while missing := round_.open - self._ready:  # until the end of the attempt, which cancels this
+            for client_id in missing:
+                await self._send(self._shares_for(client_id))
+            await self._wait(lambda: not round_.open - self._ready, REPEAT_AFTER_S)
+
+    def _shares_for(self, client_id: int) -> MaskShares:
+        sealed = b"".join(self._server.sealed_for(client_id))
+        senders = list(self._server.senders)
+        return MaskShares(client_id, self._incarnations[client_id], *self._name, senders, sealed)
+
+    def keep_to_members(self, reason: str = LATE_KEYS) -> None:
+        """Wait no longer for clients that this attempt goes on without."""
+        server = self._server
+        members: Collection[int] = server.senders or (server.roster.ids if server.roster is not None else ())
+        if members and (others := self._round.open.difference(members)):
+            for client_id in others:
+                self._round.fail(client_id, reason)
+            log.warning("not in the sum", clients=sorted(others)[:20], round=self._round.round_id, reason=reason)
+            self._changed()
+
+    def fail(self, reason: str) -> None:
+        """Nothing of this attempt counts."""
+        log.warning("secure aggregation failed", round=self._round.round_id, attempt=self.number, reason=reason)
+        self.failure = reason
+        self._round.fail_all(UNMASKED)
+        self._changed()
+
+    def note_too_few(self) -> None:
+        """The round is over, with too few updates: say why, unless that is known."""
+        accepted, roster = len(self._round.accepted), self._server.roster
+        if not self.failure and roster is not None and accepted < roster.threshold:
+            self.failure = (
+                f"secure aggregation: {accepted} masked updates have come, the threshold is {roster.threshold}. "
+                f"Nothing was revealed"
+            )
+
+    def on_answer(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
+        """A client's part in a phase. Raises NotInProtocol: it does not belong to this attempt, or is damaged."""
+        if (answer.run_id, answer.round_id, answer.attempt) != self._name:
+            return  # of an earlier attempt
+        server, data = self._server, answer.data
+        if answer.phase == 0:
+            if client_id not in self._round.open:
+                return  # it sits this round out, or has been lost
+            if self._incarnations.setdefault(client_id, incarnation) == incarnation:
+                server.add_keys(client_id, data)
+        elif self._incarnations.get(client_id) != incarnation:
+            raise NotInProtocol(f"client {client_id} has been started again since it advertised its keys")
+        elif answer.phase == 1 and not data:
+            self._round.fail(client_id, DECLINED)
+            self._changed()
+        elif answer.phase == 1 and client_id not in server.shared:
+            server.add_shares(client_id, _pieces(data, SEALED_BYTES))
+        elif answer.phase == 2:
+            self._ready.add(client_id)
+        elif answer.phase == 3 and client_id not in server.answered:
+            server.add_unmasking(client_id, _pieces(data, SHARE_BYTES))
+        self._news.set()
+
+    def wake(self) -> None:
+        """The registry of clients has changed."""
+        self._news.set()
+
+    # Masked updates
+
+    def takes(self, client_id: int) -> bool:
+        """Whether an update of this client can be in the sum."""
+        return client_id in self._server.senders
+
+    def add(self, client_id: int, payload: memoryview, num_samples: int) -> None:
+        """Add a masked update, on the compute thread, in full or, with an exception, not at all. ``num_samples``: as
+        its client has announced.
+
+        Raises:
+            CodecError: it is none, or not of this attempt, or of another weight.
+        """
+        roster, values = self._server.roster, MaskedValues.parse(payload, expected_dim=len(self._total))
+        assert roster is not None, "updates are taken from members alone"
+        expected = self.number, roster.weight(num_samples)
+        if (values.attempt, values.weight) != expected:
+            raise CodecError(
+                f"masked update of attempt {values.attempt} with weight {values.weight:,}: expected attempt "
+                f"{expected[0]} with weight {expected[1]:,}"
+            )
+        values.add_to(self._total)
+        self._weights[client_id] = values.weight
+
+    # The sum
+
+    async def unmask(self) -> PartialSum:
+        """The sum of the updates that count in the round, once no further ones are taken.
+
+        Raises:
+            TooFewMembers: too few clients have answered in time. BadShares: a client's answer was wrong.
+        """
+        server, round_ = self._server, self._round
+        survivors = server.close_inputs(round_.accepted)
+        request = MaskSurvivors(*self._name, list(survivors))
+        await self._ask([request], self._to_answer, self._settings.unmask_timeout_s)
+        compute = self._context.compute
+        await compute.run(server.unmask, self._total, compute.should_stop)
+        num_samples = sum(self._weights[one] for one in survivors)
+        summary = SumSummary(num_samples, len(survivors), ranges_of(survivors), (), 0)
+        return PartialSum(summary, SignedIntegers(self._total), None)
+
+    def _to_answer(self) -> set[int]:
+        """Clients whose answers are waited for; none, once there are enough."""
+        server = self._server
+        missing = () if server.can_unmask else set(server.senders).difference(server.answered)
+        return {one for one in missing if self._is_here(one, self._incarnations[one])}
+
+    # Messages
+
+    @property
+    def _name(self) -> tuple[int, int, int]:
+        attempt = self._server.attempt
+        return attempt.run_id, attempt.round_id, attempt.number
+
+    async def _ask(self, requests: Iterable[Body], missing: Callable[[], set[int]], timeout_s: float) -> None:
+        """Send requests, again and again, until no answer is missing, or for so long."""
+        until_s = time.monotonic() + timeout_s
+        while missing() and (left_s := until_s - time.monotonic()) > 0:
+            for request in requests:
+                await self._send(request)
+            await self._wait(lambda: not missing(), min(REPEAT_AFTER_S, left_s))
+
+    async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until the condition holds, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._news.clear()
+                    await self._news.wait()
+
+    async def _send(self, body: Body) -> None:
+        with contextlib.suppress(BusError):  # sent again
+            await self._context.publish(body)
+
+
+def _pieces(data: bytes, size: int) -> Sequence[bytes]:
+    """Pieces of equal size. Raises NotInProtocol: it is cut short."""
+    if len(data) % size:
+        raise NotInProtocol(f"{len(data)} bytes of shares: expected a multiple of {size}")
+    return [data[at : at + size] for at in range(0, len(data), size)]

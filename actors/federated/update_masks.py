@@ -1,0 +1,168 @@
+"""The client's side of secure aggregation: its keys, its shares and its masks in one attempt after another.
+
+What may be answered is decided by ``MaskingClient``, one for each attempt; here are the messages.
+They are answered while the client trains, on a thread of their own. As soon as the keys are agreed on, the masks are
+made, so that they are there when training ends. A newer attempt ends the one before: its keys are forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import numpy as np
+
+from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
+from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, Roster
+from gradbus.actors.secure_aggregation.masked_values import UpdateMasks
+from gradbus.actors.secure_aggregation.masking_client import MaskingClient
+from gradbus.actors.secure_aggregation.masks import Stopped
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.wire.control import MaskAnswer, MaskRoster, MaskShares, MaskSurvivors
+from gradbus.runtime.wire.messages import Identity
+
+MaskRequest = MaskRoster | MaskShares | MaskSurvivors
+
+log = get_logger("client")
+
+
+class _OwnPart:
+    """This client in one attempt.
+
+    Attributes:
+        client: its keys. working: a message is being answered. has_declined: something that was asked is refused.
+        masks: once they are made; they are used once.
+    """
+
+    def __init__(self, client: MaskingClient) -> None:
+        self.client = client
+        self.working = False
+        self.has_declined = False
+        self.masks: UpdateMasks | None = None
+
+
+class ClientMasking:
+    """Takes part in attempts for one client. All methods are called on the loop."""
+
+    def __init__(self, bus: Bus, identity: Identity, *, least_members: int) -> None:
+        """``least_members``: with fewer this client takes no part."""
+        self._bus = bus
+        self._identity = identity
+        self._least = max(MIN_MEMBERS, least_members)
+        self._compute = ComputeThread(f"client-{identity.sender}-masks")
+        self._own: _OwnPart | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest attempt."""
+        return None if self._own is None else self._own.client.attempt
+
+    def begin(self, run_id: int, session: int, round_id: int, number: int, group: asyncio.TaskGroup) -> None:
+        """Take part in an attempt; tasks belong to ``group``. What is known already only repeats the keys, as long as
+        there is no roster."""
+        attempt = Attempt(self._bus.job, run_id, session, round_id, number)
+        if self.attempt != attempt:
+            self.forget()
+            self._own = _OwnPart(MaskingClient(attempt, self._identity.sender, least_members=self._least))
+        own = self._own
+        if own is not None and own.client.roster is None:
+            self._answer(own, 0, own.client.advertise(), group)
+
+    def forget(self) -> None:
+        """Forget all keys: the controller that they were for is gone, or they are of an earlier attempt."""
+        self._own = None
+        self._compute.stop_current()
+        self._changed.set()
+
+    def interrupt(self) -> None:
+        """Check at once whether masks are still wanted."""
+        self._changed.set()
+
+    def on_request(self, request: MaskRequest, dim: int, group: asyncio.TaskGroup) -> None:
+        """A request of the controller, answered by a task of ``group``. ``dim``: values of an update."""
+        own, attempt = self._own, self.attempt
+        if own is None or attempt is None:
+            return
+        if (request.run_id, request.round_id, request.attempt) != (attempt.run_id, attempt.round_id, attempt.number):
+            return
+        if not own.working:  # else it is repeated
+            own.working = True
+            name = f"client-{self._identity.sender}-masks"
+            group.create_task(self._handle(own, request, dim, group), name=name)
+
+    async def _handle(self, own: _OwnPart, request: MaskRequest, dim: int, group: asyncio.TaskGroup) -> None:
+        client = own.client
+        try:
+            match request:
+                case MaskRoster():
+                    sealed = await self._compute.run(self._share, client, request)
+                    self._answer(own, 1, b"".join(sealed), group)
+                case MaskShares():
+                    pieces = [
+                        request.sealed[at : at + SEALED_BYTES] for at in range(0, len(request.sealed), SEALED_BYTES)
+                    ]
+                    first = not client.senders
+                    await self._compute.run(client.receive, request.senders, pieces)
+                    self._answer(own, 2, b"", group)
+                    if first:
+                        group.create_task(self._make_masks(own, dim), name=f"client-{self._identity.sender}-make-masks")
+                case MaskSurvivors():
+                    self._answer(own, 3, b"".join(client.unmask(request.clients)), group)
+        except NotInProtocol as error:
+            (log.debug if own.has_declined else log.warning)(
+                "no part in this attempt", client=self._identity.sender, round=request.round_id,
+                attempt=request.attempt, reason=str(error),
+            )  # fmt: skip
+            own.has_declined = True
+            if isinstance(request, MaskRoster):
+                self._answer(own, 1, b"", group)  # so that it is not waited for
+        finally:
+            own.working = False
+
+    @staticmethod
+    def _share(client: MaskingClient, request: MaskRoster) -> list[bytes]:
+        return client.share(Roster.parse(client.attempt, request.threshold, request.members, request.cap))
+
+    async def _make_masks(self, own: _OwnPart, dim: int) -> None:
+        client, total = own.client, np.zeros(dim, np.uint64)
+        assert client.roster is not None, "there are shares"
+        with contextlib.suppress(Stopped, NotInProtocol):  # the latter: the sum was made without this client meanwhile
+            await self._compute.run(client.mask, total, self._compute.should_stop)
+            own.masks = UpdateMasks(client.roster, len(client.senders), total)
+            self._changed.set()
+
+    def _answer(self, own: _OwnPart, phase: int, data: bytes, group: asyncio.TaskGroup) -> None:
+        """Send an answer, unless a newer attempt has begun."""
+        if own is self._own:
+            attempt = own.client.attempt
+            answer = MaskAnswer(attempt.run_id, attempt.round_id, attempt.number, phase, data)
+            group.create_task(self._send(answer), name=f"client-{self._identity.sender}-mask-answer")
+
+    async def _send(self, answer: MaskAnswer) -> None:
+        with contextlib.suppress(BusError):  # it is asked for again
+            await self._bus.publish(self._identity, answer)
+
+    async def take(self, round_id: int, check: Callable[[], bool]) -> UpdateMasks | None:
+        """The masks of the newest attempt at this round, waited for; each is given once. None: ``check`` says that the
+        update is no longer wanted; it may raise."""
+        while True:
+            own, attempt = self._own, self.attempt
+            if own is not None and attempt is not None and attempt.round_id == round_id and own.masks is not None:
+                masks, own.masks = own.masks, None
+                return masks
+            if not check():
+                return None
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPEAT_AFTER_S):
+                    await self._changed.wait()
+
+    def close(self) -> None:
+        """End. What is being made is given up."""
+        self.forget()
+        self._compute.close()

@@ -1,0 +1,130 @@
+"""Masked updates as bytes, and their sum: the integers of the exact sum, modulo 2^56."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradbus import codecs
+from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.aggregation.partial_sum import PartialSum, SumSummary
+from gradbus.actors.secure_aggregation.keys import Attempt, Roster, RosterEntry
+from gradbus.actors.secure_aggregation.masked_values import (
+    MaskedValues,
+    SignedIntegers,
+    TooLarge,
+    UpdateMasks,
+    encode,
+    size_of,
+)
+from gradbus.codecs import CodecError, Parsed
+
+MEMBERS = 3
+
+
+def masks_of(total: np.ndarray, *, cap: int = 0, members: int = MEMBERS) -> UpdateMasks:
+    entries = tuple(RosterEntry(one, bytes([one] * 32), bytes([one + 100] * 32), bytes(32)) for one in range(3))
+    return UpdateMasks(Roster(Attempt("job", 1, 2, 3, 4), 2, entries, cap), members, total)
+
+
+def parsed(vector: torch.Tensor, version: int = 2) -> Parsed:
+    return codecs.parse(codecs.get("fp32", version=version).encode(vector), expected_dim=vector.numel())
+
+
+VALUES = st.floats(-1000, 1000, width=32)
+
+
+@given(
+    data=st.lists(st.lists(VALUES, min_size=5, max_size=5), min_size=1, max_size=MEMBERS),
+    samples=st.lists(st.integers(1, 10_000), min_size=MEMBERS, max_size=MEMBERS), version=st.sampled_from((1, 2)),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_the_unmasked_sum_is_the_exact_sum(data: list[list[float]], samples: list[int], version: int) -> None:
+    base, expected = torch.tensor([0.5, -1.0, 0.0, 3.0, 1e-9]), ExactMean(5)
+    total, all_masks = np.zeros(5, np.uint64), np.zeros(5, np.uint64)
+    for values, num_samples in zip(data, samples, strict=False):
+        update = parsed(torch.tensor(values), version)
+        masks = np.random.default_rng(num_samples).integers(0, 2**64, 5, np.uint64, endpoint=False)
+        payload = encode(update, base, masks_of(masks), num_samples)
+        expected.add(update, base=base, num_samples=num_samples)
+        found = MaskedValues.parse(payload, expected_dim=5)
+        assert (found.attempt, found.weight, len(payload)) == (4, num_samples, size_of(5))
+        found.add_to(total)
+        all_masks += masks
+    total -= all_masks
+    sums, number = ExactMean(5), sum(samples[: len(data)])
+    sums.add_sum(PartialSum(SumSummary(number, len(data), (), (), 0), SignedIntegers(total), None))
+    assert [torch.equal(a.clone(), b) for (_, a), (_, b) in zip(sums.blocks(), expected.blocks(), strict=True)] == [
+        True
+    ]
+    assert (sums.num_samples, sums.count) == (expected.num_samples, expected.count)
+
+
+def test_the_bytes_are_those_of_the_page() -> None:
+    masks = np.array([0, 2**64 - 1, 5], np.uint64)
+    payload = bytes(encode(parsed(torch.tensor([1.0, -2.0, 0.0])), torch.zeros(3), masks_of(masks, cap=2), 7))
+    integers = [2 * 2**30, (-4 * 2**30 - 1) % 2**56, 5]  # the cap of 2 samples, and not 7
+    head = b"GBXM" + struct.pack("<BBHIIQQ", 1, 7, 0, 4, 0, 3, 2)
+    low = struct.pack("<3I", *(one % 2**32 for one in integers))
+    middle = struct.pack("<3H", *(one >> 32 & 0xFFFF for one in integers))
+    assert payload == head + low + middle + bytes(one >> 48 for one in integers)
+
+
+def test_blocks_of_more_than_one_piece_are_added_whole() -> None:
+    dim = 70_001
+    vector = torch.randn(dim, generator=torch.Generator().manual_seed(1))
+    masks = np.random.default_rng(0).integers(0, 2**64, dim, np.uint64, endpoint=False)
+    total = np.zeros(dim, np.uint64) - masks
+    MaskedValues.parse(encode(parsed(vector), torch.zeros(dim), masks_of(masks), 3), expected_dim=dim).add_to(total)
+    found = torch.cat([values.clone() for _, values in SignedIntegers(total).blocks()])
+    assert torch.equal(found, (vector.double() * 3 * 2**30).round().long())
+    assert int(found.abs().max()) < SignedIntegers(total).largest() == 2**55
+
+
+@pytest.mark.parametrize("members", [2, 255])
+def test_the_largest_values_of_all_members_have_room_and_larger_ones_are_refused(members: int) -> None:
+    limit = 2.0**25 / members
+    fits, beyond = (
+        torch.tensor([math.nextafter(sign * limit, to)], dtype=torch.float32) for sign, to in ((-1, 0), (1, 0))
+    )
+    fits *= 1 - 2**-20
+    masks = masks_of(np.zeros(1, np.uint64), members=members)
+    payload = encode(parsed(fits), torch.zeros(1), masks, 1)
+    total = np.zeros(1, np.uint64)
+    for _ in range(members):
+        MaskedValues.parse(payload, expected_dim=1).add_to(total)
+    ((_, values),) = SignedIntegers(total).blocks()
+    assert values.tolist() == [-members * round(float(fits.abs()) * 2**30)]
+    with pytest.raises(TooLarge, match=f"no room in the sum of {members} clients"):
+        encode(parsed(beyond * (1 + 2**-20)), torch.zeros(1), masks, 1)
+
+
+@given(data=st.binary(max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_any_bytes_are_a_masked_update_or_a_codec_error(data: bytes) -> None:
+    try:
+        MaskedValues.parse(data, expected_dim=3)
+    except CodecError:
+        return
+    raise AssertionError("so few bytes are none")
+
+
+def test_what_is_not_a_masked_update_of_this_model_is_refused_by_name() -> None:
+    payload = bytearray(encode(parsed(torch.ones(3)), torch.zeros(3), masks_of(np.zeros(3, np.uint64)), 1))
+    for at, value, why in (
+        (0, 0, "masked ones are expected"), (4, 2, "version 2"), (5, 8, "8 bytes a value"), (6, 1, "unknown"),
+        (16, 4, "4 values"),
+    ):  # fmt: skip
+        wrong = payload.copy()
+        wrong[at] = value
+        with pytest.raises(CodecError, match=why):
+            MaskedValues.parse(wrong, expected_dim=3)
+    for wrong in (payload[:-1], payload + b"\0", codecs.get("fp32").encode(torch.ones(3))):
+        with pytest.raises(CodecError):
+            MaskedValues.parse(wrong, expected_dim=3)
