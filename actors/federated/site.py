@@ -44,7 +44,7 @@ from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, Upst
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import single_error
-from gradbus.runtime.wire.control import EvaluationRequest, Hello, Status, UploadRequest, Welcome
+from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Message, TrainCmd
 
