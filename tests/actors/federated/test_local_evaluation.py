@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import (
     MAX_METRICS,
@@ -48,7 +49,7 @@ class Returning(NoopTask):
 
 
 def evaluated(task: Any, *, tells_errors: bool = True, **options: Any) -> EvaluationResult:
-    evaluation = LocalEvaluation(task, FlatModel(task.build_model()), 7, tells_errors)
+    evaluation = LocalEvaluation(task, FlatModel(task.build_model()), 7, ClientStateStore(None, 7), tells_errors)
     result = evaluation.evaluate(torch.full((3,), 0.5), welcome(**options), REQUEST, lambda: False)
     assert control.decode(control.encode(result)) == result
     assert (result.run_id, result.round_id) == (5, 3)
@@ -102,7 +103,7 @@ def test_an_evaluation_ends_at_the_next_forward_pass_once_it_is_of_no_use() -> N
                 model(torch.zeros(1))
 
     task, asked = Passing(2), iter([False, False, False, True])
-    evaluation = LocalEvaluation(task, FlatModel(task.build_model()), 7)
+    evaluation = LocalEvaluation(task, FlatModel(task.build_model()), 7, ClientStateStore(None, 7))
     with pytest.raises(EvaluationStopped):
         evaluation.evaluate(torch.zeros(2), welcome(), REQUEST, lambda: next(asked, True))
     assert not evaluation.model.module._forward_pre_hooks, "the module is as it was"
