@@ -274,6 +274,11 @@ class SecureAggregationSettings(Settings):
     unmask_timeout_s: Positive = 10.0
     """Seconds after the last masked update for which answers of `threshold` of the clients are waited for."""
 
+    @property
+    def exchange_s(self) -> float:
+        """Seconds that keys and shares may take together."""
+        return self.keys_timeout_s + self.shares_timeout_s
+
 
 class EarlyStopSettings(Settings):
     """When a run ends before its last round."""
