@@ -90,8 +90,8 @@ def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
         f"clients.min is {config.clients.min}: the sum of one update is that update. Set it to {MIN_MEMBERS} or "
         f"more": config.clients.min < MIN_MEMBERS,
         f"round.timeout_s is {timeout_s:g}: keys and shares alone may take keys_timeout_s + shares_timeout_s = "
-        f"{settings.exchange_s:g} s, and a client that hangs makes them take that long. Raise round.timeout_s, or lower "
-        f"these": timeout_s <= settings.exchange_s,
+        f"{settings.exchange_s:g} s, as long as that where a client hangs. Raise round.timeout_s, or lower these":
+        timeout_s <= settings.exchange_s,
         f"{asked} clients in a round: at most {MAX_MEMBERS} can mask for each other. Ask fewer, with selection.count":
         asked > MAX_MEMBERS,
     }  # fmt: skip

@@ -37,12 +37,14 @@ class _OwnPart:
 
     Attributes:
         client: its keys. working: a message is being answered. masks: once they are made; they are used once.
+        refused: why the newest request has no answer.
     """
 
     def __init__(self, client: MaskingClient) -> None:
         self.client = client
         self.working = False
         self.masks: UpdateMasks | None = None
+        self.refused = ""
 
 
 class ClientMasking:
@@ -119,10 +121,12 @@ class ClientMasking:
                 case MaskSurvivors():
                     self._answer(own, 3, self._unmask(own, request.clients), group)
         except NotInProtocol as error:
-            log.warning(
-                "no part in this attempt", client=self._identity.sender, round=request.round_id,
-                attempt=request.attempt, reason=str(error),
-            )  # fmt: skip
+            if str(error) != own.refused:  # the request is repeated
+                own.refused = str(error)
+                log.warning(
+                    "no part in this attempt", client=self._identity.sender, round=request.round_id,
+                    attempt=request.attempt, reason=own.refused,
+                )  # fmt: skip
         finally:
             own.working = False
 

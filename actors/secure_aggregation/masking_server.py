@@ -33,6 +33,12 @@ from gradbus.actors.secure_aggregation.keys import (
 from gradbus.actors.secure_aggregation.masks import Stopped, add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares, Interpolation
 
+# Answers that come too late are on the bus all the same.
+_NO_SUM = (
+    "The sum was not made. A client does not answer where the sums of a round's attempts together would show too few "
+    "clients, which its log says: start those again that were in the earlier attempt"
+)
+
 
 class MaskingServer:
     """One attempt.
@@ -161,7 +167,7 @@ class MaskingServer:
             TooFewMembers: fewer answers than the threshold. BadShares: an answer was wrong, and no others are here to
                 do without it. The sum is then as it was, and this may be called again when there is another answer.
         """
-        self._check_enough(self._shares, self._entered().threshold, "sent their shares to unmask")
+        self._check_enough(self._shares, self._entered().threshold, "sent their shares to unmask", _NO_SUM)
         add_masks(total, self._seeds(self._checked_secrets(should_stop)), should_stop)
 
     def _checked_secrets(self, should_stop: Callable[[], bool]) -> list[bytes]:
@@ -223,10 +229,12 @@ class MaskingServer:
             raise NotInProtocol("there is no roster yet")
         return self.roster
 
-    def _check_enough(self, found: Collection[int], needed: int, did: str) -> None:
+    def _check_enough(
+        self, found: Collection[int], needed: int, did: str, end: str = "Nothing was revealed"
+    ) -> None:  # fmt: skip
         if len(found) < needed:
             raise TooFewMembers(
-                f"secure aggregation: {len(found)} clients have {did}, the threshold is {needed}. Nothing was revealed"
+                f"secure aggregation: {len(found)} clients have {did}, the threshold is {needed}. {end}"
             )
 
 
