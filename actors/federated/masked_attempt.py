@@ -32,6 +32,7 @@ from gradbus.runtime.wire.control import Body, MaskAnswer, MaskRoster, MaskShare
 
 LATE_KEYS = "no keys in time"
 LATE_SHARES = "no shares in time"
+DECLINED = "does not mask with these members"
 
 log = get_logger("controller")
 
@@ -163,6 +164,9 @@ class MaskedAttempt:
                 server.add_keys(client_id, data)
         elif self._incarnations.get(client_id) != incarnation:
             raise NotInProtocol(f"client {client_id} has been started again since it advertised its keys")
+        elif answer.phase == 1 and not data:
+            self._round.fail(client_id, DECLINED)
+            self._changed()
         elif answer.phase == 1 and client_id not in server.shared:
             server.add_shares(client_id, _pieces(data, SEALED_BYTES))
         elif answer.phase == 2:

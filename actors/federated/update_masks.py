@@ -127,6 +127,8 @@ class ClientMasking:
                     "no part in this attempt", client=self._identity.sender, round=request.round_id,
                     attempt=request.attempt, reason=own.refused,
                 )  # fmt: skip
+            if isinstance(request, MaskRoster):
+                self._answer(own, 1, b"", group)  # so that it is not waited for
         finally:
             own.working = False
 
