@@ -32,11 +32,21 @@ from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.update_masks import ClientMasking, _OwnPart
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, TooFewMembers, commitment
+from gradbus.actors.secure_aggregation.masked_values import MAGIC
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, Interpolation
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import ConfigError, JoinRefused, RoundTimeout
-from gradbus.runtime.wire.control import Hello, MaskAnswer, MaskRoster, MaskShares, MaskSurvivors, UploadRequest
+from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.wire.control import (
+    Hello,
+    MaskAnswer,
+    MaskRoster,
+    MaskShares,
+    MaskSurvivors,
+    TrainingFailure,
+    UploadRequest,
+)
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity
 
@@ -295,7 +305,9 @@ def plain_bytes(client_id: int, round_id: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_on_the_bus_is_no_update_and_never_both_shares_of_a_client_whoever_drops_out(seed: int) -> None:
+def test_on_the_bus_is_no_update_and_never_both_shares_of_a_client_whoever_drops_out(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn = np.random.default_rng(seed)
     quits = {int(one): int(drawn.integers(4)) for one in drawn.choice(9, 2, replace=False)}
     run = Run(range(9), quits=quits, shared_memory=False, rounds=2, clients={"num": 9, "start_grace_s": 0.0})
@@ -311,12 +323,24 @@ def test_on_the_bus_is_no_update_and_never_both_shares_of_a_client_whoever_drops
             session = next(one.incarnation for one in observer.controls if one.sender == CONTROLLER)
             tasks.append(asyncio.ensure_future(bus.publish(Identity(CONTROLLER, session), other)))
 
+    on_request = ClientMasking.on_request
+
+    def on_one_alone(own: ClientMasking, request: Any, dim: int, group: Any) -> None:
+        is_forged = isinstance(request, MaskSurvivors) and request.clients == forged.get(request.round_id)
+        if not is_forged or own._identity.sender == asked:  # to the others the other question is lost
+            on_request(own, request, dim, group)
+
+    monkeypatch.setattr(ClientMasking, "on_request", on_one_alone)
     forged: dict[int, list[int]] = {}
     tasks: list[Any] = []
     observer = Observer(run, ask_otherwise)
     with capture_logs() as lines:
         run()
-    refused = {line["client"] for line in lines if "second set of survivors" in line.get("reason", "")}
+    refused = {
+        line["client"]
+        for line in lines
+        if any(why in line.get("reason", "") for why in ("second set of survivors", "would show"))
+    }
     assert refused == {asked}, "the other question has not arrived"
     assert len(observer.frames) >= 5
     seen = b"".join([*observer.frames, *(one.body.data for one, _ in observer.all(MaskAnswer))])
@@ -324,6 +348,25 @@ def test_on_the_bus_is_no_update_and_never_both_shares_of_a_client_whoever_drops
         for piece in plain_bytes(client_id, round_id):
             assert piece not in seen
     check_shares(run.job, observer, asked)
+
+
+def test_in_shared_memory_is_no_update_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, seen = PayloadMemory.put, list[bytes]()
+
+    def noted(memory: PayloadMemory, *parts: Any) -> Any:
+        if (sealed := put(memory, *parts)) is not None:
+            seen.extend(bytes(part) for part in parts)
+        return sealed
+
+    monkeypatch.setattr(PayloadMemory, "put", noted)
+    controller = Run(range(3))()
+    assert controller.progress.reports[0].bytes_up_shared
+    masked = [one for one in seen if one.startswith(MAGIC)]
+    assert len(masked) == 3
+    for client_id in range(3):
+        assert not any(piece in b"".join(seen) for piece in plain_bytes(client_id, 1))
+    Run(range(2), secure=False)()
+    assert all(any(plain_bytes(client_id, 1)[0] in one for one in seen) for client_id in range(2))
 
 
 def test_without_secure_aggregation_the_same_pieces_of_updates_would_be_found_on_the_bus() -> None:
@@ -587,7 +630,7 @@ def test_a_wrong_answer_is_noticed_and_another_one_asked_for() -> None:
 
 def test_masks_of_an_attempt_that_is_over_are_not_begun_and_none_are_given_once_a_client_has_answered() -> None:
     async def main() -> None:
-        run = Run([0])
+        run = Run([1, 2, 3])
         async with run.connect() as bus, asyncio.TaskGroup() as group:
             masking = ClientMasking(bus, Identity(1, 1), least_members=0)
             scene = Scene([1, 2, 3], attempt=Attempt(run.job, 7, 5, 3, 1))
@@ -654,8 +697,9 @@ def test_an_update_that_has_no_room_in_the_sum_is_reported_and_the_others_count(
     run.task = Huge()
     observer = Observer(run)
     controller = run()
-    said = [one.failure.text for one in (message.body for message, _ in observer.all(Hello)) if one.failure]
-    assert set(said) == {"its update has no room in the sum of all members: see its log"}
+    assert {body.text for _, body in observer.all(TrainingFailure)} == {
+        "its update has no room in the sum of all members: see its log"
+    }
     (report,) = controller.progress.reports
     assert report.clients == (0, 1, 2)
     assert torch.equal(controller.weights, plain_weights(3))
