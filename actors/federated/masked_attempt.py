@@ -98,12 +98,12 @@ class MaskedAttempt:
         try:
             await self._wait(lambda: not round_.open - set(server.advertised), settings.keys_timeout_s)
             roster = server.close_keys()
-            self.keep_to_members(LATE_KEYS)
+            self.keep_to_members()
             request = MaskRoster(*self._name, roster.threshold, roster.cap, roster.to_bytes())
             await self._ask([request], lambda: round_.open - set(server.shared), settings.shares_timeout_s)
             server.close_shares()
             round_.require(roster.threshold)
-            self.keep_to_members(LATE_SHARES)
+            self.keep_to_members()
         except TooFewMembers as error:
             self.fail(str(error))
             return
@@ -121,9 +121,10 @@ class MaskedAttempt:
         senders = list(self._server.senders)
         return MaskShares(client_id, self._incarnations[client_id], *self._name, senders, sealed)
 
-    def keep_to_members(self, reason: str = LATE_KEYS) -> None:
+    def keep_to_members(self) -> None:
         """Wait no longer for clients that this attempt goes on without."""
         server = self._server
+        reason = LATE_SHARES if server.senders else LATE_KEYS
         members: Collection[int] = server.senders or (server.roster.ids if server.roster is not None else ())
         if members and (others := self._round.open.difference(members)):
             for client_id in others:
@@ -229,7 +230,8 @@ class MaskedAttempt:
                     raise
         num_samples = sum(self._weights[one] for one in survivors)
         summary = SumSummary(num_samples, len(survivors), ranges_of(survivors), (), 0)
-        return PartialSum(summary, SignedIntegers(self._total), None)
+        total, self._total = self._total, np.zeros(0, np.uint64)  # 8 bytes a value: it is not kept beside the next one
+        return PartialSum(summary, SignedIntegers(total), None)
 
     def _to_answer(self, wanted: int = 0) -> set[int]:
         """Clients whose answers are waited for; none, once there are so many, or, by default, enough."""

@@ -337,7 +337,7 @@ def test_on_the_bus_is_no_update_and_never_both_shares_of_a_client_whoever_drops
     with capture_logs() as lines:
         run()
     refused = {
-        line["client"]
+        line.get("client")
         for line in lines
         if any(why in line.get("reason", "") for why in ("second set of survivors", "would show"))
     }
