@@ -82,6 +82,7 @@ from gradbus.runtime.wire.messages import (
 )
 
 ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
+NO_ROOM = "its update has no room in the sum of all members: see its log"
 FIRST_MODEL_S = 1.0  # so long a reader that was just made may take to be found, and to be sent what is kept for it
 
 log = get_logger("client")
@@ -673,9 +674,11 @@ class Client:
         while (masks := await self._masking.take(command.round_id, is_wanted)) is not None:
             self._transfers += 1
             sent = await self._compute.run(self._training.mask, update, base, masks, self._transfers)
-            attempt = self._masking.attempt
-            if attempt is None or attempt != masks.roster.attempt:
-                continue  # it has failed meanwhile
+            attempt = masks.roster.attempt
+            if not self._masking.is_open(attempt):  # it has failed meanwhile, or goes on without this client
+                if sent.sealed is not None:
+                    sent.sealed.hide()
+                continue
             receipt = await self._sender.deliver(
                 sent,
                 check=lambda: self._same_session(session) and not self._is_failed(attempt),  # noqa: B023 - awaited here
@@ -705,6 +708,8 @@ class Client:
             log.error("training failed", **facts, traceback=text)
         self._failure = summary
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
+        if welcome.masked and isinstance(error, TooLarge):  # its text says how large
+            sent = NO_ROOM
         if current.command is command:
             reason = error.reason if isinstance(error, NonFiniteResult) else TRAINING_FAILED
             current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason)

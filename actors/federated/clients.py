@@ -146,6 +146,9 @@ class ClientRegistry:
     A client with another incarnation replaces its older start as soon as that one is known to be gone, or has been
     silent for ``dead_after_s``. While the older one still sends, the newcomer is refused, as two processes must not
     train under one id. In between, the newcomer waits.
+
+    Attributes:
+        max_members: further clients are refused.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class ClientRegistry:
             compares: what of a client's model ``dim`` and ``layout`` are of: all of it, the trained part alone, or what
                 the patterns of a Welcome name, which a client knows only once it is welcomed.
         """
+        self.max_members = MAX_MEMBERS
         self._compares = compares
         self._dim = dim
         self._layout = layout
@@ -249,8 +253,8 @@ class ClientRegistry:
             del self._members[client_id]
             member = None
         if member is None:  # new, or back after it was taken for dead: it needs the round from which on it counts
-            if len(self._members) >= MAX_MEMBERS:
-                return HelloAnswer.REFUSE, f"this run has {MAX_MEMBERS:,} clients already"
+            if len(self._members) >= self.max_members:
+                return HelloAnswer.REFUSE, f"this run has {self.max_members:,} clients already, as many as it can have"
             from_round = max(next_round, out_until)
             self._members[client_id] = ClientRecord(
                 client_id, incarnation, hello, now_s, from_round, number, out_until=out_until

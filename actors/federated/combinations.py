@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 from gradbus.actors.aggregation.clipping import within_limits
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.asynchronous import check_asynchronous
+from gradbus.actors.federated.clients import MAX_MEMBERS as MAX_CLIENTS
 from gradbus.actors.federated.selection import check_selection
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.privacy.mechanisms import with_privacy
@@ -93,8 +95,8 @@ def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
 
 def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
     """Raises ConfigError: with secure aggregation the Controller knows too little for this run, or cannot mask it."""
-    what, selector = "federated.secure_aggregation", make_selector(config.selection)
-    asked = selector.asked(config.clients.num or 0, selector.wanted(config.clients.num or 0, config.clients.min))
+    what, asked = "federated.secure_aggregation", _asked(config, config.clients.num or 0)
+    settings, timeout_s = config.secure_aggregation, config.round.timeout_s
     refusals = {
         "mode = asynchronous: what is masked with others counts with them, and there no clients share a round. Use "
         "mode = synchronous": config.mode == "asynchronous",
@@ -111,12 +113,29 @@ def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
         "history.payloads: no round can be computed again from masked updates. Leave it out": config.history.payloads,
         f"clients.min is {config.clients.min}: the sum of one update is that update. Set it to {MIN_MEMBERS} or "
         f"more": config.clients.min < MIN_MEMBERS,
+        f"round.timeout_s is {timeout_s:g}: keys and shares alone may take keys_timeout_s + shares_timeout_s = "
+        f"{settings.exchange_s:g} s, as long as that where a client hangs. Raise round.timeout_s, or lower these":
+        timeout_s <= settings.exchange_s,
         f"{asked} clients in a round: at most {MAX_MEMBERS} can mask for each other. Ask fewer, with selection.count":
         asked > MAX_MEMBERS,
     }  # fmt: skip
     for reason, holds in refusals.items():
         if holds:
             raise ConfigError(f"{what}: {reason}")
+
+
+def _asked(config: FederatedConfig, count: int) -> int:
+    """How many of so many clients a round asks."""
+    selector = make_selector(config.selection)
+    return selector.asked(count, selector.wanted(count, config.clients.min))
+
+
+def most_clients(config: FederatedConfig) -> int:
+    """Clients that may be in a run at once. With secure aggregation a round can ask no more than can mask for each
+    other."""
+    if not config.secure_aggregation.enabled:
+        return MAX_CLIENTS
+    return bisect.bisect_right(range(1, MAX_CLIENTS + 1), MAX_MEMBERS, key=lambda count: _asked(config, count))
 
 
 def fitting_rules(strategy: Strategy) -> list[str]:

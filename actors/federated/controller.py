@@ -32,7 +32,7 @@ from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import ClientRegistry
-from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy
+from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
 from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
@@ -64,7 +64,7 @@ from gradbus.actors.federated.sharing import Sharing, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
-from gradbus.actors.secure_aggregation.keys import MAX_MEMBERS, NotInProtocol
+from gradbus.actors.secure_aggregation.keys import NotInProtocol
 from gradbus.actors.secure_aggregation.masked_values import size_of
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
@@ -242,6 +242,7 @@ class Controller:
             memory=self._bus.memory.here,
             compares="shared" if Sharing.of(config).has_patterns else config.exchange,
         )  # fmt: skip
+        self._registry.max_members = most_clients(config)
         self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
             context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
@@ -552,12 +553,14 @@ class Controller:
         """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
         so with secure aggregation, where a sum is of one attempt."""
         config = self._config
-        if config.secure_aggregation.enabled:
+        least_s = 0.0
+        if (secure := config.secure_aggregation).enabled:
             accepted = set()
+            least_s = secure.exchange_s  # a client that hangs makes them take that long, whatever other rounds took
         rules = RoundRules(
             minimum=config.clients.min,
             quorum=config.round.quorum,
-            deadline_s=min(self._time_left()[1], self._deadline.seconds(attempt)),
+            deadline_s=min(self._time_left()[1], max(self._deadline.seconds(attempt), 1.1 * least_s)),
             grace_s=config.round.grace_s,
         )
         round_ = self._new_round(round_id, rules, accepted)
@@ -615,14 +618,9 @@ class Controller:
         return outcome
 
     def _masked_attempt(self, round_: Round) -> MaskedAttempt | None:
-        """The attempt with secure aggregation; None: there is none. Raises ConfigError: of too many clients."""
+        """The attempt with secure aggregation; None: there is none."""
         if not self._config.secure_aggregation.enabled:
             return None
-        if len(round_.expected) > MAX_MEMBERS:
-            raise ConfigError(
-                f"federated.secure_aggregation: {len(round_.expected)} clients in a round, at most {MAX_MEMBERS} can "
-                f"mask for each other. Ask fewer, with federated.selection"
-            )
         fixed = self._config.limits.cap_samples
         caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
         cap = min((cap for cap in caps if cap is not None), default=0)

@@ -219,7 +219,8 @@ class LocalTraining:
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
             num_samples=num_samples, train_s=trained_s - started_s, loss=math.nan if loss is None else float(loss),
             encode_s=encoded_s - trained_s,
-            wait_s=max(0.0, started_s - inputs.commanded_s), update_norm=update_norm,
+            wait_s=max(0.0, started_s - inputs.commanded_s),
+            update_norm=-1.0 if welcome.masked else update_norm,  # it says something of a single update
             residual_norm=0.0 if residual is None else l2_norm(residual), steps=num_steps, metrics=facts,
         )  # fmt: skip
         state = {**_to_keep(end, residual, optimizer_state), **own, **self._personal()}
@@ -411,7 +412,7 @@ class LocalTraining:
     def _check(
         self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, residual: Tensor | None
     ) -> None:  # fmt: skip
-        """Raises ValueError: the update would be refused."""
+        """Raises ValueError: the update would be refused; TooLarge: as it has no room in the sum."""
         if num_samples < 1:
             raise ValueError(f"training used {num_samples} samples: expected at least one")
         norm = update_norm + (0.0 if residual is None else l2_norm(residual))
@@ -420,7 +421,7 @@ class LocalTraining:
             codecs.parse(payload, expected_dim=base.numel()), base, num_samples
         ):
             return
-        raise ValueError(
+        raise masked_values.TooLarge(
             f"training changed the model by {update_norm:.3g}, which with {num_samples} samples is more than the sum "
             f"of all clients has room for. Lower the learning rate"
         )

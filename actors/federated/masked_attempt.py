@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -23,7 +24,7 @@ from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.keys import SEALED_BYTES, Attempt, NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import MaskedValues, SignedIntegers
 from gradbus.actors.secure_aggregation.masking_server import MaskingServer
-from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES
+from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares
 from gradbus.codecs import CodecError
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
@@ -97,28 +98,33 @@ class MaskedAttempt:
         try:
             await self._wait(lambda: not round_.open - set(server.advertised), settings.keys_timeout_s)
             roster = server.close_keys()
-            self.keep_to_members(LATE_KEYS)
+            self.keep_to_members()
             request = MaskRoster(*self._name, roster.threshold, roster.cap, roster.to_bytes())
             await self._ask([request], lambda: round_.open - set(server.shared), settings.shares_timeout_s)
             server.close_shares()
             round_.require(roster.threshold)
-            self.keep_to_members(LATE_SHARES)
+            self.keep_to_members()
         except TooFewMembers as error:
             self.fail(str(error))
             return
-        while missing := round_.open - self._ready:  # until the end of the attempt, which cancels this
+        while True:  # until the end of the attempt, which cancels this: who was silent may be waited for again
+            missing = round_.open - self._ready
             for client_id in missing:
                 await self._send(self._shares_for(client_id))
-            await self._wait(lambda: not round_.open - self._ready, REPEAT_AFTER_S)
+            await self._wait(
+                (lambda: not round_.open - self._ready) if missing else lambda: bool(round_.open - self._ready),
+                REPEAT_AFTER_S,
+            )
 
     def _shares_for(self, client_id: int) -> MaskShares:
         sealed = b"".join(self._server.sealed_for(client_id))
         senders = list(self._server.senders)
         return MaskShares(client_id, self._incarnations[client_id], *self._name, senders, sealed)
 
-    def keep_to_members(self, reason: str = LATE_KEYS) -> None:
+    def keep_to_members(self) -> None:
         """Wait no longer for clients that this attempt goes on without."""
         server = self._server
+        reason = LATE_SHARES if server.senders else LATE_KEYS
         members: Collection[int] = server.senders or (server.roster.ids if server.roster is not None else ())
         if members and (others := self._round.open.difference(members)):
             for client_id in others:
@@ -136,7 +142,12 @@ class MaskedAttempt:
     def note_too_few(self) -> None:
         """The round is over, with too few updates: say why, unless that is known."""
         accepted, roster = len(self._round.accepted), self._server.roster
-        if not self.failure and roster is not None and accepted < roster.threshold:
+        if not self.failure and roster is None:
+            self.failure = (
+                f"secure aggregation: the keys of {len(self._server.advertised)} of {len(self._round.asked)} clients "
+                f"had come when the round was over. Nothing was revealed"
+            )
+        elif not self.failure and roster is not None and accepted < roster.threshold:
             self.failure = (
                 f"secure aggregation: {accepted} masked updates have come, the threshold is {roster.threshold}. "
                 f"Nothing was revealed"
@@ -199,22 +210,34 @@ class MaskedAttempt:
         """The sum of the updates that count in the round, once no further ones are taken.
 
         Raises:
-            TooFewMembers: too few clients have answered in time. BadShares: a client's answer was wrong.
+            TooFewMembers: too few clients have answered in time. BadShares: an answer was wrong, and no further one
+                came in time to do without it.
         """
         server, round_ = self._server, self._round
         survivors = server.close_inputs(round_.accepted)
         request = MaskSurvivors(*self._name, list(survivors))
+        compute, until_s = self._context.compute, time.monotonic() + self._settings.unmask_timeout_s
         await self._ask([request], self._to_answer, self._settings.unmask_timeout_s)
-        compute = self._context.compute
-        await compute.run(server.unmask, self._total, compute.should_stop)
+        while True:
+            try:
+                await compute.run(server.unmask, self._total, compute.should_stop)
+                break
+            except BadShares as error:
+                log.warning("wrong shares", round=round_.round_id, attempt=self.number, reason=str(error))
+                count = len(server.answered)
+                await self._ask([request], functools.partial(self._to_answer, count + 1), until_s - time.monotonic())
+                if len(server.answered) == count:
+                    raise
         num_samples = sum(self._weights[one] for one in survivors)
         summary = SumSummary(num_samples, len(survivors), ranges_of(survivors), (), 0)
-        return PartialSum(summary, SignedIntegers(self._total), None)
+        total, self._total = self._total, np.zeros(0, np.uint64)  # 8 bytes a value: it is not kept beside the next one
+        return PartialSum(summary, SignedIntegers(total), None)
 
-    def _to_answer(self) -> set[int]:
-        """Clients whose answers are waited for; none, once there are enough."""
+    def _to_answer(self, wanted: int = 0) -> set[int]:
+        """Clients whose answers are waited for; none, once there are so many, or, by default, enough."""
         server = self._server
-        missing = () if server.can_unmask else set(server.senders).difference(server.answered)
+        is_enough = len(server.answered) >= wanted if wanted else server.can_unmask
+        missing = () if is_enough else set(server.senders).difference(server.answered)
         return {one for one in missing if self._is_here(one, self._incarnations[one])}
 
     # Messages

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
+from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
 from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, Roster
 from gradbus.actors.secure_aggregation.masked_values import UpdateMasks
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
@@ -34,15 +36,15 @@ class _OwnPart:
     """This client in one attempt.
 
     Attributes:
-        client: its keys. working: a message is being answered. has_declined: something that was asked is refused.
-        masks: once they are made; they are used once.
+        client: its keys. working: a message is being answered. masks: once they are made; they are used once.
+        refused: why the newest request has no answer.
     """
 
     def __init__(self, client: MaskingClient) -> None:
         self.client = client
         self.working = False
-        self.has_declined = False
         self.masks: UpdateMasks | None = None
+        self.refused = ""
 
 
 class ClientMasking:
@@ -53,6 +55,7 @@ class ClientMasking:
         self._bus = bus
         self._identity = identity
         self._least = max(MIN_MEMBERS, least_members)
+        self._answered = AnsweredSets(self._least)  # also over starts of the controller
         self._compute = ComputeThread(f"client-{identity.sender}-masks")
         self._own: _OwnPart | None = None
         self._changed = asyncio.Event()
@@ -61,6 +64,10 @@ class ClientMasking:
     def attempt(self) -> Attempt | None:
         """The newest attempt."""
         return None if self._own is None else self._own.client.attempt
+
+    def is_open(self, attempt: Attempt) -> bool:
+        """Whether this is the newest attempt, and its sum has not been made."""
+        return self._own is not None and self.attempt == attempt and not self._own.client.has_answered
 
     def begin(self, run_id: int, session: int, round_id: int, number: int, group: asyncio.TaskGroup) -> None:
         """Take part in an attempt; tasks belong to ``group``. What is known already only repeats the keys, as long as
@@ -112,13 +119,14 @@ class ClientMasking:
                     if first:
                         group.create_task(self._make_masks(own, dim), name=f"client-{self._identity.sender}-make-masks")
                 case MaskSurvivors():
-                    self._answer(own, 3, b"".join(client.unmask(request.clients)), group)
+                    self._answer(own, 3, self._unmask(own, request.clients), group)
         except NotInProtocol as error:
-            (log.debug if own.has_declined else log.warning)(
-                "no part in this attempt", client=self._identity.sender, round=request.round_id,
-                attempt=request.attempt, reason=str(error),
-            )  # fmt: skip
-            own.has_declined = True
+            if str(error) != own.refused:  # the request is repeated
+                own.refused = str(error)
+                log.warning(
+                    "no part in this attempt", client=self._identity.sender, round=request.round_id,
+                    attempt=request.attempt, reason=own.refused,
+                )  # fmt: skip
             if isinstance(request, MaskRoster):
                 self._answer(own, 1, b"", group)  # so that it is not waited for
         finally:
@@ -128,13 +136,38 @@ class ClientMasking:
     def _share(client: MaskingClient, request: MaskRoster) -> list[bytes]:
         return client.share(Roster.parse(client.attempt, request.threshold, request.members, request.cap))
 
+    def _unmask(self, own: _OwnPart, survivors: Sequence[int]) -> bytes:
+        """Shares that take the masks off the sum of these clients. From now on nothing is masked in this attempt."""
+        client = own.client
+        name = client.attempt.run_id, client.attempt.round_id
+        if client.roster is None:
+            raise NotInProtocol("there is no roster yet")
+        self._answered.check(name, client.roster.cap, survivors)
+        shares = client.unmask(survivors)
+        self._answered.note(name, client.roster.cap, survivors)
+        own.masks = None
+        return b"".join(shares)
+
     async def _make_masks(self, own: _OwnPart, dim: int) -> None:
-        client, total = own.client, np.zeros(dim, np.uint64)
+        """Make the masks of an attempt, unless a newer one begins."""
+        client = own.client
         assert client.roster is not None, "there are shares"
+
+        def should_stop() -> bool:
+            return self._own is not own or self._compute.should_stop()
+
+        def masks() -> NDArray[np.uint64]:
+            if should_stop():  # it has waited for the thread
+                raise Stopped
+            total = np.zeros(dim, np.uint64)
+            client.mask(total, should_stop)
+            return total
+
         with contextlib.suppress(Stopped, NotInProtocol):  # the latter: the sum was made without this client meanwhile
-            await self._compute.run(client.mask, total, self._compute.should_stop)
-            own.masks = UpdateMasks(client.roster, len(client.senders), total)
-            self._changed.set()
+            total = await self._compute.run(masks)
+            if not client.has_answered:
+                own.masks = UpdateMasks(client.roster, len(client.senders), total)
+                self._changed.set()
 
     def _answer(self, own: _OwnPart, phase: int, data: bytes, group: asyncio.TaskGroup) -> None:
         """Send an answer, unless a newer attempt has begun."""

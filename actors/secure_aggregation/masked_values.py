@@ -33,7 +33,7 @@ _BLOCK_ELEMS = 30 * 1024  # as in the exact sum
 
 
 class TooLarge(ValueError):
-    """An update has no room in the sum of all members."""
+    """An update has no room in the sum of all members. The text says how large it is, and stays with its client."""
 
 
 def size_of(dim: int) -> int:

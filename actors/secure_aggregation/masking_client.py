@@ -156,6 +156,11 @@ class MaskingClient:
     def _own_mask(self, roster: Roster) -> bytes:
         return derived(self._own_seed, b"own", roster, (self._client_id,))
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether this client has given its shares to unmask: nothing is masked any more."""
+        return self._survivors is not None
+
     def unmask(self, survivors: Sequence[int]) -> list[bytes]:
         """Phase 3: one share for each of :attr:`senders`, in their order: of the own seed of a survivor, of the masking
         key of a client that dropped out. Given again for the same survivors.

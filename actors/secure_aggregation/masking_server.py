@@ -6,8 +6,10 @@ raises, and the attempt has failed.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hmac
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -28,8 +30,14 @@ from gradbus.actors.secure_aggregation.keys import (
     derived,
     pair_seed,
 )
-from gradbus.actors.secure_aggregation.masks import add_masks
+from gradbus.actors.secure_aggregation.masks import Stopped, add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares, Interpolation
+
+# Answers that come too late are on the bus all the same.
+_NO_SUM = (
+    "The sum was not made. A client does not answer where the sums of a round's attempts together would show too few "
+    "clients, which its log says: start those again that were in the earlier attempt"
+)
 
 
 class MaskingServer:
@@ -57,7 +65,8 @@ class MaskingServer:
         self._tried = X25519PrivateKey.generate()  # of no other use
         self._keys: dict[int, bytes] = {}
         self._sealed: dict[int, dict[int, bytes]] = {}
-        self._shares: dict[int, list[bytes]] = {}
+        self._shares: dict[int, list[bytes]] = {}  # of unmasking, by client, in the order in which they came
+        self._secrets: dict[int, bytes] = {}  # by sender, as far as they are known
         self.roster: Roster | None = None
         self.senders: tuple[int, ...] = ()
         self.survivors: tuple[int, ...] = ()
@@ -154,36 +163,80 @@ class MaskingServer:
         """Take all masks off the sum of the survivors' masked values, uint64, in place, modulo 2^64.
 
         Raises:
-            Stopped: ``should_stop`` was true.
-            TooFewMembers: fewer answers than the threshold. BadShares: an answer was wrong. The sum is then unusable.
+            Stopped: ``should_stop`` was true. The sum is then unusable.
+            TooFewMembers: fewer answers than the threshold. BadShares: an answer was wrong, and no others are here to
+                do without it. The sum is then as it was, and this may be called again when there is another answer.
         """
-        roster = self._entered()
-        self._check_enough(self._shares, roster.threshold, "sent their shares to unmask")
-        chosen = sorted(self._shares)[: roster.threshold]
-        interpolation, alive = Interpolation([roster.points[one] for one in chosen]), frozenset(self.survivors)
-        seeds: list[tuple[bytes, bool]] = []  # of what is to be added, and whether it is to be taken off
+        self._check_enough(self._shares, self._entered().threshold, "sent their shares to unmask", _NO_SUM)
+        add_masks(total, self._seeds(self._checked_secrets(should_stop)), should_stop)
+
+    def _checked_secrets(self, should_stop: Callable[[], bool]) -> list[bytes]:
+        """Of each sender the seed of its own mask, or its masking key, as it has advertised them.
+
+        Where the first answers give something else, each of them in turn gives way to the newest one. Who is to blame
+        then is not known: the one that has answered, or the sender, which may have sealed a wrong share for it.
+        """
+        roster, known = self._entered(), list(self._shares)
+        first, newest = known[: roster.threshold], known[roster.threshold :][-1:]
+        choices = [first, *([*first[:place], *newest, *first[place + 1 :]] for place in range(len(first)) if newest)]
+
+        @functools.cache
+        def interpolation(choice: int) -> Interpolation:
+            return Interpolation([roster.points[one] for one in choices[choice]])
+
         for place, sender in enumerate(self.senders):
-            secret = interpolation.secret({roster.points[one]: self._shares[one][place] for one in chosen})
+            for choice, answered in enumerate(choices):
+                if sender in self._secrets:
+                    break
+                if should_stop():
+                    raise Stopped
+                shares = {roster.points[one]: self._shares[one][place] for one in answered}
+                with contextlib.suppress(BadShares):
+                    self._secrets[sender] = self._checked(sender, interpolation(choice).secret(shares))
+            else:
+                if sender not in self._secrets:
+                    raise BadShares(
+                        f"{len(known)} clients have answered with shares of client {sender}'s secret that do not give "
+                        f"what it has advertised"
+                    )
+        return [self._secrets[sender] for sender in self.senders]
+
+    def _checked(self, sender: int, secret: bytes) -> bytes:
+        """The secret of a sender. Raises BadShares: it is another one."""
+        member = self._entered().member(sender)
+        if sender in self.survivors:
+            is_right = hmac.compare_digest(commitment(secret), member.commitment)
+        else:
+            is_right = _masking_key(secret).public_key().public_bytes_raw() == member.masking
+        if not is_right:
+            raise BadShares(f"not what client {sender} has advertised")
+        return secret
+
+    def _seeds(self, secrets: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
+        """Of each mask that is left in the sum the seed, and whether it is to be taken off, one by one: of many that
+        dropped out there are many."""
+        roster, alive = self._entered(), frozenset(self.survivors)
+        for sender, secret in zip(self.senders, secrets, strict=True):
             if sender in alive:
-                if not hmac.compare_digest(commitment(secret), roster.member(sender).commitment):
-                    raise BadShares(f"the shares of client {sender}'s own mask do not give what it has committed to")
-                seeds.append((derived(secret, b"own", roster, (sender,)), True))
+                yield derived(secret, b"own", roster, (sender,)), True
                 continue
-            key = X25519PrivateKey.from_private_bytes(secret)
-            if key.public_key().public_bytes_raw() != roster.member(sender).masking:
-                raise BadShares(f"the shares of client {sender}'s key do not give the key that it has advertised")
+            key = _masking_key(secret)
             for survivor in self.survivors:  # each has added or taken off what it shares with the one that is missing
-                seed = pair_seed(key, sender, roster.member(survivor), roster)
-                seeds.append((seed, survivor < sender))
-        add_masks(total, seeds, should_stop)
+                yield pair_seed(key, sender, roster.member(survivor), roster), survivor < sender
 
     def _entered(self) -> Roster:
         if self.roster is None:
             raise NotInProtocol("there is no roster yet")
         return self.roster
 
-    def _check_enough(self, found: Collection[int], needed: int, did: str) -> None:
+    def _check_enough(
+        self, found: Collection[int], needed: int, did: str, end: str = "Nothing was revealed"
+    ) -> None:  # fmt: skip
         if len(found) < needed:
             raise TooFewMembers(
-                f"secure aggregation: {len(found)} clients have {did}, the threshold is {needed}. Nothing was revealed"
+                f"secure aggregation: {len(found)} clients have {did}, the threshold is {needed}. {end}"
             )
+
+
+def _masking_key(secret: bytes) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(secret)

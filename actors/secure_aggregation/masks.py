@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 SEED_BYTES = 32  # the key, and the first counter block
 _BLOCK_ELEMS = 16 * 1024  # 128 KiB of the stream, as many of the values and of zeros stay in the second-level cache
+_STREAMS = 256  # at once: as many as the masks of one client
 _ZEROS = bytes(8 * _BLOCK_ELEMS)
 
 
@@ -18,18 +20,27 @@ class Stopped(Exception):
 
 
 def add_masks(
-    values: NDArray[np.uint64], seeds: Sequence[tuple[bytes, bool]], should_stop: Callable[[], bool] = lambda: False
+    values: NDArray[np.uint64], seeds: Iterable[tuple[bytes, bool]], should_stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Add masks to values in place, or take them off, modulo 2^64. A seed makes one mask only.
 
     Args:
         values: uint64, shape (D,), contiguous.
-        seeds: of each mask the seed, 32 bytes that nobody else can know, and whether the mask is taken off.
+        seeds: of each mask the seed, 32 bytes that nobody else can know, and whether the mask is taken off. Those of
+            the next masks are asked for when the ones before have been added.
         should_stop: asked for each piece of the values.
 
     Raises:
         Stopped: ``should_stop`` was true; the values are of no use.
     """
+    pieces = iter(seeds)
+    while batch := list(itertools.islice(pieces, _STREAMS)):
+        _add_streams(values, batch, should_stop)
+
+
+def _add_streams(
+    values: NDArray[np.uint64], seeds: Sequence[tuple[bytes, bool]], should_stop: Callable[[], bool]
+) -> None:  # fmt: skip
     streams = []
     for seed, negative in seeds:
         if len(seed) != SEED_BYTES:

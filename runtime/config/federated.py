@@ -321,8 +321,8 @@ class SecureAggregationSettings(Settings):
     """Whether clients mask their updates. With a strategy that needs their mean alone, such as fedavg, the codec fp32,
     `clients.min` of 2 or more, and at most 255 clients in a round."""
     threshold: Annotated[float, Field(gt=0.5, le=1)] = 2 / 3
-    """Share of the clients of a round that have to stay until its end, `clients.min` of them at least: with fewer there
-    is no sum. A lower one tolerates more that drop out. Where some clients work for the controller, the others are safe
+    """Share of the clients of a round whose keys came in time that have to stay until its end, `clients.min` of them at
+    least: with fewer there is no sum. A lower one tolerates more that drop out. Where some clients work for the controller, the others are safe
     as long as these are less than twice this share less one: with 2/3, less than a third."""
     keys_timeout_s: Positive = 10.0
     """Seconds after the command of a round for which the keys of its clients are waited for. Who is late is not in its
@@ -332,6 +332,11 @@ class SecureAggregationSettings(Settings):
     drops out. Clients train meanwhile."""
     unmask_timeout_s: Positive = 10.0
     """Seconds after the last masked update for which answers of `threshold` of the clients are waited for."""
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds that keys and shares may take together."""
+        return self.keys_timeout_s + self.shares_timeout_s
 
 
 class EarlyStopSettings(Settings):
@@ -528,8 +533,8 @@ class ClientConfig(Settings):
     asks for less, with `federated.privacy` = `local`, or for none, gets none of them. 0: the controller decides."""
     least_members: Annotated[int, Field(ge=0, le=255)] = 0
     """Least number of clients whose sum hides an update of this one: with a controller that masks none, it takes no
-    part at all, and with `federated.secure_aggregation` in no round of which the sum of fewer could be had. 0: the
-    controller decides."""
+    part at all, and with `federated.secure_aggregation` in no attempt of which the sum of fewer could be had, by itself
+    or with the sums of other attempts at the round. 0: the controller decides, and no sum is of one client."""
     controller_timeout_s: Positive = 600.0
     """Silence of the controller, in seconds, after which the client gives up."""
     share_model: bool = False

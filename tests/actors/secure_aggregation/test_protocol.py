@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masking_scene import ATTEMPT, DIM, Scene
 
 from gradbus.actors.secure_aggregation import keys, shamir
-from gradbus.actors.secure_aggregation.keys import Attempt, NotInProtocol, Roster, TooFewMembers
+from gradbus.actors.secure_aggregation.keys import NotInProtocol, Roster, TooFewMembers
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
-from gradbus.actors.secure_aggregation.masking_server import MaskingServer
-
-ATTEMPT = Attempt("job", 7, 5, 3, 1)
-DIM = 50
-
-
-class Scene:
-    """A server and clients that have agreed on a roster."""
-
-    def __init__(self, ids: list[int], threshold: int | float = 0.6, attempt: Attempt = ATTEMPT) -> None:
-        self.server = MaskingServer(attempt, threshold)
-        self.clients = {one: MaskingClient(attempt, one) for one in ids}
-        self.values = {
-            one: np.random.default_rng(one).integers(0, 2**64, DIM, np.uint64, endpoint=False) for one in ids
-        }
-
-    def share(self, advertise: set[int], share: set[int]) -> None:
-        for one in advertise:
-            self.server.add_keys(one, self.clients[one].advertise())
-        roster = self.server.close_keys()
-        parsed = Roster.parse(roster.attempt, roster.threshold, roster.to_bytes())
-        assert parsed == roster
-        for one in share:
-            self.server.add_shares(one, self.clients[one].share(parsed))
-        for one in self.server.close_shares():
-            self.clients[one].receive(self.server.senders, self.server.sealed_for(one))
-
-    def masked(self, one: int) -> np.ndarray:
-        values = self.values[one].copy()
-        self.clients[one].mask(values)
-        return values
-
-    def finish(self, send: set[int], answer: set[int]) -> np.ndarray:
-        total = np.zeros(DIM, np.uint64)
-        for one in send:
-            total += self.masked(one)
-        survivors = self.server.close_inputs(send)
-        for one in answer:
-            self.server.add_unmasking(one, self.clients[one].unmask(survivors))
-        self.server.unmask(total)
-        return total
+from gradbus.actors.secure_aggregation.masks import Stopped, add_masks
 
 
 @given(secret=st.binary(min_size=32, max_size=32), count=st.integers(1, 12), data=st.data())
@@ -209,8 +171,44 @@ def test_a_wrong_share_is_noticed_and_no_wrong_sum_is_made() -> None:
     for client_id in (1, 2, 3):
         shares = scene.clients[client_id].unmask(survivors)
         scene.server.add_unmasking(client_id, shares if client_id != 2 else [bytes(33), *shares[1:]])
-    with pytest.raises(shamir.BadShares):
+    before = total.copy()
+    with pytest.raises(shamir.BadShares, match="client 1's secret"):
         scene.server.unmask(total)
+    assert (total == before).all()
+
+
+@pytest.mark.parametrize("liar", [1, 2, 3, 4])
+def test_with_one_answer_more_than_the_threshold_the_sum_is_made_without_a_wrong_one(liar: int) -> None:
+    scene = Scene([1, 2, 3, 4, 5], threshold=3)
+    scene.share({1, 2, 3, 4, 5}, {1, 2, 3, 4, 5})
+    total = sum((scene.masked(one) for one in (1, 2, 3, 4)), np.zeros(DIM, np.uint64))
+    survivors = scene.server.close_inputs({1, 2, 3, 4})
+    for client_id in (1, 2, 3, 4):
+        shares = scene.clients[client_id].unmask(survivors)
+        wrong = [shares[0], bytes(33), *shares[2:4], bytes(33)]  # of a survivor, and of the one that dropped out
+        scene.server.add_unmasking(client_id, wrong if client_id == liar else shares)
+    scene.server.unmask(total)
+    assert (total == sum(scene.values[one] for one in (1, 2, 3, 4))).all()
+
+
+def test_many_masks_are_taken_off_a_few_at_a_time_and_that_can_be_stopped() -> None:
+    drawn = 0
+
+    def seeds() -> Iterator[tuple[bytes, bool]]:
+        nonlocal drawn
+        for number in range(1000):
+            drawn += 1
+            yield number.to_bytes(32, "little"), bool(number % 3)
+
+    one_by_one = np.zeros(DIM, np.uint64)
+    for seed in seeds():
+        add_masks(one_by_one, [seed])
+    add_masks(together := np.zeros(DIM, np.uint64), seeds())
+    assert (one_by_one == together).all()
+    drawn = 0
+    with pytest.raises(Stopped):
+        add_masks(together, seeds(), lambda: drawn > 300)
+    assert drawn < 600
 
 
 def test_rosters_that_no_honest_server_makes_are_refused() -> None:
@@ -229,6 +227,9 @@ def test_rosters_that_no_honest_server_makes_are_refused() -> None:
         MaskingClient(ATTEMPT, 1).share(roster)
     with pytest.raises(NotInProtocol, match="asks for 5"):
         MaskingClient(ATTEMPT, 1, least_members=5).share(roster)
+    client = MaskingClient(ATTEMPT, 1, least_members=4)
+    with pytest.raises(NotInProtocol, match="a sum of 3 of 4 members can be unmasked: this client asks for 4"):
+        client.share(roster)
 
 
 def test_a_server_takes_each_message_once_and_of_its_length_alone() -> None:
