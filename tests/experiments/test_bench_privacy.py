@@ -13,6 +13,7 @@ from gradbus.actors.privacy.accountant import epsilon_of
 from gradbus.experiments.bench import drift, early_stop, privacy
 from gradbus.experiments.bench.drift import DriftMethod, DriftSetting
 
+pytestmark = pytest.mark.timeout(300)  # of training processes that a busy machine starts slowly
 pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
 
 
