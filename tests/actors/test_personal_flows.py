@@ -28,6 +28,7 @@ from gradbus.runtime.errors import ConfigError, JoinRefused
 
 FED_BN, FED_PER = {"exclude": ["*bn*"]}, {"exclude": ["head.*"]}
 _jobs = itertools.count()
+_building = threading.Lock()  # actors of one process build their models side by side, and draw from one generator
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,8 @@ class Images:
         self.evaluated_here: list[dict[str, Tensor]] = []
 
     def build_model(self) -> nn.Module:
-        return Net(self.classes)
+        with _building:
+            return Net(self.classes)
 
     def prepare(self, client_id: int, num_clients: int) -> None:
         pass
