@@ -263,8 +263,9 @@ class SecureAggregationSettings(Settings):
     `clients.min` of 2 or more, and at most 255 clients in a round."""
     threshold: Annotated[float, Field(gt=0.5, le=1)] = 2 / 3
     """Share of the clients of a round whose keys came in time that have to stay until its end, `clients.min` of them at
-    least: with fewer there is no sum. A lower one tolerates more that drop out. Where some clients work for the controller, the others are safe
-    as long as these are less than twice this share less one: with 2/3, less than a third."""
+    least: with fewer there is no sum. A lower one tolerates more that drop out. Where some clients work for the
+    controller, the others are safe as long as these are less than twice this share less one: with 2/3, less than a
+    third."""
     keys_timeout_s: Positive = 10.0
     """Seconds after the command of a round for which the keys of its clients are waited for. Who is late is not in its
     sum."""
