@@ -3,8 +3,9 @@
     keys -> roster -> shares -> masked updates -> survivors -> the sum
 
 What may be asked and what answers mean is decided by ``MaskingServer``; here are the messages, the deadlines and the
-repetition. Keys and shares are exchanged while the clients train. An attempt that fails reveals nothing, and nothing of
-it counts in the next one, for which all keys are made anew.
+repetition. Keys and shares are exchanged while the clients train. Nothing of an attempt that fails counts in the next
+one, for which all keys are made anew. It reveals nothing, unless it fails in the last phase, where an answer that is
+late gives the sum: see :mod:`gradbus.actors.secure_aggregation.answered_sets`.
 """
 
 from __future__ import annotations
