@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import tempfile
 import threading
@@ -41,6 +40,7 @@ from gradbus.actors.virtual.pool import (
 from gradbus.actors.virtual.ray_actor import ClientWork, RayTrainer, as_array
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.wire.messages import Identity
@@ -49,7 +49,7 @@ LOCAL = "local"  # in place of an address: a cluster for this run, on this machi
 CONNECT_S = 60.0
 START_S = 60.0  # a process and its imports
 END_S = 30.0
-STORE_BYTES = 512 << 20  # of the object store of a cluster that is started here: grows with the model
+STORE_BYTES = 512 << 20  # of the object store of a cluster that is started here, beside what models take
 
 log = get_logger("host")
 
@@ -66,7 +66,8 @@ class RayCluster:
 
         Args:
             address: that of ``ray.init``; ``local``: one is started here, with so many ``cpus``.
-            model_bytes: of the model; a round brings up to three times as much to each machine.
+            model_bytes: of the model. A round brings up to three times as much to each machine, and as much comes back
+                from each process.
 
         Raises:
             ConfigError: Ray is not installed, or there is no cluster.
@@ -80,6 +81,7 @@ class RayCluster:
             ) from None
         self.ray = ray
         self.folder = ""
+        self._files: tempfile.TemporaryDirectory[str] | None = None
         self._while_open = contextlib.ExitStack()
         self._is_own = not ray.is_initialized()
         if not self._is_own:
@@ -88,10 +90,12 @@ class RayCluster:
         options: dict[str, Any] = {"address": address, "configure_logging": True, "logging_level": "ERROR"}
         variables: dict[str, str] = {}
         if address == LOCAL:
-            self.folder = tempfile.mkdtemp(prefix="gb-ray-")  # short: sockets lie below it
+            # A short name, as sockets lie below it. It goes at the end of this process at the latest.
+            self._files = tempfile.TemporaryDirectory(prefix="gb-ray-", ignore_cleanup_errors=True)
+            self.folder = self._files.name
             options |= {
                 "num_cpus": cpus, "include_dashboard": False, "_temp_dir": self.folder,
-                "_node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES + 4 * model_bytes,
+                "_node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES + (3 + cpus) * model_bytes,
             }  # fmt: skip
             variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes an address that others reach
             if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
@@ -122,8 +126,8 @@ class RayCluster:
         if self._is_own:
             self.ray.shutdown()
         self._while_open.close()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._files is not None:
+            self._files.cleanup()
 
 
 @contextlib.contextmanager
@@ -144,8 +148,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _loopback_only(ray: Any, wanted: bool) -> Iterator[None]:
     """Ray has read the variable for it when it was imported."""
-    constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
+    constants = ray._private.ray_constants  # where a later Ray has none, its token protects what others can reach
+    before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
     constants.ENABLE_RAY_CLUSTER = before and not wanted
     try:
         yield
@@ -160,7 +164,7 @@ def _own_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
+        if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
 
@@ -187,10 +191,16 @@ class RayProcess(TrainingProcess):
         try:
             head, parts = await (await asyncio.to_thread(submit))
         except pool.ray.exceptions.RayError as error:
-            log.warning("training process died", process=self._process, end=_first_line(error), effect="replaced")
+            log.warning("training process died", process=self._process, end=_reason(error), effect="replaced")
             raise ProcessDied from None
         update = update_of(Parcel(head, [memoryview(part) for part in parts]), client, transfer)
-        return None if update is None else await asyncio.to_thread(pool.taken_out, update, work)
+        if update is None:
+            return None
+        shares = pool.sealed < MAX_SEALED
+        pool.sealed += shares
+        update = await asyncio.to_thread(pool.taken_out, update, work, shares)
+        pool.sealed -= shares and update.sealed is None
+        return update
 
     def is_read(self, update: EncodedUpdate) -> None:
         self._pool.sealed -= update.sealed is not None
@@ -259,7 +269,7 @@ class RayPool(TrainingPool[RayProcess]):
             return self.ray.put(task)
         except Exception as error:  # of pickle, and of what the task's own methods for it raise
             raise ConfigError(
-                f"pool=ray: the task {type(task).__name__} cannot be sent to other machines: {_first_line(error)}. It "
+                f"pool=ray: the task {type(task).__name__} cannot be sent to other machines: {_reason(error)}. It "
                 f"has to be one that pickle can save: without locks, open files and connections"
             ) from None
 
@@ -281,7 +291,7 @@ class RayPool(TrainingPool[RayProcess]):
             check_prepared(await actor.prepare.remote(self._task, *self._of))
         except (TimeoutError, self.ray.exceptions.RayError) as error:
             self.ray.kill(actor)
-            reason = f"none within {START_S:g} s" if isinstance(error, TimeoutError) else _first_line(error)
+            reason = f"none within {START_S:g} s" if isinstance(error, TimeoutError) else _reason(error)
             raise TrainingFailed(f"no Ray actor can be started: {reason}") from None
         except BaseException:
             self.ray.kill(actor)
@@ -328,19 +338,16 @@ class RayPool(TrainingPool[RayProcess]):
         finally:
             store.close()
 
-    def taken_out(self, update: EncodedUpdate, work: RoundWork) -> EncodedUpdate:
-        """The same update, no longer in the object store: updates may have to wait, and that has little room. For a
-        controller of this machine it lies where that can read it."""
+    def taken_out(self, update: EncodedUpdate, work: RoundWork, shares: bool) -> EncodedUpdate:
+        """The same update, no longer in the object store: updates may have to wait, and that has little room. With
+        ``shares``, for a controller of this machine, it lies where that can read it."""
         here = self._memory.here
-        sealed = None
-        if here and here == work.inputs.welcome.memory and self.sealed < MAX_SEALED:
-            sealed = self._memory.put(update.payload)
+        is_near = here and here == work.inputs.welcome.memory
+        sealed = self._memory.put(update.payload) if shares and is_near else None
         if sealed is None:
             return replace(update, payload=bytes(update.payload))
-        self.sealed += 1
-        return replace(
-            update, payload=sealed.payload, sealed=sealed, request=replace(update.request, memory=sealed.place)
-        )
+        request = replace(update.request, memory=sealed.place)
+        return replace(update, payload=sealed.payload, sealed=sealed, request=request)
 
     def _stop(self, number: int) -> None:
         for one in self._all:
@@ -356,5 +363,9 @@ class RayPool(TrainingPool[RayProcess]):
                 await asyncio.to_thread(self._cluster.close)
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """In one line; of what an actor has raised, that itself."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {plain_line(str(cause))}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
