@@ -46,8 +46,7 @@ from gradbus.runtime.tasks import single_error
 from gradbus.runtime.wire.messages import Identity
 
 LOCAL = "local"  # in place of an address: a cluster for this run, on this machine
-CONNECT_S = 60.0
-START_S = 60.0  # a process and its imports
+START_S = 120.0  # a process and its imports, on a machine that has not run them before
 END_S = 30.0
 STORE_BYTES = 512 << 20  # of the object store of a cluster that is started here, beside what models take
 
