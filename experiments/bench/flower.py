@@ -165,7 +165,7 @@ def over_superlink(size_bytes: int) -> float:
         return statistics.median(round_seconds((folder / "run.txt").read_text(encoding="utf-8")))
 
 
-class Launch(NamedTuple):
+class AppLaunch(NamedTuple):
     """What one launch has taken: seconds of a round, and processor time of all its processes, in seconds, with their
     start. That hardly depends on what else the machine does, and the round does."""
 
@@ -173,12 +173,12 @@ class Launch(NamedTuple):
     processor_s: float
 
 
-def launched(run: Callable[[], float]) -> Launch:
+def launched(run: Callable[[], float]) -> AppLaunch:
     """Call what launches processes and waits for them."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     round_s = run()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Launch(round_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return AppLaunch(round_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
 def _until_printed(log: Path, text: str, limit_s: float = 60.0) -> None:
