@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import tempfile
 import threading
@@ -45,14 +44,14 @@ from gradbus.actors.virtual.pool import (
 from gradbus.actors.virtual.ray_actor import Question, RayTrainer, as_array
 from gradbus.runtime.errors import CheckpointError, ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.tasks import single_error
 
 LOCAL = "local"  # in place of an address: a cluster for this run, on this machine
-CONNECT_S = 60.0
-START_S = 60.0  # a process and its imports
+START_S = 120.0  # a process and its imports, on a machine that has not run them before
 END_S = 30.0
-STORE_BYTES = 512 << 20  # of the object store of a cluster that is started here: grows with the model
+STORE_BYTES = 512 << 20  # of the object store of a cluster that is started here, beside what models take
 
 log = get_logger("host")
 
@@ -69,7 +68,8 @@ class RayCluster:
 
         Args:
             address: that of ``ray.init``; ``local``: one is started here, with so many ``cpus``.
-            model_bytes: of the model; a round brings up to three times as much to each machine.
+            model_bytes: of the model. A round brings up to three times as much to each machine, and as much comes back
+                from each process.
 
         Raises:
             ConfigError: Ray is not installed, or there is no cluster.
@@ -83,6 +83,7 @@ class RayCluster:
             ) from None
         self.ray = ray
         self.folder = ""
+        self._files: tempfile.TemporaryDirectory[str] | None = None
         self._while_open = contextlib.ExitStack()
         self._is_own = not ray.is_initialized()
         if not self._is_own:
@@ -91,10 +92,12 @@ class RayCluster:
         options: dict[str, Any] = {"address": address, "configure_logging": True, "logging_level": "ERROR"}
         variables: dict[str, str] = {}
         if address == LOCAL:
-            self.folder = tempfile.mkdtemp(prefix="gb-ray-")  # short: sockets lie below it
+            # A short name, as sockets lie below it. It goes at the end of this process at the latest.
+            self._files = tempfile.TemporaryDirectory(prefix="gb-ray-", ignore_cleanup_errors=True)
+            self.folder = self._files.name
             options |= {
                 "num_cpus": cpus, "include_dashboard": False, "_temp_dir": self.folder,
-                "_node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES + 4 * model_bytes,
+                "_node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES + (3 + cpus) * model_bytes,
             }  # fmt: skip
             variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes an address that others reach
             if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
@@ -125,8 +128,8 @@ class RayCluster:
         if self._is_own:
             self.ray.shutdown()
         self._while_open.close()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._files is not None:
+            self._files.cleanup()
 
 
 @contextlib.contextmanager
@@ -147,8 +150,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _loopback_only(ray: Any, wanted: bool) -> Iterator[None]:
     """Ray has read the variable for it when it was imported."""
-    constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
+    constants = ray._private.ray_constants  # where a later Ray has none, its token protects what others can reach
+    before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
     constants.ENABLE_RAY_CLUSTER = before and not wanted
     try:
         yield
@@ -163,7 +166,7 @@ def _own_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
+        if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
 
@@ -188,14 +191,19 @@ class RayProcess(TrainingProcess):
         try:
             head, parts = await (await asyncio.to_thread(submit))
         except pool.ray.exceptions.RayError as error:
-            log.warning("training process died", process=self._process, end=_first_line(error), effect="replaced")
+            log.warning("training process died", process=self._process, end=_reason(error), effect="replaced")
             raise ProcessDied from None
         return Parcel(head, [memoryview(part) for part in parts])
 
     async def _take(self, work: RoundWork, update: EncodedUpdate, released: Any) -> EncodedUpdate:
+        pool = self._pool
         if released:
-            await asyncio.to_thread(self._pool.keep_release, work, update.key.sender, released)
-        return await asyncio.to_thread(self._pool.taken_out, update, work)
+            await asyncio.to_thread(pool.keep_release, work, update.key.sender, released)
+        shares = pool.sealed < MAX_SEALED
+        pool.sealed += shares
+        update = await asyncio.to_thread(pool.taken_out, update, work, shares)
+        pool.sealed -= shares and update.sealed is None
+        return update
 
     def is_read(self, update: EncodedUpdate) -> None:
         self._pool.sealed -= update.sealed is not None
@@ -264,7 +272,7 @@ class RayPool(TrainingPool[RayProcess]):
             return self.ray.put(task)
         except Exception as error:  # of pickle, and of what the task's own methods for it raise
             raise ConfigError(
-                f"pool=ray: the task {type(task).__name__} cannot be sent to other machines: {_first_line(error)}. It "
+                f"pool=ray: the task {type(task).__name__} cannot be sent to other machines: {_reason(error)}. It "
                 f"has to be one that pickle can save: without locks, open files and connections"
             ) from None
 
@@ -286,7 +294,7 @@ class RayPool(TrainingPool[RayProcess]):
             check_prepared(await actor.prepare.remote(self._task, *self._of))
         except (TimeoutError, self.ray.exceptions.RayError) as error:
             self.ray.kill(actor)
-            reason = f"none within {START_S:g} s" if isinstance(error, TimeoutError) else _first_line(error)
+            reason = f"none within {START_S:g} s" if isinstance(error, TimeoutError) else _reason(error)
             raise TrainingFailed(f"no Ray actor can be started: {reason}") from None
         except BaseException:
             self.ray.kill(actor)
@@ -346,19 +354,16 @@ class RayPool(TrainingPool[RayProcess]):
         except CheckpointError as error:
             raise ClientFailed(str(error), TRAINING_FAILED, str(error)) from None
 
-    def taken_out(self, update: EncodedUpdate, work: RoundWork) -> EncodedUpdate:
-        """The same update, no longer in the object store: updates may have to wait, and that has little room. For a
-        controller of this machine it lies where that can read it."""
+    def taken_out(self, update: EncodedUpdate, work: RoundWork, shares: bool) -> EncodedUpdate:
+        """The same update, no longer in the object store: updates may have to wait, and that has little room. With
+        ``shares``, for a controller of this machine, it lies where that can read it."""
         here = self._memory.here
-        sealed = None
-        if here and here == work.inputs.welcome.memory and self.sealed < MAX_SEALED:
-            sealed = self._memory.put(update.payload)
+        is_near = here and here == work.inputs.welcome.memory
+        sealed = self._memory.put(update.payload) if shares and is_near else None
         if sealed is None:
             return replace(update, payload=bytes(update.payload))
-        self.sealed += 1
-        return replace(
-            update, payload=sealed.payload, sealed=sealed, request=replace(update.request, memory=sealed.place)
-        )
+        request = replace(update.request, memory=sealed.place)
+        return replace(update, payload=sealed.payload, sealed=sealed, request=request)
 
     def _stop(self, number: int) -> None:
         for one in self._all:
@@ -374,5 +379,9 @@ class RayPool(TrainingPool[RayProcess]):
                 await asyncio.to_thread(self._cluster.close)
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """In one line; of what an actor has raised, that itself."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {plain_line(str(cause))}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

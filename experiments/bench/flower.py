@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
@@ -163,6 +165,22 @@ def over_superlink(size_bytes: int) -> float:
         return statistics.median(round_seconds((folder / "run.txt").read_text(encoding="utf-8")))
 
 
+class AppLaunch(NamedTuple):
+    """What one launch has taken: seconds of a round, and processor time of all its processes, in seconds, with their
+    start. That hardly depends on what else the machine does, and the round does."""
+
+    round_s: float
+    processor_s: float
+
+
+def launched(run: Callable[[], float]) -> AppLaunch:
+    """Call what launches processes and waits for them."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    round_s = run()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return AppLaunch(round_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
 def _until_printed(log: Path, text: str, limit_s: float = 60.0) -> None:
     until_s = time.monotonic() + limit_s
     while text not in log.read_text(encoding="utf-8", errors="replace"):
@@ -178,16 +196,23 @@ def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
     for size_bytes in chosen.bytes or SIZES:
         taken = by_turns(
             {
-                "one host": partial(over_the_bus, size_bytes),
-                "DDS only": partial(over_the_bus, size_bytes, shared_memory=False),
-                "SuperLink": partial(over_superlink, size_bytes),
+                "one host": partial(launched, partial(over_the_bus, size_bytes)),
+                "DDS only": partial(launched, partial(over_the_bus, size_bytes, shared_memory=False)),
+                "SuperLink": partial(launched, partial(over_superlink, size_bytes)),
             },
             chosen.launches,
         )
+        rounds = {way: [launch.round_s for launch in launches] for way, launches in taken.items()}
+        processor = {way: [launch.processor_s for launch in launches] for way, launches in taken.items()}
         for way in ("one host", "DDS only"):
+            name = f"{size_bytes / 1e6:.3g} MB, {CLIENTS} nodes, {way}"
             yield measurement(
-                f"round of a Flower app, {size_bytes / 1e6:.3g} MB, {CLIENTS} nodes, {way}", "s", taken[way],
-                against=("SuperLink", taken["SuperLink"]), note=f"median of {ROUNDS} rounds in each launch",
+                f"round of a Flower app, {name}", "s", rounds[way], against=("SuperLink", rounds["SuperLink"]),
+                note=f"median of {ROUNDS} rounds in each launch",
+            )  # fmt: skip
+            yield measurement(
+                f"processor time of {ROUNDS} rounds, {name}", "s", processor[way],
+                against=("SuperLink", processor["SuperLink"]), note="of all processes, with their start",
             )  # fmt: skip
 
 

@@ -14,13 +14,16 @@ import psutil
 import pytest
 import torch
 from dds_domains import new_domain
+from safetensors.torch import load_file
 from torch import nn
 
 import gradbus
 from gradbus.actors.federated.local_training import RoundInputs
 from gradbus.actors.virtual.client_trainer import PoolSettings
+from gradbus.actors.virtual.pool import ClientFailed
 from gradbus.actors.virtual.ray_pool import LOCAL, RayCluster, RayPool
 from gradbus.models import NoopTask, TrainingStopped
+from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd
@@ -80,6 +83,93 @@ def test_actors_make_the_models_of_processes_and_one_that_is_killed_is_replaced(
     assert {path.name for path in (tmp_path / "ray").iterdir()} == {
         path.name for path in (tmp_path / "processes").iterdir()
     }
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The tensors that clients keep, as bytes, by file."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+
+
+def test_personal_layers_and_evaluation_come_to_the_same_bits_and_files(cluster: RayCluster, tmp_path: Path) -> None:
+    class Heads:
+        """Each client has other samples, and layers of its own; the residual of the codec travels with these."""
+
+        def build_model(self) -> nn.Module:
+            torch.manual_seed(3)
+            return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+        def prepare(self, client_id: int, num_clients: int) -> None:
+            generator = torch.Generator().manual_seed(client_id)
+            self.x, self.y = torch.randn(8, 3, generator=generator) + client_id, torch.arange(8) % 2
+
+        def train(self, model: Any, *, lr: float, **_: Any) -> TrainResult:
+            loss = nn.functional.cross_entropy(model(self.x), self.y)
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return TrainResult(8, float(loss.detach()))
+
+        def evaluate(self, model: Any) -> None:
+            return None
+
+        def evaluate_local(self, model: Any, *, client_id: int) -> EvalResult:
+            model.eval()
+            loss = float(nn.functional.cross_entropy(model(self.x), self.y))
+            model.train()
+            return EvalResult(None, loss, 8)
+
+    config = gradbus.FederatedConfig(
+        rounds=3, eval_every=0, clients={"dead_after_s": 30.0}, codec="sq8", round={"timeout_s": 90.0},
+        share={"exclude": ["1.*", "3.*"]}, evaluation={"every": 1, "timeout_s": 60.0}, training={"lr": 0.1},
+    )  # fmt: skip
+
+    def made_by(pool: Any) -> tuple[list[Any], set[str]]:
+        options = gradbus.SimulationOptions(domain=new_domain(), processes=2, pool=pool, state_dir=tmp_path / pool)
+        result = gradbus.simulate(Heads(), 4, config=config, options=options)
+        assert [report.by_clients.answered for report in result.rounds] == [4, 4, 4]
+        return [(one.weights_crc32, one.by_clients.metrics) for one in result.rounds], set(files(tmp_path / pool))
+
+    assert made_by("ray") == made_by("processes")
+    on_ray = files(tmp_path / "ray")
+    assert on_ray == files(tmp_path / "processes")
+    assert {name.split("/")[0] for name in on_ray} == {f"client-{number}" for number in range(4)}
+
+
+def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_given_again(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
+    welcome = Welcome(
+        0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5,
+        options={"privacy.name": "local", "privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0},
+    )  # fmt: skip
+
+    async def main() -> list[bytes]:
+        pool = RayPool(NoopTask(50, delta="seeded"), PoolSettings(state_dir=tmp_path), size=1)
+        try:
+            await pool.open(0, 2)
+            found = []
+            async with asyncio.timeout(60):
+                for round_id in (1, 1, 2):
+                    command = TrainCmd(round_id, 0, 1, 0.1, 0)
+                    work = pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(50)))
+                    async with pool.borrow() as process:
+                        update = await process.train(work, Identity(1, 1), round_id)
+                    assert update is not None
+                    (kept,) = tmp_path.glob(f"client-1/released-*/round-{round_id:06d}.safetensors")
+                    assert load_file(kept)["released"].numpy().tobytes() in bytes(update.payload)
+                    found.append(bytes(update.payload))
+                (tmp_path / "client-0").write_text("no folder")
+                async with pool.borrow() as process:
+                    with pytest.raises(ClientFailed, match="client-0"):
+                        await process.train(work, Identity(0, 1), 4)
+            return found
+        finally:
+            await pool.close()
+
+    first, again, other = asyncio.run(main())
+    assert first == again != other
 
 
 def test_an_actor_that_trains_hears_that_its_work_is_no_longer_wanted(cluster: RayCluster, tmp_path: Path) -> None:
