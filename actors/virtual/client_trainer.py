@@ -102,8 +102,8 @@ class ClientTrainer:
         self.work = 0
 
     def begin(self, head: Mapping[str, Any], parts: Sequence[Any]) -> None:
-        """Take what the next answers have in common, as a :class:`.pool.Work` has it. The parts are kept, and may be
-        written to."""
+        """Take what the next answers have in common, as a :class:`.pool.CommonWork` has it. The parts are kept, and
+        may be written to."""
         vector, frozen, welcome, *others = parts
         welcome = control.decode(welcome)
         assert isinstance(welcome, control.Welcome)

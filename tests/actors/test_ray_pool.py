@@ -95,8 +95,13 @@ def test_personal_layers_and_evaluation_come_to_the_same_bits_and_files(cluster:
         """Each client has other samples, and layers of its own; the residual of the codec travels with these."""
 
         def build_model(self) -> nn.Module:
-            torch.manual_seed(3)
-            return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+            model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+            generator = torch.Generator().manual_seed(3)  # of its own: controller and host build models side by side
+            with torch.no_grad():
+                for layer in (model[0], model[3]):
+                    layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator))
+                    layer.bias.zero_()
+            return model
 
         def prepare(self, client_id: int, num_clients: int) -> None:
             generator = torch.Generator().manual_seed(client_id)
@@ -145,6 +150,10 @@ def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_g
         options={"privacy.name": "local", "privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0},
     )  # fmt: skip
 
+    def released(client_id: int, round_id: int) -> torch.Tensor:
+        (path,) = tmp_path.glob(f"client-{client_id}/released-*/round-{round_id:06d}.safetensors")
+        return load_file(path)["released"]
+
     async def main() -> list[bytes]:
         pool = RayPool(NoopTask(50, delta="seeded"), PoolSettings(state_dir=tmp_path), size=1)
         try:
@@ -157,8 +166,7 @@ def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_g
                     async with pool.borrow() as process:
                         update = await process.train(work, Identity(1, 1), round_id)
                     assert update is not None
-                    (kept,) = tmp_path.glob(f"client-1/released-*/round-{round_id:06d}.safetensors")
-                    assert load_file(kept)["released"].numpy().tobytes() in bytes(update.payload)
+                    assert released(1, round_id).numpy().tobytes() in bytes(update.payload)
                     found.append(bytes(update.payload))
                 (tmp_path / "client-0").write_text("no folder")
                 async with pool.borrow() as process:
