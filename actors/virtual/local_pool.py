@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -91,10 +92,16 @@ class LocalPool(TrainingPool[LocalProcess]):
         """Fork the process that they are forked from: before this process has DDS, and while few threads run in it.
 
         Raises:
-            ConfigError: this system has no fork.
+            ConfigError: this system has no fork, or this process is connected to Ray.
         """
         if not hasattr(os, "fork") or not hasattr(socket, "send_fds"):
             raise ConfigError("virtual clients are trained in forked processes, and this system has no fork: use Linux")
+        ray = sys.modules.get("ray")
+        if ray is not None and ray.is_initialized():
+            raise ConfigError(
+                "pool=processes: this process is connected to Ray, whose calls may wait for ever once it has been "
+                "forked. Call ray.shutdown() first, or set pool=ray"
+            )
         super().__init__(size)
         self._flag = StopFlag()
         self._turn = asyncio.Lock()

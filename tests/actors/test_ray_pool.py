@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -34,24 +35,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DIM = 20_000  # updates lie in shared memory
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    before = set(psutil.Process().children(recursive=True))
-    made = RayCluster(LOCAL, cpus=2, model_bytes=4 * DIM)
-    started = set(psutil.Process().children(recursive=True)) - before
-    assert started
-    listening = [
-        one.laddr.ip for process in started for one in process.net_connections(kind="inet") if one.status == "LISTEN"
-    ]
-    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
-    folder = Path(made.folder)
-    yield made
-    made.close()
-    assert not folder.exists()
-    _, alive = psutil.wait_procs(started, timeout=10.0)
-    assert not alive
-
-
 def virtual(task: Any, pool: Any, tmp_path: Path) -> gradbus.SimulationResult:
     config = gradbus.FederatedConfig(
         rounds=3, eval_every=0, clients={"dead_after_s": 30.0}, codec="sq8", round={"timeout_s": 90.0},
@@ -61,36 +44,9 @@ def virtual(task: Any, pool: Any, tmp_path: Path) -> gradbus.SimulationResult:
     return gradbus.simulate(task, 6, config=config, options=options)
 
 
-def test_actors_make_the_models_of_processes_and_one_that_is_killed_is_replaced(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
-    """With residuals, which travel with each training, as the actors have no disk in common with the host."""
-    (tmp_path / "dies").touch()
+def heads() -> Any:
+    """A task of a class that travels to Ray's processes with it."""
 
-    class DiesOnce(NoopTask):
-        def train(self, model: nn.Module, **arguments: Any) -> Any:
-            if arguments["round_id"] == 2 and (tmp_path / "dies").exists():
-                (tmp_path / "dies").unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().train(model, **arguments)
-
-    on_ray = virtual(DiesOnce(DIM, delta="seeded"), "ray", tmp_path)
-    here = virtual(NoopTask(DIM, delta="seeded"), "processes", tmp_path)
-    assert on_ray.replaced == 1
-    assert not (tmp_path / "dies").exists()
-    assert [report.clients for report in on_ray.rounds] == [report.clients for report in here.rounds]
-    assert [report.weights_crc32 for report in on_ray.rounds] == [report.weights_crc32 for report in here.rounds]
-    assert {path.name for path in (tmp_path / "ray").iterdir()} == {
-        path.name for path in (tmp_path / "processes").iterdir()
-    }
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """The tensors that clients keep, as bytes, by file."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
-
-
-def test_personal_layers_and_evaluation_come_to_the_same_bits_and_files(cluster: RayCluster, tmp_path: Path) -> None:
     class Heads:
         """Each client has other samples, and layers of its own; the residual of the codec travels with these."""
 
@@ -124,21 +80,85 @@ def test_personal_layers_and_evaluation_come_to_the_same_bits_and_files(cluster:
             model.train()
             return EvalResult(None, loss, 8)
 
+    return Heads()
+
+
+def personal(pool: Any, folder: Path) -> list[Any]:
+    """A run whose clients have layers of their own, a residual, and evaluate: checksums and what they have found."""
     config = gradbus.FederatedConfig(
         rounds=3, eval_every=0, clients={"dead_after_s": 30.0}, codec="sq8", round={"timeout_s": 90.0},
         share={"exclude": ["1.*", "3.*"]}, evaluation={"every": 1, "timeout_s": 60.0}, training={"lr": 0.1},
     )  # fmt: skip
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=2, pool=pool, state_dir=folder / pool)
+    result = gradbus.simulate(heads(), 4, config=config, options=options)
+    assert [report.by_clients.answered for report in result.rounds] == [4, 4, 4]
+    losses = [report.by_clients.metrics["loss"] for report in result.rounds]
+    return [
+        [report.weights_crc32, loss.mean, loss.std] for report, loss in zip(result.rounds, losses, strict=True)
+    ]  # fmt: skip
 
-    def made_by(pool: Any) -> tuple[list[Any], set[str]]:
-        options = gradbus.SimulationOptions(domain=new_domain(), processes=2, pool=pool, state_dir=tmp_path / pool)
-        result = gradbus.simulate(Heads(), 4, config=config, options=options)
-        assert [report.by_clients.answered for report in result.rounds] == [4, 4, 4]
-        return [(one.weights_crc32, one.by_clients.metrics) for one in result.rounds], set(files(tmp_path / pool))
 
-    assert made_by("ray") == made_by("processes")
-    on_ray = files(tmp_path / "ray")
-    assert on_ray == files(tmp_path / "processes")
-    assert {name.split("/")[0] for name in on_ray} == {f"client-{number}" for number in range(4)}
+def files(folder: Path) -> dict[str, bytes]:
+    """The tensors that clients keep, as bytes, by file."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs to compare with, in processes of this machine: before the cluster is there, as threads of gRPC, which
+    Ray has here, may stop for good where a process is forked."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "personal.json").write_text(json.dumps(personal("processes", folder)))
+    found = virtual(NoopTask(DIM, delta="seeded"), "processes", folder / "plain")
+    (folder / "plain.json").write_text(json.dumps([[one.weights_crc32, *one.clients] for one in found.rounds]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(here: Path) -> Iterator[RayCluster]:
+    before = set(psutil.Process().children(recursive=True))
+    made = RayCluster(LOCAL, cpus=2, model_bytes=4 * DIM)
+    started = set(psutil.Process().children(recursive=True)) - before
+    assert started
+    listening = [
+        one.laddr.ip for process in started for one in process.net_connections(kind="inet") if one.status == "LISTEN"
+    ]
+    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    folder = Path(made.folder)
+    yield made
+    made.close()
+    assert not folder.exists()
+    _, alive = psutil.wait_procs(started, timeout=10.0)
+    assert not alive
+
+
+def test_actors_make_the_models_of_processes_and_one_that_is_killed_is_replaced(
+    cluster: RayCluster, here: Path, tmp_path: Path
+) -> None:
+    """With residuals, which travel with each training, as the actors have no disk in common with the host."""
+    (tmp_path / "dies").touch()
+
+    class DiesOnce(NoopTask):
+        def train(self, model: nn.Module, **arguments: Any) -> Any:
+            if arguments["round_id"] == 2 and (tmp_path / "dies").exists():
+                (tmp_path / "dies").unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train(model, **arguments)
+
+    on_ray = virtual(DiesOnce(DIM, delta="seeded"), "ray", tmp_path)
+    assert on_ray.replaced == 1
+    assert not (tmp_path / "dies").exists()
+    assert [[one.weights_crc32, *one.clients] for one in on_ray.rounds] == json.loads((here / "plain.json").read_text())
+    assert {path.name for path in (tmp_path / "ray").iterdir()} == {
+        path.name for path in (here / "plain" / "processes").iterdir()
+    }
+
+
+def test_personal_layers_and_evaluation_come_to_the_same_bits_and_files(cluster: RayCluster, here: Path) -> None:
+    on_ray = personal("ray", here)
+    assert on_ray == json.loads((here / "personal.json").read_text())
+    assert files(here / "ray") == files(here / "processes")
+    assert {name.split("/")[0] for name in files(here / "ray")} == {f"client-{number}" for number in range(4)}
 
 
 def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_given_again(
@@ -228,3 +248,8 @@ def test_more_processes_than_the_cluster_has_room_for_are_refused(cluster: RayCl
         gradbus.simulate(NoopTask(3), 2, options=gradbus.SimulationOptions(pool="ray", processes=3))
     with pytest.raises(ConfigError, match="1 CPU and 1 GPU each, the cluster has room for 0"):
         gradbus.simulate(NoopTask(3), 2, options=gradbus.SimulationOptions(pool="ray", gpus=1.0))
+
+
+def test_a_process_that_is_connected_to_ray_is_not_forked(cluster: RayCluster) -> None:
+    with pytest.raises(ConfigError, match=r"ray\.shutdown\(\) first, or set pool=ray"):
+        gradbus.simulate(NoopTask(3), 2, options=gradbus.SimulationOptions(processes=1))
