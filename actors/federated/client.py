@@ -19,6 +19,7 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader, kind_of_model
 from gradbus.actors.federated.local_evaluation import (
+    DECLINED,
     NO_MODEL,
     NOT_SHARED,
     PRIVATE,
@@ -328,10 +329,9 @@ class Client:
             self._sender.interrupt()
 
     def _take_evaluation(self, request: EvaluationRequest) -> None:
-        current = self._session
-        newest = -1 if current.command is None else current.command.round_id
-        if current.evaluates(self.client_id, request) and request.round_id >= newest:
-            current.evaluation = request
+        if self._session.take_evaluation(self.client_id, request):
+            self._compute.stop_current()  # a training of a round that is over, as with a quorum
+            self._sender.interrupt()
 
     def _take_notice(self, session: int, notice: ModelAvailable, group: asyncio.TaskGroup) -> None:
         """A model can be read in memory: that is done now, or when it is needed."""
@@ -455,7 +455,7 @@ class Client:
         """Fetch a model that is only evaluated. None: it is no longer wanted."""
         self._receive_models(True, group)
         try:
-            self._candidate.start(welcome.run_id, self._model.dim)
+            self._candidate.start(welcome.run_id, self._shape.dim)
             await self._fetch(welcome, self._candidate, round_id, superseded, first_after_s=0.0)
             return self._candidate.vector if self._candidate.round_id == round_id else None
         finally:
@@ -511,6 +511,9 @@ class Client:
         """Evaluate a model on the data of this client, and send the result. A request that is repeated gets the same
         result again."""
         current, session, round_id = self._session, self._session.incarnation, request.round_id
+        if not self._config.evaluates:
+            declined = EvaluationResult(request.run_id, round_id, 0, {}, DECLINED, 0.0)
+            self._result = (session, round_id), declined
         if self._result is None or self._result[0] != (session, round_id):
             vector = await self._model_to_evaluate(welcome, request, group)
             if vector is None:
@@ -519,8 +522,9 @@ class Client:
             group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             try:
                 result = await self._compute.run(
-                    self._evaluation.evaluate, vector, welcome, request, self._compute.should_stop
-                )
+                    self._evaluation.evaluate, vector, welcome, request,
+                    lambda: self._compute.should_stop() or not current.wants_result(request, session),
+                )  # fmt: skip
             except EvaluationStopped:
                 return
             finally:

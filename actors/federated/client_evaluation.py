@@ -1,7 +1,8 @@
 """Evaluation by clients, on the controller's side: asks them, and takes their results until a deadline.
 
 A request is repeated with the heartbeat and names those whose result is missing: a lost message costs half a second,
-and nothing is acknowledged. A client that dies is not awaited, and one that hangs costs the deadline once.
+and nothing is acknowledged. A client that dies is not awaited, and one that hangs costs each
+evaluation its deadline.
 """
 
 from __future__ import annotations

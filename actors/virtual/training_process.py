@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_evaluation import MAX_FAILURE_CHARS, EvaluationStopped, LocalEvaluation
+from gradbus.actors.federated.local_evaluation import EvaluationStopped, LocalEvaluation, told
 from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.sharing import Sharing
@@ -164,7 +164,7 @@ class _TrainingProcess:
         except EvaluationStopped:
             return Parcel({"is": "stopped"})
         except Exception as error:  # its data cannot be loaded
-            why = str(user_error(error))[:MAX_FAILURE_CHARS]
+            why = told(error, client_id, tells_errors)
             result = control.EvaluationResult(request.run_id, request.round_id, 0, {}, why, 0.0)
         return Parcel({"is": "result"}, [control.encode(result)])
 
