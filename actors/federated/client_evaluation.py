@@ -59,7 +59,9 @@ class ClientEvaluator:
         facts = [ClientFacts(client_id=client_id) for client_id in ready]
         asked = self._selector.select(facts, wanted, Draw(config.seed, round_id + _OTHER_DRAW))
         found = await self.evaluate(round_id, asked)
-        summary = found.summary(config.limits, config.evaluation.maximize, now_s=time.monotonic())
+        summary = await self._context.compute.run(
+            found.summary, config.limits, config.evaluation.maximize, now_s=time.monotonic()
+        )
         if summary.missing:
             log.warning(
                 "evaluation without some clients", round=round_id, answered=summary.answered, asked=summary.asked,

@@ -243,7 +243,8 @@ def _over_clients(values: Mapping[int, float], weights: Mapping[int, int], *, la
     variance = math.fsum((value - plain) ** 2 for value in values.values()) / len(values)
     return ClientMetric(
         mean=min(max(mean, smallest), largest),  # rounding must not lead beyond
-        median=statistics.median(values.values()), std=math.sqrt(variance), min=smallest, max=largest, clients=len(values), worst=tuple(ordered[:WORST]),
+        median=statistics.median(values.values()), std=math.sqrt(variance), min=smallest, max=largest,
+        clients=len(values), worst=tuple(ordered[:WORST]),
     )  # fmt: skip
 
 
