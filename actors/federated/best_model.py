@@ -46,8 +46,11 @@ class BestModel:
     """
 
     def __init__(self, settings: InitialCheckpointSettings, state: RunState, *, least_answered: float = 0.0) -> None:
-        """Go on with what is kept of this run. ``least_answered``: as of an EarlyStop. Raises CheckpointError: the folder cannot be used;
-        ConfigError: there is none."""
+        """Go on with what is kept of this run. ``least_answered``: as of an EarlyStop.
+
+        Raises:
+            CheckpointError: the folder cannot be used. ConfigError: there is none.
+        """
         self._metric, self._mode, self._state = settings.keep_best, settings.best_mode, state
         self._least_answered = least_answered
         self._store: CheckpointStore | None = None

@@ -51,7 +51,8 @@ def _of_clients(report: RoundReport, metric: str, key: str, least_answered: floa
     found = by_clients.named(least_answered).get(metric)
     if found is None:
         log.warning(
-            "too few clients have found the metric", setting=key, metric=metric, round=report.round_id, asked=by_clients.asked,
+            "too few clients have found the metric", setting=key, metric=metric, round=report.round_id,
+            asked=by_clients.asked,
             answered=by_clients.answered, needed=f"{least_answered:.0%} of those asked",
             found=list(by_clients.named())[:MAX_NAMED], effect="this evaluation counts as none",
         )  # fmt: skip

@@ -90,6 +90,27 @@ def test_a_model_with_personal_tensors_says_which_they_are_and_a_client_brings_i
     assert bool((loaded["first.weight"] == 2.0).all())
 
 
+def test_a_round_that_is_named_gets_the_state_of_a_client_that_is_not_newer(tmp_path: Path) -> None:
+    kept = {
+        f"personal.norm.{name}": torch.full((4,), 5.0) for name in ("weight", "bias", "running_mean", "running_var")
+    }
+    client = personal(tmp_path / "run", kept, exclude=["norm.*"])
+    (number,) = CheckpointStore.to_read(client).rounds()
+    of_round = export(tmp_path / "run", number=number, client=client)
+    store = CheckpointStore.to_read(client)
+    run_id = store.load(number, SavedClient.of).meta["run_id"]
+    with contextlib.closing(ClientStateStore(client.parent, 3)) as state:
+        state.start_run(int(run_id, 16))
+        state.accepted(number + 5, {name: torch.full((4,), 9.0) for name in kept})
+    again = export(tmp_path / "run", number=number, client=client)
+    assert again.number == of_round.number == number
+    assert bool((load_file(again.path)["norm.weight"] == 5.0).all()), "and not that of five rounds later"
+    for path in client.glob(f"round-{number:06d}.*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=rf"no state as old as the model of round {number}, it has those of"):
+        export(tmp_path / "run", number=number, client=client)
+
+
 def test_the_model_that_a_rule_keeps_at_a_client_is_that_of_the_client(tmp_path: Path) -> None:
     model = FlatModel(awkward())
     own = {name: torch.full_like(tensor, 7) for name, tensor in model.read_own().items()}
