@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
 from gradbus.actors.federated.best_model import BestModel
-from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.client_state import ClientStateStore, SavedClient
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.sharing import Sharing
@@ -25,6 +26,7 @@ from gradbus.actors.federated.state import RunState
 from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.export import export
+from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import FederatedConfig
@@ -98,7 +100,7 @@ def test_a_round_that_is_named_gets_the_state_of_a_client_that_is_not_newer(tmp_
     (number,) = CheckpointStore.to_read(client).rounds()
     of_round = export(tmp_path / "run", number=number, client=client)
     store = CheckpointStore.to_read(client)
-    run_id = store.load(number, SavedClient.of).meta["run_id"]
+    run_id = SavedClient.of(store.load(number, SavedClient.of)).run_id
     with contextlib.closing(ClientStateStore(client.parent, 3)) as state:
         state.start_run(int(run_id, 16))
         state.accepted(number + 5, {name: torch.full((4,), 9.0) for name in kept})
