@@ -16,11 +16,11 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive_soon, send_soon
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.pool import (
+    PoolWork,
     ProcessDied,
     RoundWork,
     TrainingPool,
     TrainingProcess,
-    Work,
     check_prepared,
 )
 from gradbus.actors.virtual.training_process import StopFlag, run_template
@@ -42,13 +42,13 @@ class LocalProcess(TrainingProcess):
         self._work = 0
         self._read: list[int] = []
 
-    async def _begin(self, work: Work) -> None:
+    async def _begin(self, work: PoolWork) -> None:
         if self._work != work.number:
             with self._whole_messages():
                 await send_soon(self._end, work.parcel)
             self._work = work.number
 
-    async def _ask(self, work: Work, do: str, given: Mapping[str, Any]) -> Parcel:
+    async def _ask(self, work: PoolWork, do: str, given: Mapping[str, Any]) -> Parcel:
         done, self._read = self._read, []
         with self._whole_messages():
             await send_soon(self._end, Parcel({"do": do, "with": given, "read": done}))

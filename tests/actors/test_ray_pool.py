@@ -90,6 +90,12 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
 
 
+def released_in(folder: Path, round_id: int) -> torch.Tensor:
+    """What client 1 has kept of what it released in this round."""
+    (kept,) = folder.glob(f"client-1/released-*/round-{round_id:06d}.safetensors")
+    return load_file(kept)["released"]
+
+
 def test_personal_layers_and_evaluation_come_to_the_same_bits_and_files(cluster: RayCluster, tmp_path: Path) -> None:
     class Heads:
         """Each client has other samples, and layers of its own; the residual of the codec travels with these."""
@@ -157,8 +163,7 @@ def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_g
                     async with pool.borrow() as process:
                         update = await process.train(work, Identity(1, 1), round_id)
                     assert update is not None
-                    (kept,) = tmp_path.glob(f"client-1/released-*/round-{round_id:06d}.safetensors")
-                    assert load_file(kept)["released"].numpy().tobytes() in bytes(update.payload)
+                    assert released_in(tmp_path, round_id).numpy().tobytes() in bytes(update.payload)
                     found.append(bytes(update.payload))
                 (tmp_path / "client-0").write_text("no folder")
                 async with pool.borrow() as process:
