@@ -73,10 +73,11 @@ class Job:
     """Actors of one job, each with a bus of its own, and the weights after each round."""
 
     def __init__(
-        self, tasks: Sequence[Any], *, share: Sequence[int] = (), decline: Sequence[int] = (), known: Identities | None = None,
-        place: dict[str, Any] | None = None, **rules: Any,
+        self, tasks: Sequence[Any], *, share: Sequence[int] = (), decline: Sequence[int] = (),
+        known: Identities | None = None, place: dict[str, Any] | None = None, **rules: Any,
     ) -> None:  # fmt: skip
-        """``share``: clients that show their models. ``decline``: that do not evaluate. ``known``: each process has a key of its own."""
+        """``share``: clients that show their models. ``decline``: that do not evaluate.
+        ``known``: each process has a key of its own."""
         self.tasks = tasks
         self.share = share
         self.decline = decline
