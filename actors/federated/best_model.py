@@ -45,10 +45,14 @@ class BestModel:
         best: of the model that is kept; None: there is none. round_id: of that model.
     """
 
-    def __init__(self, settings: InitialCheckpointSettings, state: RunState) -> None:
-        """Go on with what is kept of this run. Raises CheckpointError: the folder cannot be used;
-        ConfigError: there is none."""
+    def __init__(self, settings: InitialCheckpointSettings, state: RunState, *, least_answered: float = 0.0) -> None:
+        """Go on with what is kept of this run. ``least_answered``: as of an EarlyStop.
+
+        Raises:
+            CheckpointError: the folder cannot be used. ConfigError: there is none.
+        """
         self._metric, self._mode, self._state = settings.keep_best, settings.best_mode, state
+        self._least_answered = least_answered
         self._store: CheckpointStore | None = None
         self.best: Best | None = None
         self.round_id = 0
@@ -75,17 +79,21 @@ class BestModel:
             if is_known and self.best is None and (saved.best.metric, saved.best.mode) == (self._metric, self._mode):
                 self.best, self.round_id = saved.best, round_id
             else:
+                log.info(
+                    "best model removed", round=round_id, metric=saved.best.metric, mode=saved.best.mode,
+                    value=saved.best.value, why="it is of another run, metric or mode, or not the newest",
+                )  # fmt: skip
                 store.remove(round_id)
 
     def note(self, report: RoundReport) -> None:
         """The newest round was evaluated: keep its model if it is the best one.
 
         Raises:
-            ConfigError: the evaluation lacks the metric. CheckpointError: the model cannot be written.
+            ConfigError: the controller's evaluation lacks the metric. CheckpointError: the model cannot be written.
         """
         if self._metric is None:
             return
-        value = evaluated_metric(report, self._metric, "federated.checkpoint.keep_best")
+        value = evaluated_metric(report, self._metric, "federated.checkpoint.keep_best", self._least_answered)
         if value is None or not self._is_better(value):
             return
         best = Best(metric=self._metric, mode=self._mode, value=value)

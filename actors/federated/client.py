@@ -19,6 +19,7 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader, kind_of_model
 from gradbus.actors.federated.local_evaluation import (
+    DECLINED,
     MASKED,
     NO_MODEL,
     NOT_SHARED,
@@ -358,14 +359,14 @@ class Client:
 
     def _take_request(self, request: EvaluationRequest | LocalModelRequest) -> None:
         current, me = self._session, (self._identity.sender, self._identity.incarnation)
-        newest = -1 if current.command is None else current.command.round_id
         if request.run_id != current.run_id:
             return
         if isinstance(request, LocalModelRequest):
             if (request.to, request.incarnation) == me:
                 current.model_request = request
-        elif current.evaluates(self.client_id, request) and request.round_id >= newest:
-            current.evaluation = request
+        elif current.take_evaluation(self.client_id, request):
+            self._compute.stop_current()  # a training of a round that is over, as with a quorum
+            self._interrupt_sending()
 
     def _take_notice(self, session: int, notice: ModelAvailable, group: asyncio.TaskGroup) -> None:
         """A model can be read in memory: that is done now, or when it is needed."""
@@ -545,6 +546,9 @@ class Client:
         """Evaluate a model on the data of this client, and send the result. A request that is repeated gets the same
         result again."""
         current, session, round_id = self._session, self._session.incarnation, request.round_id
+        if not self._config.evaluates:
+            declined = EvaluationResult(request.run_id, round_id, 0, {}, DECLINED, 0.0)
+            self._result = (session, round_id), declined
         if self._result is None or self._result[0] != (session, round_id):
             vector = await self._model_to_evaluate(welcome, request, group)
             if vector is None:
@@ -553,8 +557,9 @@ class Client:
             group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             try:
                 result = await self._compute.run(
-                    self._evaluation.evaluate, vector, welcome, request, self._compute.should_stop
-                )
+                    self._evaluation.evaluate, vector, welcome, request,
+                    lambda: self._compute.should_stop() or not current.wants_result(request, session),
+                )  # fmt: skip
             except EvaluationStopped:
                 return
             finally:

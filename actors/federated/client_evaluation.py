@@ -1,7 +1,8 @@
 """Evaluation by clients, on the controller's side: asks them, and takes their results until a deadline.
 
 A request is repeated with the heartbeat and names those whose result is missing: a lost message costs half a second,
-and nothing is acknowledged. A client that dies is not awaited, and one that hangs costs the deadline once.
+and nothing is acknowledged. A client that dies is not awaited, and one that hangs costs each
+evaluation its deadline.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class ClientEvaluator:
         facts = [ClientFacts(client_id=client_id) for client_id in ready]
         asked = self._selector.select(facts, wanted, Draw(config.seed, round_id + _OTHER_DRAW))
         found = await self.evaluate(round_id, asked)
-        summary = found.summary(config.limits, config.evaluation.maximize, now_s=time.monotonic())
+        summary = await self._context.compute.run(
+            found.summary, config.limits, config.evaluation.maximize, now_s=time.monotonic()
+        )
         if summary.missing:
             log.warning(
                 "evaluation without some clients", round=round_id, answered=summary.answered, asked=summary.asked,

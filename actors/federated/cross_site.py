@@ -170,6 +170,8 @@ class LocalModelReceiver:
     def on_result(self, client_id: int, result: EvaluationResult) -> None:
         """A client says why it does not show its model."""
         upload = self._open
+        if result.run_id != self._context.run_id:
+            return
         if upload is not None and (client_id, result.round_id) == (upload.client_id, upload.round_id):
             upload.failure = result.failure[:MAX_REASON_CHARS] or LATE
             self._changed()

@@ -16,25 +16,47 @@ from typing import Any
 from gradbus.actors.federated.report import RoundReport
 from gradbus.runtime.config.federated import OF_CLIENTS, EarlyStopSettings
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
+
+MAX_NAMED = 8  # metrics in a line of the log
+
+log = get_logger("controller")
 
 METHODS = ("on_round", "on_report", "on_end")
 
 
-def evaluated_metric(report: RoundReport, metric: str, key: str) -> float | None:
-    """The metric of this name in a round's report; None: the evaluation that finds it was not made, or nobody has
-    answered. ``key``: of the setting that names it.
+def evaluated_metric(report: RoundReport, metric: str, key: str, least_answered: float = 0.0) -> float | None:
+    """The metric of this name in a round's report; None: the evaluation that finds it was not made, or too few clients
+    have found it, which is logged: what clients send, or do not send, ends no run. ``key``: of the setting that names
+    it. ``least_answered``: share of the asked clients that is enough.
 
     Raises:
-        ConfigError: the evaluation was made, and lacks it.
+        ConfigError: this controller's own evaluation was made, and lacks it.
     """
-    is_of_clients = metric.startswith(OF_CLIENTS)
-    if not report.by_clients.metrics if is_of_clients else report.eval_loss is None:
+    if metric.startswith(OF_CLIENTS):
+        return _of_clients(report, metric, key, least_answered)
+    if report.eval_loss is None:
         return None
     named = report.named()
     if metric not in named:
-        known = ", ".join(name for name in named if name.startswith(OF_CLIENTS) is is_of_clients)
+        known = ", ".join(name for name in named if not name.startswith(OF_CLIENTS))
         raise ConfigError(f"{key}: the evaluation has no {metric!r}; it has {known}")
     return named[metric]
+
+
+def _of_clients(report: RoundReport, metric: str, key: str, least_answered: float) -> float | None:
+    by_clients = report.by_clients
+    if not by_clients.asked:
+        return None
+    found = by_clients.named(least_answered).get(metric)
+    if found is None:
+        log.warning(
+            "too few clients have found the metric", setting=key, metric=metric, round=report.round_id,
+            asked=by_clients.asked,
+            answered=by_clients.answered, needed=f"{least_answered:.0%} of those asked",
+            found=list(by_clients.named())[:MAX_NAMED], effect="this evaluation counts as none",
+        )  # fmt: skip
+    return found
 
 
 class EarlyStop:
@@ -46,13 +68,16 @@ class EarlyStop:
     """
 
     def __init__(
-        self, settings: EarlyStopSettings, callbacks: Sequence[Any], history: Iterable[RoundReport] = ()
+        self, settings: EarlyStopSettings, callbacks: Sequence[Any], history: Iterable[RoundReport] = (), *,
+        least_answered: float = 0.0,
     ) -> None:  # fmt: skip
-        """Begin after the rounds of ``history``. Raises ConfigError: a callback has none of the methods."""
+        """Begin after the rounds of ``history``. ``least_answered``: share of the asked clients that has to have found
+        a metric of clients. Raises ConfigError: a callback has none of the methods."""
         for callback in callbacks:
             if not any(callable(getattr(callback, method, None)) for method in METHODS):
                 raise ConfigError(f"callback {callback!r}: expected an object with some of {', '.join(METHODS)}")
         self._settings = settings
+        self._least_answered = least_answered
         self._callbacks = callbacks
         self._best: float | None = None
         self._waited = 0
@@ -69,7 +94,7 @@ class EarlyStop:
         return not self.reason
 
     def round_done(self, report: RoundReport) -> None:
-        """A round is done. Raises ConfigError: its evaluation lacks the metric."""
+        """A round is done. Raises ConfigError: the controller's evaluation lacks the metric."""
         self.evaluated(report)
         self._call("on_report", report)
 
@@ -91,7 +116,7 @@ class EarlyStop:
         patience, metric = self._settings.patience, self._settings.metric
         if patience is None or report.round_id <= self._newest:
             return
-        value = evaluated_metric(report, metric, "federated.early_stop.metric")
+        value = evaluated_metric(report, metric, "federated.early_stop.metric", self._least_answered)
         if value is None:
             return
         self._newest = report.round_id

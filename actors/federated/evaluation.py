@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gradbus.runtime.config.federated import OF_CLIENTS, LimitSettings
@@ -20,6 +21,7 @@ MAX_REASONS = 8  # that a report counts apart
 MAX_REASON_CHARS = 120
 WORST = 3  # clients that a report names for each metric
 OTHERS = "other reasons"
+_SPREAD = (".median", ".min", ".max", ".std")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +29,14 @@ class ClientMetric:
     """One metric over the clients that have found it.
 
     Attributes:
-        mean: weighted by samples. std: population standard deviation over clients, each counted once. min, max: of all
-            clients. clients: how many they are.
+        mean: weighted by samples. median: of all clients, each counted once; None in reports of earlier versions.
+        std: population standard deviation over clients, each counted once. min, max: of all. clients: how many they
+            are.
         worst: id and value of the worst clients, the worst one first.
     """
 
     mean: float
+    median: float | None = None
     std: float = 0.0
     min: float
     max: float
@@ -74,21 +78,22 @@ class ClientEvaluation:
 
     def without_clients(self) -> ClientEvaluation:
         """The evaluation without what names clients."""
-        metrics = {
-            name: ClientMetric(mean=one.mean, std=one.std, min=one.min, max=one.max, clients=one.clients)
-            for name, one in self.metrics.items()
-        }
+        metrics = {name: replace(one, worst=()) for name, one in self.metrics.items()}
         return ClientEvaluation(
             asked=self.asked, answered=self.answered, num_samples=self.num_samples, seconds=self.seconds,
             metrics=metrics, missing=self.missing,
         )  # fmt: skip
 
-    def named(self) -> dict[str, float]:
-        """All numbers by name: ``client.loss`` is a mean, ``client.loss.max``, ``.min`` and ``.std`` its spread."""
+    def named(self, least_answered: float = 0.0) -> dict[str, float]:
+        """All numbers by name: ``client.loss`` is a mean, ``client.loss.median``, ``.max``, ``.min`` and ``.std`` what
+        else there is of it. A client's metric of such a name is not among them: it would stand for another. Nor
+        is one that fewer than this share of the asked clients have found."""
         found: dict[str, float] = {}
         for name, one in self.metrics.items():
-            for key, value in (("", one.mean), (".min", one.min), (".max", one.max), (".std", one.std)):
-                found.setdefault(f"{OF_CLIENTS}{name}{key}", value)
+            if name.endswith(_SPREAD) or one.clients < least_answered * self.asked:
+                continue
+            spread = {"": one.mean, ".median": one.median, ".min": one.min, ".max": one.max, ".std": one.std}
+            found |= {f"{OF_CLIENTS}{name}{key}": value for key, value in spread.items() if value is not None}
         return found
 
 
@@ -124,9 +129,10 @@ class CrossSite:
     rows: tuple[CrossSiteRow, ...]
 
     def names(self) -> list[str]:
-        """All metrics, in the order in which they came, at most MAX_NAMES."""
-        found = dict.fromkeys(name for row in self.rows for metrics in row.results.values() for name in metrics)
-        return list(found)[:MAX_NAMES]
+        """The metrics that the most results have, at most MAX_NAMES, in the order in which they came."""
+        counts = Counter(name for row in self.rows for metrics in row.results.values() for name in metrics)
+        shown = {name for name, _ in counts.most_common(MAX_NAMES)}
+        return [name for name in counts if name in shown]
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object. Ids are texts where they are keys."""
@@ -139,6 +145,7 @@ class OpenEvaluation:
 
     Attributes:
         round_id: of the model. asked: ids. deadline_at_s: by the clock of ``now_s``.
+        open: clients whose result is awaited; each method takes time by what it changes, not by who is asked.
         results: by client. failures: of the others that are not awaited any more, why.
     """
 
@@ -148,23 +155,20 @@ class OpenEvaluation:
         """Ask at ``now_s``. ``max_samples``: that a result may claim."""
         self.round_id = round_id
         self.asked = frozenset(asked)
+        self.open = set(self.asked)
         self.began_s = now_s
         self.deadline_at_s = now_s + timeout_s
         self._max_samples = max_samples
         self.results: dict[int, EvaluationResult] = {}
         self.failures: dict[int, str] = {}
 
-    @property
-    def open(self) -> set[int]:
-        """Clients whose result is awaited."""
-        return set(self.asked - self.results.keys() - self.failures.keys())
-
     def add(self, client_id: int, result: EvaluationResult) -> bool:
         """Take a result; whether it changes anything. The first one of a client counts, also of one that was taken for
         lost."""
-        known = self.failures.get(client_id, LOST)
-        if result.round_id != self.round_id or client_id not in self.asked - self.results.keys() or known != LOST:
+        is_awaited = client_id in self.open or self.failures.get(client_id) == LOST
+        if result.round_id != self.round_id or not is_awaited or client_id in self.results:
             return False
+        self.open.discard(client_id)
         self.failures.pop(client_id, None)
         if result.failure:
             self.failures[client_id] = result.failure[:MAX_REASON_CHARS]
@@ -177,6 +181,7 @@ class OpenEvaluation:
     def follow(self, present: Collection[int]) -> list[int]:
         """Follow the registry: clients that are not ``present`` are not awaited. Returns them, ascending."""
         lost = sorted(self.open.difference(present))
+        self.open.difference_update(lost)
         self.failures.update(dict.fromkeys(lost, LOST))
         return lost
 
@@ -187,6 +192,7 @@ class OpenEvaluation:
     def close(self) -> None:
         """Nothing more is taken."""
         self.failures.update(dict.fromkeys(self.open, LATE))
+        self.open.clear()
 
     def row(self, model: int | None) -> CrossSiteRow:
         """The results as a row of a cross-site evaluation."""
@@ -239,7 +245,8 @@ def _over_clients(values: Mapping[int, float], weights: Mapping[int, int], *, la
     variance = math.fsum((value - plain) ** 2 for value in values.values()) / len(values)
     return ClientMetric(
         mean=min(max(mean, smallest), largest),  # rounding must not lead beyond
-        std=math.sqrt(variance), min=smallest, max=largest, clients=len(values), worst=tuple(ordered[:WORST]),
+        median=statistics.median(values.values()), std=math.sqrt(variance), min=smallest, max=largest,
+        clients=len(values), worst=tuple(ordered[:WORST]),
     )  # fmt: skip
 
 

@@ -103,8 +103,9 @@ class FlatModel:
 
     def read_personal(self) -> dict[str, Tensor]:
         """Copies of the personal tensors on the CPU, but for those buffers of integers, and frozen parameters, that are
-        as they were built."""
-        if not self.personal:
+        as they were built. Without patterns there are none: a training then begins with counters as built, and no
+        client keeps state for them alone."""
+        if not self.personal or not self._sharing.has_patterns:
             return {}
         found = _copied(self.module.state_dict(), [spec.name for spec in self.personal])
         return {

@@ -20,7 +20,7 @@ from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.user_errors import user_error
-from gradbus.runtime.wire.control import EvaluationRequest, EvaluationResult, Welcome
+from gradbus.runtime.wire.control import CANDIDATE_ROUNDS, EvaluationRequest, EvaluationResult, Welcome
 
 MAX_METRICS = 32  # that a message has room for
 MAX_NAME_CHARS = 64
@@ -28,6 +28,7 @@ MAX_FAILURE_CHARS = 200
 MAX_SAMPLES = 1 << 40
 NO_METHOD = "its task has no evaluate_local"
 NO_DATA = "it holds no data out"
+DECLINED = "client.evaluates is false: it evaluates no models"
 PRIVATE = "its updates have noise, and metrics would have none"
 NOT_SHARED = "client.share_model is false: its model is not shown to others"
 MASKED = "its updates are masked, and its model would show the newest one"
@@ -73,42 +74,67 @@ class LocalEvaluation:
         """
         began_s = time.perf_counter()
         with TRAINING.take(should_stop):
-            found, failure = self._found(vector, welcome, should_stop)
-        metrics, num_samples = ({}, 0) if failure else (_metrics(found), min(int(found.num_samples), MAX_SAMPLES))
+            if should_stop():
+                raise EvaluationStopped
+            try:
+                num_samples, metrics, failure = self._found(vector, welcome, request.round_id, should_stop)
+            except EvaluationStopped:
+                raise
+            except Exception as error:
+                num_samples, metrics, failure = 0, {}, told(error, self.client_id, self.tells_errors)
         seconds = max(0.0, time.perf_counter() - began_s)
         return EvaluationResult(request.run_id, request.round_id, num_samples, metrics, failure, seconds)
 
-    def _found(self, vector: Tensor, welcome: Welcome, should_stop: Callable[[], bool]) -> tuple[Any, str]:
-        """What the task has found, or why there is nothing."""
+    def _found(
+        self, vector: Tensor, welcome: Welcome, round_id: int, should_stop: Callable[[], bool]
+    ) -> tuple[int, dict[str, float], str]:
+        """Samples, metrics, and why there are none. Raises what the task raises, and what its result is not fit for."""
         if privacy_of(welcome.options) is not None:
-            return None, PRIVATE
+            return 0, {}, PRIVATE
         method: Callable[..., Any] | None = getattr(self.task, "evaluate_local", None)
         if method is None:
-            return None, NO_METHOD
+            return 0, {}, NO_METHOD
         self.model.arrange(Sharing.of_welcome(welcome))
         self.kept.start_run(welcome.run_id, self.model.dim)
+        is_round = round_id not in CANDIDATE_ROUNDS  # what this client has had since then is undone
+        kept = self.kept.before(round_id + 1) if is_round else self.kept.after_newest()
         self.model.write(vector)
-        self.model.write_personal(part_of(self.kept.after_newest(), PERSONAL))
-        try:
-            with torch.no_grad(), _stoppable(self.model.module, should_stop):
-                found = method(self.model.module, client_id=self.client_id)
-        except EvaluationStopped:
-            raise
-        except Exception as error:
-            log.warning("evaluation failed", client=self.client_id, error=str(user_error(error)))
-            why = str(user_error(error)) if self.tells_errors else type(error).__name__
-            return None, why[:MAX_FAILURE_CHARS]
-        return found, "" if found is not None and found.num_samples > 0 else NO_DATA
+        self.model.write_personal(part_of(kept, PERSONAL))
+        with torch.no_grad(), _stoppable(self.model.module, should_stop):
+            found = method(self.model.module, client_id=self.client_id)
+        if found is None:
+            return 0, {}, NO_DATA
+        num_samples, metrics = _read(found)
+        return (min(num_samples, MAX_SAMPLES), metrics, "") if num_samples > 0 else (0, {}, NO_DATA)
 
 
-def _metrics(found: Any) -> dict[str, float]:
-    """Finite numbers by name: the loss, the accuracy where there is one, and the task's own."""
-    named: Mapping[str, Any] = {
-        "loss": found.loss, "accuracy": getattr(found, "accuracy", None), **getattr(found, "metrics", {})
-    }  # fmt: skip
-    known = {str(name)[:MAX_NAME_CHARS]: float(value) for name, value in named.items() if value is not None}
+def told(error: Exception, client_id: int, tells_errors: bool) -> str:
+    """Log why a client has found nothing. Returns what of that may leave it."""
+    log.warning("evaluation failed", client=client_id, error=str(user_error(error)))
+    return (str(user_error(error)) if tells_errors else type(error).__name__)[:MAX_FAILURE_CHARS]
+
+
+def _read(found: Any) -> tuple[int, dict[str, float]]:
+    """Number of samples, and finite numbers by name: the loss, the accuracy where there is one, and the task's own.
+
+    Raises:
+        TypeError: it is no result of an evaluation; it says what is.
+    """
+    try:
+        num_samples = int(found.num_samples)
+        named: Mapping[str, Any] = {
+            "loss": found.loss, "accuracy": getattr(found, "accuracy", None),
+            **(getattr(found, "metrics", None) or {}),
+        }  # fmt: skip
+        known = {str(name)[:MAX_NAME_CHARS]: float(value) for name, value in named.items() if value is not None}
+    except Exception as error:
+        raise TypeError(
+            f"evaluate_local has returned {type(found).__name__} that cannot be read ({error}): expected None, or an "
+            f"object with num_samples and loss, if there is one accuracy, and metrics, a mapping of names to single "
+            f"numbers, such as gradbus.models.EvalResult"
+        ) from None
     finite = {name: value for name, value in known.items() if math.isfinite(value)}
-    return dict(list(finite.items())[:MAX_METRICS])
+    return num_samples, dict(list(finite.items())[:MAX_METRICS])
 
 
 @contextlib.contextmanager

@@ -310,9 +310,17 @@ class LocalTraining:
         outcome, optimizer_state = self._run(
             replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE), _OF_OWN_OPTIMIZER
         )
-        self._check_loss(outcome.loss)
         self._model.check_frozen()
-        return {**_named(OWN_MODEL, _checked_finite(self._model.read_own())), **optimizer_state}
+        try:
+            self._check_loss(outcome.loss)
+            return {**_named(OWN_MODEL, _checked_finite(self._model.read_own())), **optimizer_state}
+        except NonFiniteResult as error:  # it concerns this client alone, and no update of the global model
+            log.warning(
+                "the client's own model has diverged", client=self._identity.sender, round=command.round_id,
+                reason=str(error), effect="it stays as it was before this round", remedy="lower own_lr",
+            )  # fmt: skip
+            before_it = {name: one for name, one in kept.items() if name.startswith(_OF_OWN_OPTIMIZER)}
+            return {**_named(OWN_MODEL, before), **before_it}
 
     def _personal(self) -> dict[str, Tensor]:
         """What this client keeps of the model that it has trained."""

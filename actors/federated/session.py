@@ -38,6 +38,8 @@ class ControllerSession:
         incarnation: of the controller that has welcomed this client last. run_id: of its run.
         terms: the newest RoundTerms of this session.
         evaluation: the newest request to evaluate, until it is answered. model_request: the same for the local model.
+        evaluation_until_s: its deadline, by ``time.monotonic``. evaluated_round: the newest round, in this session, of
+            which a model is to be evaluated, here or elsewhere: it is over.
         counted_round: the last round in which an update of this client counted, in this session.
         controller_timeout_s: without a message of a controller for so long, this client gives up.
     """
@@ -52,6 +54,8 @@ class ControllerSession:
         self.command: TrainCmd | None = None
         self.terms: RoundTerms | None = None
         self.evaluation: EvaluationRequest | None = None
+        self.evaluation_until_s = 0.0
+        self.evaluated_round = -1
         self.model_request: LocalModelRequest | None = None
         self.commanded_s = 0.0
         self.failure: TrainingFailure | None = None
@@ -102,6 +106,7 @@ class ControllerSession:
         if session != self.incarnation:  # else its command still holds: it is not repeated
             self.command, self.counted_round, self.failure, self.terms = None, 0, None, None
             self.evaluation = self.model_request = None
+            self.evaluated_round = -1
         self.incarnation, self._session_seen_s, self.run_id = session, time.monotonic(), welcome.run_id
 
     def take(self, command: TrainCmd) -> bool:
@@ -123,7 +128,8 @@ class ControllerSession:
     def wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
         """Whether to train: DDS may repeat a command, and the controller may give one again."""
         is_next = command.round_id > self.counted_round or self.repeats is True
-        return not self._handled and is_next and command.round_id >= welcome.next_round
+        is_open = not self._handled and not self._is_over(command)
+        return is_open and is_next and command.round_id >= welcome.next_round
 
     def is_older(self, command: TrainCmd) -> bool:
         """Whether there is a newer command, or none is followed any more."""
@@ -156,15 +162,32 @@ class ControllerSession:
         """Whether a client is asked to evaluate."""
         return has_id(parse_ids(request.participants), client_id)
 
+    def take_evaluation(self, client_id: int, request: EvaluationRequest) -> bool:
+        """Take a request to evaluate. Whether it is the first one that tells that the round of the newest command is
+        over, whoever is asked: what is computed now is no longer wanted."""
+        newest = -1 if self.command is None else self.command.round_id
+        if request.round_id < newest:
+            return False
+        if self.evaluates(client_id, request):
+            self.evaluation, self.evaluation_until_s = request, time.monotonic() + request.remaining_s
+        is_new = request.round_id > self.evaluated_round
+        self.evaluated_round = max(self.evaluated_round, request.round_id)
+        return is_new
+
     def wants_result(self, request: EvaluationRequest, session: int) -> bool:
-        """Whether the results of this request, or of a repetition of it, are still of use."""
+        """Whether the results of this request, or of a repetition of it, are still of use. Called on any thread."""
         newest = self.evaluation
-        return newest is not None and newest.round_id == request.round_id and self.is_current(session)
+        is_asked = newest is not None and newest.round_id == request.round_id
+        return is_asked and time.monotonic() < self.evaluation_until_s and self.is_current(session)
+
+    def _is_over(self, command: TrainCmd) -> bool:
+        """Whether the model after the round of a command is there, as it is evaluated."""
+        return self.evaluated_round >= command.round_id and self.repeats is None
 
     def superseded(self, command: TrainCmd) -> bool:
         """Whether the result of this command is no longer wanted."""
         is_newer = self.command != command and self.repeats is None
-        return is_newer or self.ended is not None or self.welcome is None
+        return is_newer or self.ended is not None or self.welcome is None or self._is_over(command)
 
     def counted(self, round_id: int, session: int) -> None:
         """An update of this client counts with this start of the controller. Another one may repeat that round."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_evaluation import MAX_FAILURE_CHARS, EvaluationStopped, LocalEvaluation
+from gradbus.actors.federated.local_evaluation import EvaluationStopped, LocalEvaluation, told
 from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.sharing import Sharing
@@ -102,8 +102,8 @@ class ClientTrainer:
         self.work = 0
 
     def begin(self, head: Mapping[str, Any], parts: Sequence[Any]) -> None:
-        """Take what the next answers have in common, as a :class:`.pool.CommonWork` has it. The parts are kept, and
-        may be written to."""
+        """Take what the next answers have in common, as a :class:`.pool.PoolWork` has it. The parts are kept, and may
+        be written to."""
         vector, frozen, welcome, *others = parts
         welcome = control.decode(welcome)
         assert isinstance(welcome, control.Welcome)
@@ -154,8 +154,8 @@ class ClientTrainer:
         except EvaluationStopped:
             return Parcel({"is": "stopped"})
         except Exception as error:  # its data cannot be loaded
-            why = str(user_error(error)) if tells_errors else type(error).__name__
-            result = control.EvaluationResult(request.run_id, request.round_id, 0, {}, why[:MAX_FAILURE_CHARS], 0.0)
+            why = told(error, client_id, tells_errors)
+            result = control.EvaluationResult(request.run_id, request.round_id, 0, {}, why, 0.0)
         return Parcel({"is": "result"}, [control.encode(result)])
 
     def _train(self, open_kept: OpenKept, client_id: int, incarnation: int, transfer: int, waited_s: float) -> Parcel:

@@ -23,7 +23,7 @@ from torch import Tensor
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_evaluation import HOSTED
+from gradbus.actors.federated.local_evaluation import DECLINED, HOSTED
 from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs, codec_of
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
@@ -121,7 +121,8 @@ class HostSession(ControllerSession):
         super().start_session(session, welcome)
 
     def is_for(self, client_id: int, welcome: Welcome, command: TrainCmd) -> bool:
-        return command.round_id >= welcome.next_round and self.has_terms and bool(self.to_train(command))
+        is_open = command.round_id >= welcome.next_round and not self._is_over(command)
+        return is_open and self.has_terms and bool(self.to_train(command))
 
     def evaluates(self, client_id: int, request: EvaluationRequest) -> bool:
         return next(common_ids(self._ids, parse_ids(request.participants)), None) is not None
@@ -359,6 +360,9 @@ class ClientHost(Client):
         if self._results[0] != (session, request.round_id):
             self._results = (session, request.round_id), {}
         results, named = self._results[1], self._session.to_evaluate(request)
+        if not self._config.evaluates:
+            declined = EvaluationResult(request.run_id, request.round_id, 0, {}, DECLINED, 0.0)
+            results.update(dict.fromkeys(named, declined))
         for client_id in named:
             if client_id in results:
                 await self._send_result(client_id, results[client_id])
@@ -370,12 +374,15 @@ class ClientHost(Client):
         self._evaluating_session = session
         self._status.set("evaluating")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")
+        left_s = max(0.0, self._session.evaluation_until_s - time.monotonic())
+        deadline = asyncio.get_running_loop().call_later(left_s, self._pool.stop, work)
         try:
             async with asyncio.TaskGroup() as evaluations:
                 for number in range(min(self._pool.size, len(queue))):
                     name = f"host-evaluate-{number}"
                     evaluations.create_task(self._evaluate_some(work, queue, results), name=name)
         finally:
+            deadline.cancel()
             self._evaluating = None
             self._status.set("idle")
 

@@ -17,7 +17,7 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive_soon, send_soon
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.pool import (
-    CommonWork,
+    PoolWork,
     ProcessDied,
     RoundWork,
     TrainingPool,
@@ -43,13 +43,13 @@ class LocalProcess(TrainingProcess):
         self._work = 0
         self._read: list[int] = []
 
-    async def _begin(self, work: CommonWork) -> None:
+    async def _begin(self, work: PoolWork) -> None:
         if self._work != work.number:
             with self._whole_messages():
                 await send_soon(self._end, work.parcel)
             self._work = work.number
 
-    async def _ask(self, work: CommonWork, do: str, given: Mapping[str, Any]) -> Parcel:
+    async def _ask(self, work: PoolWork, do: str, given: Mapping[str, Any]) -> Parcel:
         done, self._read = self._read, []
         with self._whole_messages():
             await send_soon(self._end, Parcel({"do": do, "with": given, "read": done}))

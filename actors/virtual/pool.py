@@ -47,7 +47,7 @@ class ClientFailed(Exception):
         self.text = text
 
 
-class CommonWork(ABC):
+class PoolWork(ABC):
     """What the answers for many clients have in common, as training processes get it.
 
     Attributes:
@@ -66,7 +66,7 @@ class CommonWork(ABC):
         """What of the tensors that a client keeps is needed, where it has to be brought to its process."""
 
 
-class RoundWork(CommonWork):
+class RoundWork(PoolWork):
     """Of trainings, in one attempt at a round.
 
     Attributes:
@@ -87,7 +87,7 @@ class RoundWork(CommonWork):
         return kept.before(self.round_id)
 
 
-class EvaluationWork(CommonWork):
+class EvaluationWork(PoolWork):
     """Of evaluations of one model.
 
     Attributes:
@@ -156,11 +156,11 @@ class TrainingProcess(ABC):
         return result
 
     @abstractmethod
-    async def _begin(self, work: CommonWork) -> None:
+    async def _begin(self, work: PoolWork) -> None:
         """Bring it this work, unless it has it. Raises ProcessDied."""
 
     @abstractmethod
-    async def _ask(self, work: CommonWork, do: str, given: Mapping[str, Any]) -> Parcel:
+    async def _ask(self, work: PoolWork, do: str, given: Mapping[str, Any]) -> Parcel:
         """What it answers for one client, as a :meth:`.client_trainer.ClientTrainer.answer`.
 
         Raises:
@@ -238,13 +238,13 @@ class TrainingPool(ABC, Generic[P]):
         self._work += 1
         return EvaluationWork(self._work, welcome, request, vector, frozen)
 
-    def stop(self, work: CommonWork) -> None:
+    def stop(self, work: PoolWork) -> None:
         """Answers to this work, and of what came before, give up at the next batch."""
         if work.number > self._stopped:
             self._stopped = work.number
             self._stop(work.number)
 
-    def is_stopped(self, work: CommonWork) -> bool:
+    def is_stopped(self, work: PoolWork) -> bool:
         """Whether it is no longer wanted."""
         return self._stopped >= work.number
 

@@ -70,7 +70,7 @@ class RayTrainer:
         """Train or evaluate. Returns head and parts of the answer.
 
         Args:
-            work: head and parts of a :class:`.pool.CommonWork`, in memory that all actors of this machine share.
+            work: head and parts of a :class:`.pool.PoolWork`, in memory that all actors of this machine share.
         """
         trainer = self._trainer
         assert trainer is not None, "prepare comes first"

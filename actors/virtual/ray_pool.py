@@ -34,7 +34,7 @@ from gradbus.actors.virtual.client_trainer import MAX_SEALED, TRAIN, PoolSetting
 from gradbus.actors.virtual.pool import (
     MAX_PROCESSES,
     ClientFailed,
-    CommonWork,
+    PoolWork,
     ProcessDied,
     RoundWork,
     TrainingPool,
@@ -178,10 +178,10 @@ class RayProcess(TrainingProcess):
         self._actor = actor
         self._process = process
 
-    async def _begin(self, work: CommonWork) -> None:
+    async def _begin(self, work: PoolWork) -> None:
         await self._pool.put(work)
 
-    async def _ask(self, work: CommonWork, do: str, given: Mapping[str, Any]) -> Parcel:
+    async def _ask(self, work: PoolWork, do: str, given: Mapping[str, Any]) -> Parcel:
         pool = self._pool
         common = await pool.put(work)
 
@@ -321,7 +321,7 @@ class RayPool(TrainingPool[RayProcess]):
             self.size -= 1
             log.warning("training process not replaced", reason=str(error), effect=f"{self.size} go on")
 
-    async def put(self, work: CommonWork) -> Any:
+    async def put(self, work: PoolWork) -> Any:
         """Where this work is in the object store; what was there before may go, once nobody uses it."""
         async with self._put_turn:
             if self._put[0] != work.number:
@@ -330,7 +330,7 @@ class RayPool(TrainingPool[RayProcess]):
                 self._put = work.number, await asyncio.to_thread(self.ray.put, common)
             return self._put[1]
 
-    def question(self, work: CommonWork, do: str, given: Mapping[str, Any]) -> Question:
+    def question(self, work: PoolWork, do: str, given: Mapping[str, Any]) -> Question:
         """What is asked for a client, with what it keeps here. Blocks. Raises ClientFailed: that cannot be read."""
         with self._kept(work, given["client_id"]) as store:
             found, released = work.needs(store), store.released(work.round_id) if do == TRAIN else None
@@ -346,7 +346,7 @@ class RayPool(TrainingPool[RayProcess]):
             store.release(work.round_id, torch.from_numpy(np.array(released).view(np.float32)))
 
     @contextlib.contextmanager
-    def _kept(self, work: CommonWork, client_id: int, *, to_write: bool = False) -> Iterator[ClientStateStore]:
+    def _kept(self, work: PoolWork, client_id: int, *, to_write: bool = False) -> Iterator[ClientStateStore]:
         try:
             with contextlib.closing(open_state(self._settings.state_dir, client_id, to_write=to_write)) as store:
                 store.start_run(work.run_id, work.dim)

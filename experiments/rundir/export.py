@@ -107,7 +107,8 @@ def export(
     if client is not None:
         if kind != "federated":
             raise ConfigError("--client: a run of data-parallel ranks has no clients, and one model for all")
-        personal = _take_own(model, SavedRun.of(checkpoint).run_id, client)
+        exactly = best or number is not None
+        personal = _take_own(model, SavedRun.of(checkpoint).run_id, client, checkpoint.round_id, exactly=exactly)
         about["client"] = client.name
     state = copy_state(model)
     if personal:
@@ -133,8 +134,12 @@ def _personal_names(model: nn.Module, saved: SavedRun) -> list[str]:
 
 
 @torch.no_grad()
-def _take_own(model: nn.Module, run_id: str, client: Path) -> list[str]:
+def _take_own(model: nn.Module, run_id: str, client: Path, round_id: int, *, exactly: bool) -> list[str]:
     """Set a module to what a client has of its own: the model that its rule keeps, or else its personal tensors.
+
+    Args:
+        round_id: of the shared part. The client's newest state that is not newer is taken, and, unless ``exactly``,
+            else its newest one: in asynchronous runs its numbers are not those of rounds.
 
     Returns:
         Names of these.
@@ -144,7 +149,15 @@ def _take_own(model: nn.Module, run_id: str, client: Path) -> list[str]:
     """
     if not client.is_dir():
         raise ConfigError(f"{client} is no directory. Name that of a client, in its client.state_dir: .../client-3")
-    checkpoint = CheckpointStore.to_read(client).load_newest(SavedClient.of)
+    store = CheckpointStore.to_read(client)
+    rounds = store.rounds()
+    until = max((known for known in rounds if known <= round_id), default=None)
+    if until is None and exactly and rounds:
+        raise CheckpointError(
+            f"{client} has no state as old as the model of round {round_id}, it has those of {rounds}: a client keeps "
+            f"its last three. Export one of these rounds, or leave --client out"
+        )
+    checkpoint = store.load_newest(SavedClient.of) if until is None else store.load(until, SavedClient.of)
     if checkpoint is None or SavedClient.of(checkpoint).run_id != run_id:
         raise CheckpointError(f"{client} has no state of run {run_id}. Name the directory that its clients have used")
     own = own_tensors(checkpoint.tensors)

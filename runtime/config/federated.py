@@ -225,6 +225,12 @@ class TrainingSettings(Settings):
             self.steps and self.epochs != type(self).model_fields["epochs"].default
         ):  # not what is set: it may be written down
             raise ValueError(f"epochs is {self.epochs}, and steps {self.steps}: give one of them")
+        own_epochs = [self.rule.options, *self.from_round.values()]
+        if self.steps and any(changed.get("own_epochs") for changed in own_epochs):
+            raise ValueError(
+                f"rule.own_epochs and steps ({self.steps}): the personal model takes as many steps as the global one. "
+                f"Give one of them"
+            )
         if self.keep_optimizer and self.optimizer.name == "task":
             raise ValueError("keep_optimizer: a task makes an optimizer of its own in each round. Name one, as adamw")
         _can_travel(self.sent_options(), "the rule and the optimizer")
@@ -288,6 +294,9 @@ class EvaluationSettings(Settings):
     """Share of the ready clients that evaluate, rounded up, drawn anew each time by the seed of the run."""
     count: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Number of clients that evaluate, in place of `fraction`; all that are ready if there are fewer."""
+    least_answered: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the asked clients that have to have found a metric, so that `early_stop` and `checkpoint.keep_best` go
+    by it. Else the evaluation counts as none."""
     timeout_s: Positive = 60.0
     """Deadline of an evaluation, in seconds. What has not come by then is missing, and the run goes on."""
     maximize: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
@@ -347,7 +356,8 @@ class EarlyStopSettings(Settings):
     """Number of evaluations without an improvement after which the run ends, and its clients with it. null: never."""
     metric: MetricName = "eval_loss"
     """What is to improve: `eval_loss`, `accuracy`, or another metric of the task's evaluation, by its name; or one that
-    the clients have found, such as `client.loss`, the mean, or `client.loss.max`; see docs/evaluation.md."""
+    the clients have found, such as `client.loss`, the mean, `client.loss.median`, which a few clients cannot move, or
+    `client.loss.max`; see docs/evaluation.md."""
     mode: Literal["min", "max"] = "min"
     """Whether a small value of it is good, or a large one."""
     min_delta: NonNegative = 0.0
@@ -541,6 +551,9 @@ class ClientConfig(Settings):
     share_model: bool = False
     """Whether the model that this client's last training has made may be shown to the other clients, for
     `federated.evaluation.cross_site`. false: the controller gets the reason, and no model."""
+    evaluates: bool = True
+    """Whether this client evaluates models on its own data when a controller asks for that, with
+    `federated.evaluation`. false: the controller gets the reason, and no numbers."""
     report_failures: bool = True
     """Whether the traceback of a failed training function is sent to the controller."""
     full_traceback: bool = False

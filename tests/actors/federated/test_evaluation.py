@@ -18,6 +18,8 @@ from gradbus.actors.federated.evaluation import (
     NO_SAMPLES,
     OTHERS,
     ClientEvaluation,
+    CrossSite,
+    CrossSiteRow,
     OpenEvaluation,
 )
 from gradbus.actors.federated.report import RoundReport
@@ -184,10 +186,84 @@ def test_a_round_that_is_evaluated_twice_after_a_resume_counts_once() -> None:
     assert not stop.reason
 
 
-def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do() -> None:
+def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.rmse"), ())
-    with pytest.raises(ConfigError, match=r"no 'client.rmse'; it has client.loss, client.loss.min"):
-        stop.evaluated(evaluated(1, 1.0))
+    for number in range(1, 4):
+        stop.evaluated(evaluated(number, 1.0))
+    assert not stop.reason
+    said = capsys.readouterr().out
+    assert "client.rmse" in said
+    assert "client.loss.median" in said
+
+
+def test_losses_that_are_not_there_as_the_model_diverges_end_no_run() -> None:
+    stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss"), ())
+    stop.evaluated(evaluated(1, 1.0))
+    for number in range(2, 6):
+        found = opened(0)
+        found.add(0, result(accuracy=0.1))  # its loss was not finite
+        stop.evaluated(RoundReport(round_id=number, by_clients=summary(found)))
+    assert not stop.reason
+
+
+def test_a_metric_that_too_few_clients_have_found_decides_nothing() -> None:
+    stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.loss"), (), least_answered=0.5)
+
+    def round_of(number: int, *losses: float) -> RoundReport:
+        found = opened(*range(4))
+        for client_id, loss in enumerate(losses):
+            found.add(client_id, result(loss=loss))
+        return RoundReport(round_id=number, by_clients=summary(found))
+
+    stop.evaluated(round_of(1, 1.0, 1.0, 1.0))
+    stop.evaluated(round_of(2, 9.0))
+    assert not stop.reason
+    stop.evaluated(round_of(3, 0.5, 0.5))
+    assert stop.best_round == 3
+
+
+def test_one_client_does_not_move_the_median() -> None:
+    found = opened(0, 1, 2)
+    for client_id, loss in enumerate((1.0, -1e29, 3.0)):
+        found.add(client_id, result(loss=loss))
+    named = summary(found).named()
+    assert named["client.loss.median"] == 1.0
+    assert named["client.loss"] < -1e28
+
+
+def test_a_client_cannot_give_a_number_the_name_of_another() -> None:
+    found = opened(0, 1)
+    found.add(0, result(**{"loss.max": -5.0, "loss.median": -5.0, "loss": 1.0}))
+    found.add(1, result(loss=2.0))
+    named = summary(found).named()
+    assert (named["client.loss.max"], named["client.loss.median"]) == (2.0, 1.5)
+
+
+def test_names_that_one_client_makes_up_hide_none_of_the_others() -> None:
+    junk = {f"junk-{number}": 1.0 for number in range(32)}
+    row = CrossSiteRow(model=None, results={0: junk, 1: {"loss": 1.0}, 2: {"loss": 2.0}})
+    assert "loss" in CrossSite(clients=(0, 1, 2), rows=(row,)).names()
+
+
+def test_results_of_many_clients_take_time_by_their_number() -> None:
+    many = 20_000
+    found, one = opened(*range(many)), result(loss=1.0)
+    looks = 0
+
+    class Looked(set[int]):
+        def __iter__(self) -> Any:  # a walk over all who are awaited
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    found.open = Looked(found.open)
+    for client_id in range(many):
+        assert found.add(client_id, one)
+        assert found.is_over(100.1) is (client_id == many - 1)
+    assert looks == 0
+    assert len(found.results) == many
 
 
 @pytest.mark.parametrize(
@@ -197,6 +273,7 @@ def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do() ->
         ({"checkpoint": {"keep_best": "client.loss"}}, "set evaluation.every"),
         ({"checkpoint": {"keep_best": "accuracy"}, "eval_every": 0}, "set eval_every"),
         ({"evaluation": {"fraction": 0.5, "count": 3}}, "give fraction or count"),
+        ({"training": {"steps": 5, "rule": {"name": "ditto", "own_epochs": 2}}}, "own_epochs and steps"),
     ],
 )
 def test_settings_that_need_an_evaluation_that_never_is_are_refused(changed: dict[str, Any], text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,27 @@ def test_what_a_task_raises_is_the_reason_unless_that_may_not_leave_the_client()
     assert evaluated(Returning(error), tells_errors=False).failure == "ValueError"
 
 
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        {"loss": 0.5}, SimpleNamespace(loss=0.5), SimpleNamespace(num_samples=3),
+        SimpleNamespace(num_samples=3, loss=torch.zeros(3)), SimpleNamespace(num_samples="many", loss=0.5),
+        EvalResult(None, 0.5, 3, {"f1": "good"}),  # type: ignore[dict-item]
+        SimpleNamespace(num_samples=3, loss=0.5, metrics=[0.5]),
+    ],
+    ids=["dict", "no samples", "no loss", "vector", "text", "metric of text", "list"],
+)  # fmt: skip
+def test_what_a_task_returns_that_is_no_result_is_a_failure_that_says_what_it_should_be(outcome: Any) -> None:
+    result = evaluated(Returning(outcome))
+    assert (result.num_samples, result.metrics) == (0, {})
+    assert result.failure.startswith("TypeError: evaluate_local has returned")
+    assert evaluated(Returning(outcome), tells_errors=False).failure == "TypeError"
+
+
+def test_a_result_without_metrics_of_its_own_counts() -> None:
+    assert evaluated(Returning(SimpleNamespace(num_samples=3, loss=0.5, metrics=None))).metrics == {"loss": 0.5}
+
+
 def test_a_task_that_knows_of_no_evaluation_says_so() -> None:
     assert evaluated(NoopTask(3)).failure == NO_METHOD
 
@@ -102,7 +124,7 @@ def test_an_evaluation_ends_at_the_next_forward_pass_once_it_is_of_no_use() -> N
             while True:
                 model(torch.zeros(1))
 
-    task, asked = Passing(2), iter([False, False, False, True])
+    task, asked = Passing(2), iter([False, False, False, False, True])
     evaluation = LocalEvaluation(task, FlatModel(task.build_model()), 7, ClientStateStore(None, 7))
     with pytest.raises(EvaluationStopped):
         evaluation.evaluate(torch.zeros(2), welcome(), REQUEST, lambda: next(asked, True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gradbus.actors.data_parallel.algorithm import AlgorithmLabel
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, RunTensors, WorkerState
 from gradbus.actors.federated.best_model import BestModel
-from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.client_state import ClientStateStore, SavedClient
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.sharing import Sharing
@@ -25,6 +26,7 @@ from gradbus.actors.federated.state import RunState
 from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.export import export
+from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import FederatedConfig
@@ -88,6 +90,27 @@ def test_a_model_with_personal_tensors_says_which_they_are_and_a_client_brings_i
     loaded = load_file(of_client.path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
     assert bool((loaded["first.weight"] == 2.0).all())
+
+
+def test_a_round_that_is_named_gets_the_state_of_a_client_that_is_not_newer(tmp_path: Path) -> None:
+    kept = {
+        f"personal.norm.{name}": torch.full((4,), 5.0) for name in ("weight", "bias", "running_mean", "running_var")
+    }
+    client = personal(tmp_path / "run", kept, exclude=["norm.*"])
+    (number,) = CheckpointStore.to_read(client).rounds()
+    of_round = export(tmp_path / "run", number=number, client=client)
+    store = CheckpointStore.to_read(client)
+    run_id = SavedClient.of(store.load(number, SavedClient.of)).run_id
+    with contextlib.closing(ClientStateStore(client.parent, 3)) as state:
+        state.start_run(int(run_id, 16))
+        state.accepted(number + 5, {name: torch.full((4,), 9.0) for name in kept})
+    again = export(tmp_path / "run", number=number, client=client)
+    assert again.number == of_round.number == number
+    assert bool((load_file(again.path)["norm.weight"] == 5.0).all()), "and not that of five rounds later"
+    for path in client.glob(f"round-{number:06d}.*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=rf"no state as old as the model of round {number}, it has those of"):
+        export(tmp_path / "run", number=number, client=client)
 
 
 def test_the_model_that_a_rule_keeps_at_a_client_is_that_of_the_client(tmp_path: Path) -> None:
