@@ -5,6 +5,7 @@ Their commands are those of ``test_documented_commands.py``, the tutorials those
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from torch import nn
 import gradbus
 from gradbus.actors.federated.combinations import check_combination
 from gradbus.actors.virtual.simulation import settings_of
-from gradbus.experiments.files import ControllerFile, WorkerFile, load
+from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.models import ClassificationTask, Dataset, DataSplit
 from gradbus.runtime.choices import STRATEGIES
 
 pytestmark = pytest.mark.slow
 
-PAGES = {"asynchronous.md": 3, "partitions.md": 2, "privacy.md": 2, "selection.md": 2, "trees.md": 2}
+PAGES = {
+    "asynchronous.md": 3, "evaluation.md": 4, "partitions.md": 2, "personal.md": 3, "privacy.md": 2,
+    "secure-aggregation.md": 1, "selection.md": 2, "trees.md": 2,
+}  # fmt: skip
 """Blocks of JSON of each."""
 ELSEWHERE = {
     "operations.md": 1,  # tests/experiments/test_operations_page.py
@@ -48,11 +52,15 @@ def test_every_configuration_in_the_documents_is_known_to_a_test(root: Path) -> 
 
 
 def configurations(root: Path, page: str, folder: Path) -> list[ControllerFile]:
+    """Those of controllers on a page. Those of clients beside them are loaded alone."""
     found = []
     for number, block in enumerate(blocks_of(root, page)):
         path = folder / f"{number}.json"
         path.write_text(block, encoding="utf-8")
-        found.append(load(ControllerFile, path))
+        if "client" in json.loads(block):
+            load(ClientFile, path)
+        else:
+            found.append(load(ControllerFile, path))
     return found
 
 
