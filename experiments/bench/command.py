@@ -55,6 +55,10 @@ class Benchmark(NamedTuple):
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     default: Sequence[str] = ()
 
+    def measured(self) -> Mapping[str, Part]:
+        """The parts that are measured where none is named."""
+        return {name: self.parts[name] for name in self.default or self.parts}
+
     def expected_s(self, names: Iterable[str], effort: str) -> int:
         """How long these parts take in all."""
         return sum(part.seconds if effort == "full" else part.quick_s for part in map(self.parts.__getitem__, names))

@@ -407,4 +407,5 @@ BENCHMARK = Benchmark(
         "time": Part(measure_time, "Compression: time of a step, of waiting and of coding", 1500, 240),
     },
     options,
+    ("accuracy", "bytes", "lockstep", "time"),
 )

@@ -244,7 +244,7 @@ def test_a_client_cannot_give_a_number_the_name_of_another() -> None:
 def test_names_that_one_client_makes_up_hide_none_of_the_others() -> None:
     junk = {f"junk-{number}": 1.0 for number in range(32)}
     row = CrossSiteRow(model=None, results={0: junk, 1: {"loss": 1.0}, 2: {"loss": 2.0}})
-    assert "loss" in CrossSite(clients=(0, 1, 2), rows=(row,)).names()
+    assert "loss" in CrossSite(round_id=3, clients=(0, 1, 2), rows=(row,)).names()
 
 
 def test_results_of_many_clients_take_time_by_their_number() -> None:

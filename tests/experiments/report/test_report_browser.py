@@ -50,7 +50,7 @@ def source_of(page: Any, figure: str, theme: str) -> str:
     [
         ("federated", ["learning", "round-times", "timeline-1", "timeline-2", "bytes", "norms"], "rounds", 10),
         ("parallel", ["learning", "step-parts", "windows", "step-spans", "bytes"], "epochs", 3),
-        ("compared", ["learning", "parts"], "measures", 11),
+        ("compared", ["learning", "parts"], "measures", 12),
     ],
 )
 def test_a_report_shows_its_figures_and_tables_without_an_error(
