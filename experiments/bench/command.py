@@ -103,7 +103,7 @@ def run(benchmark: Benchmark, chosen: argparse.Namespace, words: Sequence[str]) 
         NoData: MNIST is needed and missing.
         ConfigError: a file cannot be used, or there is no such commit.
     """
-    names: Sequence[str] = chosen.part or benchmark.default or list(benchmark.parts)
+    names: Sequence[str] = chosen.part or list(benchmark.measured())
     stored = _stored(chosen.compare)
     if stored is not None:
         names = [name for name in names if stored.run(name) is not None]
