@@ -94,8 +94,9 @@ def test_a_client_much_slower_than_the_others_is_waited_for_as_long_as_the_rules
 ) -> None:
     gate = str(tmp_path / "gate")  # is never there: in no round is it done before it is called off
     controller = federation.controller(
-        rounds=4, clients__num=4, round__quorum=0.75, round__grace_s=0.1, clients__dead_after_s=PATIENT_S
-    )
+        rounds=4, clients__num=4, round__quorum=0.75, round__grace_s=0.1, clients__dead_after_s=PATIENT_S,
+        clients__start_grace_s=PATIENT_S,
+    )  # fmt: skip
     fast = [federation.client(i) for i in range(3)]
     slow = federation.client(3, hold={str(round_id): gate for round_id in range(1, 5)})
     reports = controller.wait_for("done")["reports"]
