@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _MAX_NAME_CHARS = 256
 _TABLES: list[Choices[Any]] = []
-"""Those of all settings. Only an error looks a name up in the others, as that imports their packages."""
+"""The tables of all settings. Only an error looks a name up in the others, as that imports their packages."""
 
 
 class Options(BaseModel):

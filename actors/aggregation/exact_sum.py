@@ -52,7 +52,7 @@ class GridRounding:
         self._integers = torch.empty(_BLOCK_ELEMS, dtype=torch.int64)
 
     def bound(self, update: Parsed, base: Tensor, num_samples: int) -> float:
-        """What no integer of :meth:`blocks` exceeds; infinite or NaN: values are not finite.
+        """Return a bound on the integers of :meth:`blocks`; infinite or NaN: values are not finite.
 
         Raises:
             ValueError: weights in a sparse message.

@@ -284,7 +284,7 @@ class Client:
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
     def _shape_for(self, welcome: Welcome) -> Shape:
-        """What a run exchanges of the model here. Raises JoinRefused: its patterns do not fit it."""
+        """Return the shape of what a run exchanges of this model. Raises JoinRefused: its patterns do not fit it."""
         sharing = Sharing.of_welcome(welcome)
         try:
             return self._model.shape_of(sharing)
@@ -292,7 +292,7 @@ class Client:
             raise JoinRefused(str(error)) from None
 
     def _interrupt_sending(self) -> None:
-        """What is being sent, or waits for its masks, may no longer be wanted."""
+        """Have the sender check whether its update, sent or waiting for masks, is still wanted."""
         self._sender.interrupt()
         self._masking.interrupt()
 

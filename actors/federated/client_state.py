@@ -118,7 +118,7 @@ class ClientStateStore:
         return self._store is not None
 
     def released(self, round_id: int) -> Tensor | None:
-        """What has left this client in this round, float32, shape (D,); None: nothing has.
+        """Return the update that has left this client in this round, float32, shape (D,); None: none has.
 
         Raises:
             CheckpointError: it is damaged: the round cannot be done again without telling more.
@@ -143,7 +143,7 @@ class ClientStateStore:
         self._released = round_id, update
 
     def _open_releases(self, *, to_write: bool = False) -> CheckpointStore | None:
-        """Those of this run; None: there are none on the disk."""
+        """Open the store of this run's releases; None: there is none on the disk."""
         if self._releases is None and self._store is not None:
             directory = self._store.directory / f"{_RELEASED}-{self._run_id:016x}"
             if to_write:

@@ -125,7 +125,7 @@ def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
 
 
 def _asked(config: FederatedConfig, count: int) -> int:
-    """How many of so many clients a round asks."""
+    """Return how many of so many clients a round asks."""
     selector = make_selector(config.selection)
     return selector.asked(count, selector.wanted(count, config.clients.min))
 

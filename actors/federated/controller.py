@@ -839,7 +839,7 @@ class Controller:
             await self._amend(last, await self._evaluate_after(last.round_id, by_clients=False))
 
     async def _evaluate_resumed_by_clients(self) -> None:
-        """The same for the evaluation by clients, once they are here."""
+        """Have clients evaluate that round, once they are here, if they had not before the crash."""
         last = self.progress.reports[-1] if self.progress.reports else None
         if last and not last.by_clients.asked and self._evaluator.is_due(last.round_id):
             self.progress.phase = "evaluating"

@@ -204,7 +204,7 @@ class OpenEvaluation:
         )  # fmt: skip
 
     def summary(self, limits: LimitSettings, maximize: Collection[str], *, now_s: float) -> ClientEvaluation:
-        """What the results say together, in an order that does not depend on arrival.
+        """Return the summary of the results, in an order that does not depend on arrival.
 
         Args:
             limits: how many samples one client may count as, as of updates: the median is that of these results.

@@ -323,7 +323,7 @@ class LocalTraining:
             return {**_named(OWN_MODEL, before), **before_it}
 
     def _personal(self) -> dict[str, Tensor]:
-        """What this client keeps of the model that it has trained."""
+        """Return the personal tensors of the model after training, by the names under which they are kept."""
         return _named(PERSONAL, _checked_finite(self._model.read_personal()))
 
     def _keep_local_model(self, run_id: int) -> Tensor:

@@ -24,7 +24,7 @@ _NAMED = 5  # tensors that a message names
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What a run exchanges.
+    """Names the tensors that a run exchanges.
 
     Attributes:
         exchange: as ``federated.exchange``: the trained part, or all of it.
@@ -37,12 +37,12 @@ class Sharing:
 
     @classmethod
     def of(cls, config: FederatedConfig) -> Sharing:
-        """That of a controller's settings."""
+        """Read it from a controller's settings."""
         return cls(config.exchange, tuple(config.share.include), tuple(config.share.exclude))
 
     @classmethod
     def of_welcome(cls, welcome: Welcome) -> Sharing:
-        """That of the run that a client is welcomed to."""
+        """Read it from the Welcome to a run."""
         exchange: Exchange = "trained" if welcome.frozen else "all"
         return cls(exchange, tuple(welcome.include) or EVERYTHING, tuple(welcome.exclude))
 
@@ -77,7 +77,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What a layout is made of."""
+        """Return the text by which this tensor enters the hash of a layout."""
         return f"{self.name}:{self.dtype}:{self.shape}"
 
 

@@ -70,7 +70,7 @@ class FederatedTask(Protocol):
 
 
 class LocalEvalOutcome(EvalOutcome, Protocol):
-    """What evaluation on a client's own data gives back."""
+    """Is returned by an evaluation on a client's own data."""
 
     @property
     def num_samples(self) -> int:

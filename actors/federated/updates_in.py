@@ -339,7 +339,7 @@ class UpdateReceiver:
         return None
 
     async def settle_masked(self, partial: PartialSum | None) -> None:
-        """Of an attempt with secure aggregation: its sum, with which all of its updates count; None: it has failed.
+        """End an attempt with secure aggregation: with its sum all of its updates count; None: it has failed.
 
         Raises:
             ValueError: the sum cannot be used, and nothing counts; the text says why.

@@ -76,7 +76,7 @@ log = get_logger("node")
 
 
 class Answering(Protocol):
-    """What a node does with instructions. All are called on a thread of their own, one at a time."""
+    """Carries out the instructions of a node. All methods are called on a thread of their own, one at a time."""
 
     def begin(self, run_id: int, options: Mapping[str, bool | int | float | str]) -> None:
         """A run begins, or another start of its hub goes on with it. ``options``: what its Welcome says."""

@@ -38,7 +38,7 @@ def fewest_clients(sets: Sequence[Collection[int]]) -> int:
 
 @dataclass(slots=True)
 class _Answered:
-    """Of one round. ``cap``: on samples: with another one the same updates have other weights."""
+    """Holds the sets of one round. ``cap``: on samples: with another one the same updates have other weights."""
 
     cap: int
     sets: list[frozenset[int]] = field(default_factory=list)

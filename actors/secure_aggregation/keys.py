@@ -109,7 +109,7 @@ class Roster:
     cap: int = 0
 
     def weight(self, num_samples: int) -> int:
-        """What an update of so many samples is multiplied by."""
+        """Return the weight of an update of so many samples."""
         return min(num_samples, self.cap) if self.cap else num_samples
 
     def __post_init__(self) -> None:

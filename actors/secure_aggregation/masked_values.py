@@ -98,7 +98,7 @@ def _places(view: memoryview, dim: int) -> list[NDArray[np.unsignedinteger[Any]]
 
 
 def _parts(values: NDArray[np.uint64]) -> list[NDArray[np.unsignedinteger[Any]]]:
-    """The same parts of uint64 values, of which the eighth byte is left out: views."""
+    """Return the same parts of uint64 values, of which the eighth byte is left out: views."""
     values = values.astype("<u8", copy=False)
     return [values.view("<u4")[::2], values.view("<u2")[2::4], values.view(np.uint8)[6::8]]
 
@@ -168,5 +168,5 @@ class SignedIntegers:
             yield slice(start, start + len(own)), torch.from_numpy(block)
 
     def largest(self) -> int:
-        """What no absolute value exceeds."""
+        """Return a bound on the absolute values."""
         return 1 << (BITS - 1)

@@ -171,7 +171,7 @@ class MaskingServer:
         add_masks(total, self._seeds(self._checked_secrets(should_stop)), should_stop)
 
     def _checked_secrets(self, should_stop: Callable[[], bool]) -> list[bytes]:
-        """Of each sender the seed of its own mask, or its masking key, as it has advertised them.
+        """Return for each sender the seed of its own mask, or its masking key, as it has advertised them.
 
         Where the first answers give something else, each of them in turn gives way to the newest one. Who is to blame
         then is not known: the one that has answered, or the sender, which may have sealed a wrong share for it.
@@ -213,8 +213,8 @@ class MaskingServer:
         return secret
 
     def _seeds(self, secrets: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
-        """Of each mask that is left in the sum the seed, and whether it is to be taken off, one by one: of many that
-        dropped out there are many."""
+        """Yield the seed of each mask that is left in the sum, and whether it is to be taken off, one by one: there are
+        many where many clients have dropped out."""
         roster, alive = self._entered(), frozenset(self.survivors)
         for sender, secret in zip(self.senders, secrets, strict=True):
             if sender in alive:

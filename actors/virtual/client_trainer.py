@@ -125,7 +125,7 @@ class ClientTrainer:
         )  # fmt: skip
 
     def answer(self, do: str, given: Mapping[str, Any], open_kept: OpenKept) -> Parcel:
-        """What a :class:`.pool.TrainingProcess` asks for one client."""
+        """Answer what a :class:`.pool.TrainingProcess` asks for one client."""
         return self._train(open_kept, **given) if do == TRAIN else self._evaluate(open_kept, **given)
 
     def release(self, transfer: int) -> None:

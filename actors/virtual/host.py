@@ -128,7 +128,7 @@ class HostSession(ControllerSession):
         return next(common_ids(self._ids, parse_ids(request.participants)), None) is not None
 
     def to_evaluate(self, request: EvaluationRequest) -> list[int]:
-        """Those of its clients that a request names."""
+        """Return those of its clients that a request names."""
         return list(common_ids(self._ids, parse_ids(request.participants)))
 
     def takes_part(self, client_id: int, command: TrainCmd) -> bool:

@@ -68,7 +68,7 @@ class LocalProcess(TrainingProcess):
             raise
 
     async def _take(self, work: RoundWork, update: EncodedUpdate, released: Any) -> EncodedUpdate:
-        """What is released is in the client's folder already, to which that process writes itself."""
+        """Keep nothing more: the release is in the client's folder already, to which that process writes itself."""
         if not update.request.memory:
             return update
         # It stays here, too, should that process end before the controller has read it.
@@ -76,7 +76,7 @@ class LocalProcess(TrainingProcess):
         return replace(update, payload=payload)
 
     def is_read(self, update: EncodedUpdate) -> None:
-        """That process hears it with what it is asked next."""
+        """Note it for that process, which is told with its next question."""
         if update.request.memory:
             self._read.append(update.request.transfer)
 

@@ -63,11 +63,11 @@ class PoolWork(ABC):
 
     @abstractmethod
     def needs(self, kept: ClientStateStore) -> Mapping[str, Tensor]:
-        """What of the tensors that a client keeps is needed, where it has to be brought to its process."""
+        """Return which of the tensors that a client keeps are needed, where it has to be brought to its process."""
 
 
 class RoundWork(PoolWork):
-    """Of trainings, in one attempt at a round.
+    """Is the work of trainings, in one attempt at a round.
 
     Attributes:
         inputs: of all of them.
@@ -88,7 +88,7 @@ class RoundWork(PoolWork):
 
 
 class EvaluationWork(PoolWork):
-    """Of evaluations of one model.
+    """Is the work of evaluations of one model.
 
     Attributes:
         request: that is answered.
@@ -161,7 +161,7 @@ class TrainingProcess(ABC):
 
     @abstractmethod
     async def _ask(self, work: PoolWork, do: str, given: Mapping[str, Any]) -> Parcel:
-        """What it answers for one client, as a :meth:`.client_trainer.ClientTrainer.answer`.
+        """Return its answer for one client, as a :meth:`.client_trainer.ClientTrainer.answer`.
 
         Raises:
             ClientFailed: what the client keeps cannot be read. ProcessDied: this process is of no more use.
@@ -169,7 +169,7 @@ class TrainingProcess(ABC):
 
     @abstractmethod
     async def _take(self, work: RoundWork, update: EncodedUpdate, released: Any) -> EncodedUpdate:
-        """The same update, with its payload where it may stay until it has its answer.
+        """Return the same update, with its payload where it may stay until it has its answer.
 
         Args:
             released: with local privacy what is to be kept before the update leaves, as bytes; empty: it is, or there
@@ -234,7 +234,7 @@ class TrainingPool(ABC, Generic[P]):
     def new_evaluation(
         self, welcome: control.Welcome, request: control.EvaluationRequest, vector: Tensor, frozen: Any = b""
     ) -> EvaluationWork:
-        """What is to be evaluated next."""
+        """Return the work of evaluating this model."""
         self._work += 1
         return EvaluationWork(self._work, welcome, request, vector, frozen)
 

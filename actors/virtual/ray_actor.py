@@ -16,7 +16,7 @@ from gradbus.actors.virtual.client_trainer import ClientTrainer, PoolSettings, p
 
 
 class Question(NamedTuple):
-    """What is asked for one client.
+    """Is asked for one client.
 
     Attributes:
         do, given: as of :meth:`.client_trainer.ClientTrainer.answer`.
@@ -33,7 +33,7 @@ class Question(NamedTuple):
     released: Any
 
     def open_kept(self, client_id: int, to_write: bool) -> ClientStateStore:
-        """What the client keeps, in memory: the host writes it."""
+        """Return what the client keeps, in memory: the host writes it."""
         store = ClientStateStore(None, client_id)
         store.start_run(self.run_id)
         if len(self.kept):

@@ -331,7 +331,7 @@ class RayPool(TrainingPool[RayProcess]):
             return self._put[1]
 
     def question(self, work: PoolWork, do: str, given: Mapping[str, Any]) -> Question:
-        """What is asked for a client, with what it keeps here. Blocks. Raises ClientFailed: that cannot be read."""
+        """Return a question for a client, with what it keeps here. Blocks. Raises ClientFailed: that cannot be read."""
         with self._kept(work, given["client_id"]) as store:
             found, released = work.needs(store), store.released(work.round_id) if do == TRAIN else None
             return Question(
@@ -355,8 +355,8 @@ class RayPool(TrainingPool[RayProcess]):
             raise ClientFailed(str(error), TRAINING_FAILED, str(error)) from None
 
     def taken_out(self, update: EncodedUpdate, work: RoundWork, shares: bool) -> EncodedUpdate:
-        """The same update, no longer in the object store: updates may have to wait, and that has little room. With
-        ``shares``, for a controller of this machine, it lies where that can read it."""
+        """Return the same update, no longer in the object store: updates may have to wait, and that has little room.
+        With ``shares``, for a controller of this machine, it lies where that can read it."""
         here = self._memory.here
         is_near = here and here == work.inputs.welcome.memory
         sealed = self._memory.put(update.payload) if shares and is_near else None

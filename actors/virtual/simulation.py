@@ -60,8 +60,8 @@ class SimulationResult:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Those of the newest round that was evaluated, by name: accuracy, eval_loss, the task's own, and those that
-        clients have found, such as ``client.loss``."""
+        """Return the metrics of the newest round that was evaluated, by name: accuracy, eval_loss, the task's own, and
+        those that clients have found, such as ``client.loss``."""
         return next((named for report in reversed(self.rounds) if (named := report.named())), {})
 
     @property

@@ -155,7 +155,7 @@ def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 
 def measure_longer(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    """The same after an epoch, of the algorithms with a limit: seed by seed, so that time buys whole comparisons."""
+    """Measure the same after an epoch, for the algorithms with a limit: seed by seed, as time is short."""
     limited, _ = _by_limit(_chosen(chosen, _compared()))
     yield from _accuracies(chosen, [(limited, one) for one in PLANS[chosen.effort].longer])
 

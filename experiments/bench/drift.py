@@ -155,7 +155,7 @@ def measure(
 
 
 def measure_tuning(chosen: argparse.Namespace, setting: DriftSetting | None = None) -> Iterator[Measurement]:
-    """What ``mu`` was chosen by."""
+    """Measure what ``mu`` was chosen by."""
     setting, runs = setting or DriftSetting(), _Runs(chosen, "drift-tuning")
     for mu in _TRIED_MU:
         name = f"FedProx, mu {mu:g}"

@@ -80,7 +80,7 @@ def opacus_epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
 
 
 def dp_accounting_epsilons(python: str) -> Sequence[tuple[float, float]]:
-    """Of each setting, by the two accountants of dp-accounting, which this interpreter has: RDP, and PLD."""
+    """Return epsilon of each setting by both accountants of dp-accounting, RDP and PLD, which this interpreter has."""
     ran = subprocess.run(
         [python, "-c", _OTHER], input=json.dumps(SETTINGS), capture_output=True, text=True, check=True, timeout=120
     )

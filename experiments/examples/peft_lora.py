@@ -36,7 +36,7 @@ class CausalTask:
     """Next tokens, by a model whose adapters are all that is trained."""
 
     def build_model(self) -> nn.Module:
-        """The same on every node: all random choices are made under one seed."""
+        """Return the same model on every node: all random choices are made under one seed."""
         config = LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False,

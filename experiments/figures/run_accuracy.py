@@ -24,7 +24,7 @@ def draw_rounds(folder: Path, reports: Sequence[RoundReport], *, title: str) -> 
 
 
 def draw_epochs(folder: Path, reports: Sequence[EpochReport], *, title: str) -> bool:
-    """The same over epochs, and over the time they took. False: nothing drawn."""
+    """Draw the same over epochs, and over the time they took. False: nothing drawn."""
     spent = list(accumulate(report.seconds for report in reports))
     points = [(report.epoch + 1, seconds, report) for report, seconds in zip(reports, spent, strict=True)]
     return _draw(folder, points, title=title, labels=("epoch", "time / s"))

@@ -55,7 +55,7 @@ log = get_logger("cli")
 
 
 class VirtualOptions(NamedTuple):
-    """Of ``gradbus virtual``, for :class:`.virtual.VirtualClients`."""
+    """Is given by ``gradbus virtual``, for :class:`.virtual.VirtualClients`."""
 
     clients: int
     fraction: float | None

@@ -287,7 +287,7 @@ def client_metric_names(reports: Sequence[RoundReport]) -> list[str]:
 
 
 def client_quality(report: RoundReport) -> list[str]:
-    """The same of one round in words, with the range over clients; empty: they have not evaluated it."""
+    """Return the same of one round in words, with the range over clients; empty: they have not evaluated it."""
     found = report.by_clients
     if not found.asked:
         return []
