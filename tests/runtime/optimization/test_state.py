@@ -156,13 +156,14 @@ def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
 
 @pytest.mark.parametrize("where", ["group", "state"])
 def test_what_cannot_be_saved_is_an_error_when_it_is_to_be(where: str) -> None:
+    """A builtin function, and not ``print``, which Ray replaces."""
     of = model()
     optimizer = sgd(of)
     made = group_settings(optimizer)
     if where == "group":
-        optimizer.param_groups[0]["rule"] = print
+        optimizer.param_groups[0]["rule"] = len
     else:
-        optimizer.state[of[0].weight]["rule"] = print
+        optimizer.state[of[0].weight]["rule"] = len
     with pytest.raises(
         CheckpointError, match=r"rule of .* of SGD is a builtin_function_or_method, which cannot be saved"
     ):
@@ -171,7 +172,7 @@ def test_what_cannot_be_saved_is_an_error_when_it_is_to_be(where: str) -> None:
 
 def test_settings_that_cannot_be_saved_and_have_not_changed_are_no_error() -> None:
     of = model()
-    optimizer = torch.optim.SGD([{"params": list(trained(of).values()), "rule": print}], lr=0.1)
+    optimizer = torch.optim.SGD([{"params": list(trained(of).values()), "rule": len}], lr=0.1)
     assert state_tensors(optimizer, trained(of), made=group_settings(optimizer)) == {}
 
 
