@@ -12,7 +12,7 @@ from .local_sgd import local_sgd
 from .mnist_files import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
 from .networks import SeededDropout, init_parameters, mnist_cnn, mnist_linear, mnist_mlp, reseed_dropout
 from .noop import NoopTask, VectorModel
-from .parallel import ShardBatch, load_optimizers, num_shard_batches, shard_indices
+from .parallel import ShardBatch, num_shard_batches, shard_indices
 from .partition import PartitionSpec
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
 from .task import EvalResult, Metric, ShardResult, Task, TrainingStopped, TrainResult
@@ -41,7 +41,6 @@ __all__ = [
     "glyphs",
     "init_parameters",
     "load",
-    "load_optimizers",
     "local_sgd",
     "mnist",
     "mnist_cnn",

@@ -17,7 +17,7 @@ from . import partition as partitions
 from .data import Dataset, DataSplit
 from .local_sgd import MakeOptimizer, run_steps
 from .networks import reseed_dropout
-from .parallel import ShardedTraining, count_correct, load_optimizers
+from .parallel import ShardedTraining, count_correct
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
 from .task import EvalResult, TrainResult
 
@@ -163,7 +163,7 @@ class ClassificationTask(ShardedTraining):
             return self._split
 
     def prepare(self, client_id: int, num_clients: int) -> None:
-        """Load the data, find this client's share, and have PyTorch load its optimizers.
+        """Load the data and find this client's share.
 
         With another ``num_clients`` than before the training set is partitioned anew; 0: as before.
 
@@ -176,7 +176,6 @@ class ClassificationTask(ShardedTraining):
             if num_clients not in (0, self.num_clients):
                 self.num_clients, self._shares = num_clients, None
         self.share(client_id)
-        load_optimizers()
 
     def share(self, client_id: int) -> Tensor:
         """Indices of the samples in ``data.train`` that this client trains on: int64 (K,), sorted."""

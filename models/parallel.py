@@ -76,11 +76,10 @@ class ShardedTraining:
         raise NotImplementedError
 
     def prepare_shard(self, rank: int, world: int) -> None:
-        """Load the data and PyTorch's optimizers. Raises ValueError: no such rank, or no samples at all."""
+        """Load the data. Raises ValueError: no such rank, or no samples at all."""
         _check_rank(rank, world)
         if not len(self.data.train):
             raise ValueError(f"the training set {self.data.name!r} is empty")
-        load_optimizers()
 
     def num_batches(self, *, rank: int, world: int, epoch: int) -> int:
         """Batches of this rank in an epoch; the same in every one."""
@@ -129,11 +128,6 @@ def count_correct(
     finally:
         model.train(was_training)
     return int(correct), float(loss_sum)
-
-
-def load_optimizers() -> None:
-    """Make an optimizer: the first of a process imports the compiler of PyTorch, which takes seconds."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
 def _check_rank(rank: int, world: int) -> None:

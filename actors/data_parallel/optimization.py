@@ -13,6 +13,7 @@ from gradbus.runtime.algorithms.base import Algorithm
 from gradbus.runtime.choices import OPTIMIZERS, SCHEDULES
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.optimization.deferred_compiler import defer_compiler
 from gradbus.runtime.optimization.optimizers import check_optimizer, make_optimizer
 from gradbus.runtime.optimization.schedules import SET_BY_SCHEDULES, Schedule, check_schedule
 from gradbus.runtime.optimization.state import check_parameters, group_settings, load_state, state_tensors
@@ -36,6 +37,7 @@ class RunOptimizer:
         Raises:
             ConfigError: they do not fit together, with the reason.
         """
+        defer_compiler()
         self._config = config
         self._trained = trained
         self._algorithm = algorithm

@@ -30,6 +30,7 @@ from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.optimization.deferred_compiler import defer_compiler
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Welcome
@@ -127,6 +128,7 @@ class LocalTraining:
         self, task: FederatedTask, identity: Identity, model: FlatModel, kept: ClientStateStore,
         memory: PayloadMemory, probe: Probe | None = None, allowed_rule: str = "",
     ) -> None:  # fmt: skip
+        defer_compiler()
         self._probe = probe or no_probe()
         self._probe.note("started", incarnation=identity.incarnation)
         self._task = task

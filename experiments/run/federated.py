@@ -21,7 +21,6 @@ from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
 from gradbus.experiments.rundir.directory import ControllerDirectory
-from gradbus.models import load_optimizers
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts
 from gradbus.runtime.errors import ConfigError
@@ -143,7 +142,6 @@ async def run_client(file: ClientFile, client_id: int) -> ClientSummary:
     """
     task = ConfiguredTask(file.task)
     await off_the_loop(task.load, "load")
-    await off_the_loop(load_optimizers, "load")
     log.info("client starts", client=client_id, job=file.bus.job, data=task.note or None)
     with client_metrics(file.metrics, file.bus.job, client_id) as followed:
         async with open_bus(file.bus) as bus:

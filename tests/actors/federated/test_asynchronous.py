@@ -26,7 +26,6 @@ from gradbus.actors.federated.asynchronous import (
 )
 from gradbus.actors.federated.rounds import Outcome, RoundRules
 from gradbus.models import NoopTask
-from gradbus.models.parallel import load_optimizers
 from gradbus.runtime.config.federated import AsynchronousSettings
 from gradbus.runtime.errors import ConfigError
 
@@ -98,9 +97,6 @@ class Paced(NoopTask):
     def __init__(self) -> None:
         super().__init__(DIM)
         self.steps: dict[int, list[int]] = {0: [], 1: []}
-
-    def prepare(self, client_id: int, num_clients: int) -> None:
-        load_optimizers()  # which takes seconds, and is no part of a training
 
     def train(self, model: Any, *, client_id: int, steps: int, **arguments: Any) -> Any:
         self.steps[client_id].append(steps)
