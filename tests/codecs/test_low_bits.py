@@ -97,7 +97,7 @@ def test_what_rounding_leaves_out_is_shorter_than_the_vector_so_that_feedback_co
 ) -> None:
     x = heavy(20_000, seed)
     assert (x - decoded(name, x)).norm() <= share * x.norm()
-    codec, residual, total, rounds = codecs.get(name), None, torch.zeros(20_000), 400
+    codec, residual, total, rounds = codecs.get(name), None, torch.zeros(20_000), 400 if name == "loco" else 50
     for _ in range(rounds):
         payload, residual = codecs.residual_step(x, residual, codec)
         codecs.add_into(total, payload)
