@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from gradbus.actors.federated.client_models import ClientModels, FrozenParameters
 from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader, kind_of_model
-from gradbus.actors.federated.local_evaluation import (
-    DECLINED,
-    MASKED,
-    NO_MODEL,
-    NOT_SHARED,
-    PRIVATE,
-    EvaluationStopped,
-    LocalEvaluation,
-)
+from gradbus.actors.federated.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
-from gradbus.actors.federated.session import ClientHeartbeat, ClientStatus, ControllerSession
+from gradbus.actors.federated.session import (
+    ClientContext,
+    ClientHeartbeat,
+    ClientStatus,
+    ControllerSession,
+    listen,
+)
 from gradbus.actors.federated.sharing import Shape, Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.update_masks import ClientMasking
@@ -38,11 +37,11 @@ from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, Update
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge
-from gradbus.runtime.bus.bus import Bus, Subscription
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.errors import BusClosed, BusError, ConfigError, GradbusError, JoinRefused, TrainingFailed
+from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.plain_text import plain_line
@@ -50,17 +49,14 @@ from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
-    FROZEN_ROUND,
     PROTOCOL,
     EvaluationRequest,
-    EvaluationResult,
     Hello,
     LocalModelRequest,
     MaskRoster,
     MaskShares,
     MaskSurvivors,
     ModelAvailable,
-    ModelRequest,
     Receipt,
     Refused,
     RoundTerms,
@@ -69,22 +65,19 @@ from gradbus.runtime.wire.control import (
     TrainingFailure,
     Welcome,
 )
-from gradbus.runtime.wire.frames import CONTROLLER, FrameKey
+from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.id_ranges import has_id, parse_ids
 from gradbus.runtime.wire.messages import (
     ClientUpdate,
     Control,
     Identity,
     Message,
-    ModelBlob,
     PeerGone,
     TrainCmd,
     new_incarnation,
 )
 
-ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
 NO_ROOM = "its update has no room in the sum of all members: see its log"
-FIRST_MODEL_S = 1.0  # so long a reader that was just made may take to be found, and to be sent what is kept for it
 
 log = get_logger("client")
 
@@ -109,14 +102,11 @@ class Client:
         self._config = config or ClientConfig()
         self._identity = Identity(client_id, new_incarnation())
         self._compute = ComputeThread(f"client-{client_id}")
-        self._decode = ComputeThread(f"client-{client_id}-decode")  # a model may come while the old one still trains
         self._changed = asyncio.Event()
-        self._receiving: asyncio.Task[None] | None = None  # of models
         self._session = ControllerSession(self._config.controller_timeout_s)
         self._status = ClientStatus()
-        self._transfers = 0
+        self._transfers = itertools.count(1)  # numbers of uploads
         self._shape = Shape(0, 0, 0)  # of what the present run exchanges
-        self._frozen_known = (0, 0)  # session and hash of frozen parameters that are in the model
         self._probe = Probe(f"client-{client_id}", self._config.history.dir)
         self._sender = UpdateSender(bus, self._identity, self._probe)
         self._masking = ClientMasking(bus, self._identity, least_members=self._config.least_members)
@@ -124,8 +114,10 @@ class Client:
         self._waiting = WaitLog(log, bus.reach, client=client_id)
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
-        self._result: tuple[tuple[int, int], EvaluationResult] | None = None  # the newest, by session and round
-        self._shown = (0, 0)  # session and round under which the local model was uploaded last
+        self._context: ClientContext  # made by _open, as are models and answers
+        self._models: ClientModels
+        self._answers: EvaluationAnswers
+        self._opened = contextlib.ExitStack()  # what _open has made
 
     @property
     def from_round(self) -> int | None:
@@ -147,18 +139,27 @@ class Client:
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
         )  # fmt: skip
         self._training.keeps_local_model = self._config.share_model
-        self._evaluation = LocalEvaluation(
+        self._opened.callback(self._training.close)
+        evaluation = LocalEvaluation(
             self._task, self._model, self.client_id, kept, tells_errors=self._config.report_failures
         )
-        self._open_replicas()
+        self._open_parts(self._training)
+        self._answers = EvaluationAnswers(
+            self._context, self._models, evaluation, self._training, self._sender, self._transfers
+        )
 
-    def _open_replicas(self) -> None:
-        policy = self._bus.access_policy
-        self._replica = ModelReplica(self._model.dim, probe=self._probe, access_policy=policy)
-        self._frozen = ModelReplica(self._model.frozen_dim, access_policy=policy, kind="frozen")
-        self._candidate = ModelReplica(self._model.dim, access_policy=policy, kind="candidate")
-        self._memory = SharedModelReader(self._bus.memory, self._replica, self._decode, self.client_id)
+    def _open_parts(self, frozen: FrozenParameters) -> None:
+        """Make what a client has that trains by itself or not. ``frozen``: takes what no round changes."""
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
+        self._context = ClientContext(
+            client_id=self.client_id, bus=self._bus, identity=self._identity, config=self._config,
+            session=self._session, status=self._status, heartbeat=self._heartbeat, changed=self._changed,
+            compute=self._compute, probe=self._probe,
+        )  # fmt: skip
+        self._models = ClientModels(
+            self._context, self._model.dim, self._model.frozen_dim, frozen, wait=lambda timeout_s: self._wait(timeout_s)
+        )
+        self._opened.callback(self._models.close)
 
     def _describe(self, matched: bool) -> Hello:
         """The Hello of this client as it is now."""
@@ -168,7 +169,7 @@ class Client:
             protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1],
             ready=self._prepared and matched, session=current.incarnation if current.welcome is not None else 0,
             phase=phase, phase_s=phase_s, round_id=current.command.round_id if current.command is not None else -1,
-            model_round=self._replica.round_id, host=process_name(), memory=self._memory.here,
+            model_round=self._models.replica.round_id, host=process_name(), memory=self._models.memory_here,
             next_round=-1 if current.from_round is None else current.from_round, masks=True,
             trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
             shared_dim=self._shape.dim if is_chosen else 0, shared_layout=self._shape.layout if is_chosen else 0,
@@ -190,16 +191,17 @@ class Client:
             with self._bus.subscribe(TrainCmd, Control, only=self._concerns) as inbox:
                 self._bus.open_writer(ClientUpdate)
                 async with asyncio.TaskGroup() as group:
-                    self._receive_models(True, group)
+                    self._models.begin(group)
+                    listening = listen(inbox, lambda message: self._handle(message, group))
                     helpers = [
-                        group.create_task(self._listen(inbox, group), name=f"client-{self.client_id}-listen"),
+                        group.create_task(listening, name=f"client-{self.client_id}-listen"),
                         group.create_task(self._heartbeat.run(), name=f"client-{self.client_id}-heartbeat"),
                     ]
                     try:
                         await self._work(group)
-                        await self._memory.settle()
+                        await self._models.settle()
                     finally:
-                        self._receive_models(False, group)
+                        self._models.receive(False)
                         await self._heartbeat.leave("done" if self._session.ended else "stopped")
                         for helper in helpers:
                             helper.cancel()
@@ -207,39 +209,12 @@ class Client:
             raise single_error(errors) from None
         finally:
             self._compute.close()
-            self._decode.close()
             self._masking.close()
-            if hasattr(self, "_training"):
-                self._training.close()
+            self._opened.close()
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
         return self.summary
 
     # Messages
-
-    def _receive_models(self, wanted: bool, group: asyncio.TaskGroup) -> None:
-        """Receive models from now on, or not any more."""
-        if wanted and self._receiving is None:
-            inbox = self._bus.subscribe(ModelBlob, only=self._concerns, passing=True)
-            self._receiving = group.create_task(self._listen(inbox, group), name=f"client-{self.client_id}-models")
-            self._receiving.add_done_callback(lambda _: inbox.close())
-        elif not wanted and self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving = None
-
-    async def _listen(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
-        while True:
-            try:
-                message = await inbox.get()
-            except BusClosed:
-                if inbox.fault:
-                    raise
-                raise BusClosed("the bus was closed under a running client: stop the client first") from None
-            try:
-                self._handle(message, group)
-            except (JoinRefused, TrainingFailed):
-                raise
-            except GradbusError as error:
-                log.warning("message not handled", kind=type(message).__name__, reason=str(error))
 
     def _concerns(self, message: Message) -> bool:
         """Whether a message is for this client: neither of other clients, nor of the controller to one of them."""
@@ -253,13 +228,6 @@ class Client:
                 if self._session.take(message) and self._session.repeats is None:
                     self._compute.stop_current()  # what is being trained now is no longer wanted
                 self._interrupt_sending()
-            case ModelBlob():
-                kind = kind_of_model(message.round_id)
-                copy = {"round": self._replica, "frozen": self._frozen, "candidate": self._candidate}[kind]
-                complete = copy.feed(message)
-                if complete is not None:
-                    group.create_task(self._take_model(*complete, copy), name=f"client-{self.client_id}-model")
-                return
             case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
                 if not self._session.accepts_session(session):
                     return
@@ -268,17 +236,13 @@ class Client:
                 return
         self._changed.set()
 
-    def _start_session(self, session: int, welcome: Welcome, group: asyncio.TaskGroup) -> None:
+    def _start_session(self, session: int, welcome: Welcome) -> None:
         """Follow another controller, or another start of it: work for the one before is of no use."""
         self._session.start_session(session, welcome)
-        self._receive_models(not welcome.fetch_models, group)
         self._masking.forget()
         self._interrupt_sending()
         self._shape = self._shape_for(welcome)
-        self._replica.start(welcome.run_id, self._shape.dim, welcome.broadcast)
-        self._frozen.start(0)  # followed only once it is needed
-        self._candidate.start(0)
-        self._memory.start()
+        self._models.start(welcome, self._shape)
         self._compute.stop_current()
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
@@ -316,7 +280,7 @@ class Client:
             case Welcome() if (body.to, body.incarnation) == me:
                 self._check_privacy(body)  # before anything is sent
                 if current.welcome is None or session != current.incarnation:
-                    self._start_session(session, body, group)
+                    self._start_session(session, body)
                 current.welcome = body
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case Refused() if (body.to, body.incarnation) == me:
@@ -333,10 +297,10 @@ class Client:
             case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation:
                 self._masking.on_request(body, self._shape.dim, group)
             case ModelAvailable() if session == current.incarnation:
-                self._take_notice(session, body, group)
+                self._models.on_notice(session, body)
             case RunEnded() if body.run_id == current.run_id and body.ok:
                 current.ended = body
-                self._memory.end()
+                self._models.end()
                 self._compute.stop_current()
                 self._interrupt_sending()
             case RunEnded() if body.run_id == current.run_id and body.final:
@@ -368,28 +332,10 @@ class Client:
             self._compute.stop_current()  # a training of a round that is over, as with a quorum
             self._interrupt_sending()
 
-    def _take_notice(self, session: int, notice: ModelAvailable, group: asyncio.TaskGroup) -> None:
-        """A model can be read in memory: that is done now, or when it is needed."""
-        if self._receiving is None:
-            self._memory.put_off(session, notice)
-        elif (key := self._memory.expect(session, notice)) is not None:
-            name = f"client-{self.client_id}-model"
-            self._memory.note(group.create_task(self._read_model(key, notice), name=name))
-
-    async def _take_model(self, key: FrameKey, payload: memoryview, copy: ModelReplica) -> None:
-        if copy.adopt(key, await self._decode.run(copy.decode, key, payload)):
-            self._changed.set()
-
-    async def _read_model(self, key: FrameKey, notice: ModelAvailable) -> None:
-        await self._memory.take(key, notice)
-        self._changed.set()
-        if not self._memory.here:
-            await self._heartbeat.send_hello()  # so that it is not counted on
-
     # Work
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
-        current = self._session
+        current, replica = self._session, self._models.replica
         while True:
             self._changed.clear()
             if current.ended is not None:
@@ -406,14 +352,14 @@ class Client:
             if welcome is None or command is None or not current.is_for(self.client_id, welcome, command):
                 if welcome is None or not await self._answered(welcome, group):
                     await self._wait(self._config.controller_timeout_s)
-            elif await self._lacks_frozen(welcome):
-                await self._fetch_frozen(welcome, group)
-            elif self._replica.round_id == command.round_id - 1 and self._replica.vector is not None:
-                await self._train_and_send(welcome, command, self._replica.vector, group)
-            elif self._replica.round_id >= command.round_id:
+            elif await self._models.lacks_frozen(welcome):
+                await self._models.fetch_frozen(welcome)
+            elif replica.round_id == command.round_id - 1 and replica.vector is not None:
+                await self._train_and_send(welcome, command, replica.vector, group)
+            elif replica.round_id >= command.round_id:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
-                await self._fetch_for(welcome, command, group)
+                await self._fetch_for(welcome, command)
 
     async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
         """What has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
@@ -422,100 +368,23 @@ class Client:
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
         """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
         inputs = RoundInputs(
-            welcome=welcome, command=command, base=base, broadcast=self._replica.broadcast, terms=self._session.terms,
-            commanded_s=self._session.commanded_s,
+            welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
+            terms=self._session.terms, commanded_s=self._session.commanded_s,
         )  # fmt: skip
-        return await self._compute.run(self._training.train, inputs, self._transfers, self._compute.should_stop)
+        return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
 
     def _is_called_off(self) -> bool:
         """Whether the newest :meth:`_make_update` was asked to stop."""
         return self._compute.should_stop()
 
-    async def _lacks_frozen(self, welcome: Welcome) -> bool:
-        """Whether this client needs the controller's frozen parameters: decided once for each Welcome."""
-        key = (self._session.incarnation, welcome.frozen)
-        if welcome.frozen and key != self._frozen_known:
-            if await self._compute.run(self._training.lacks_frozen, welcome):
-                return True
-            self._frozen_known = key
-        return False
-
-    async def _fetch_for(self, welcome: Welcome, command: TrainCmd, group: asyncio.TaskGroup) -> None:
+    async def _fetch_for(self, welcome: Welcome, command: TrainCmd) -> None:
         """Fetch the model that a command starts from, until it is here or no longer wanted."""
         current = self._session
 
         def superseded() -> bool:
             return current.is_older(command) or not current.takes_part(self.client_id, command)
 
-        await self._fetch_round(welcome, command.round_id - 1, superseded, group)
-
-    async def _fetch_round(
-        self, welcome: Welcome, round_id: int, superseded: Callable[[], bool], group: asyncio.TaskGroup
-    ) -> None:
-        """Fetch the model after this round, or a later one, until it is here or superseded."""
-        if not welcome.fetch_models:
-            await self._fetch(welcome, self._replica, round_id, superseded)
-            return
-        if (newest := self._memory.expect_newest()) is not None:
-            await self._read_model(*newest)
-            if self._replica.round_id >= round_id:
-                return
-        self._receive_models(True, group)
-        try:
-            await self._fetch(welcome, self._replica, round_id, superseded, first_after_s=FIRST_MODEL_S)
-        finally:
-            self._receive_models(False, group)
-
-    async def _fetch_frozen(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
-        """Fetch the controller's frozen parameters, and put them into the model."""
-        session = self._session.incarnation
-        self._receive_models(True, group)
-        self._frozen.start(welcome.run_id, self._shape.frozen_dim)
-        await self._fetch(
-            welcome, self._frozen, FROZEN_ROUND, lambda: not self._session.is_current(session), first_after_s=0.0
-        )
-        self._receive_models(not welcome.fetch_models, group)
-        vector = self._frozen.vector
-        if vector is not None:
-            await self._compute.run(self._take_frozen, welcome, vector)
-            self._frozen.start(0)  # it is in the model: a second copy is of no use
-            log.info("frozen parameters taken from the controller", client=self.client_id, values=vector.numel())
-
-    def _take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
-        self._training.take_frozen(welcome, vector)
-
-    async def _fetch_candidate(
-        self, welcome: Welcome, round_id: int, superseded: Callable[[], bool], group: asyncio.TaskGroup
-    ) -> Tensor | None:
-        """Fetch a model that is only evaluated. None: it is no longer wanted."""
-        self._receive_models(True, group)
-        try:
-            self._candidate.start(welcome.run_id, self._shape.dim)
-            await self._fetch(welcome, self._candidate, round_id, superseded, first_after_s=0.0)
-            return self._candidate.vector if self._candidate.round_id == round_id else None
-        finally:
-            self._candidate.start(0)
-            self._receive_models(not welcome.fetch_models, group)
-
-    async def _fetch(
-        self, welcome: Welcome, replica: ModelReplica, round_id: int, superseded: Callable[[], bool], *,
-        first_after_s: float = ASK_AFTER_S,
-    ) -> None:  # fmt: skip
-        """Wait until the replica has the model of this round, or that is superseded, and request it while nothing of
-        it arrives, for the first time after so many seconds."""
-        self._status.set("fetching")
-        ask_at_s = time.monotonic() + first_after_s
-        while replica.round_id < round_id and not superseded():
-            self._changed.clear()
-            if time.monotonic() >= ask_at_s:
-                ask_at_s = time.monotonic() + ASK_AFTER_S
-                transfer, seqs = replica.missing(round_id)
-                with contextlib.suppress(BusError):
-                    await self._bus.publish(self._identity, ModelRequest(welcome.run_id, round_id, transfer, seqs))
-            else:
-                await self._wait(ask_at_s - time.monotonic())
-                ask_at_s = max(ask_at_s, replica.progress_s + ASK_AFTER_S)
-        self._status.set("idle")
+        await self._models.fetch_round(welcome, command.round_id - 1, superseded)
 
     async def _wait(self, timeout_s: float) -> None:
         """Wait for a message, at most for so long. Raises BarrierTimeout: no controller for too long."""
@@ -531,7 +400,7 @@ class Client:
     async def _answered(self, welcome: Welcome, group: asyncio.TaskGroup) -> bool:
         """Do what is asked beside training; whether there was anything."""
         if (request := self._session.model_request) is not None:
-            await self._upload_local_model(welcome, request)
+            await self._answers.show_model(welcome, request)
             if self._session.model_request is request:
                 self._session.model_request = None
             return True
@@ -545,71 +414,7 @@ class Client:
     async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: asyncio.TaskGroup) -> None:
         """Evaluate a model on the data of this client, and send the result. A request that is repeated gets the same
         result again."""
-        current, session, round_id = self._session, self._session.incarnation, request.round_id
-        if not self._config.evaluates:
-            declined = EvaluationResult(request.run_id, round_id, 0, {}, DECLINED, 0.0)
-            self._result = (session, round_id), declined
-        if self._result is None or self._result[0] != (session, round_id):
-            vector = await self._model_to_evaluate(welcome, request, group)
-            if vector is None:
-                return
-            self._status.set("evaluating")
-            group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
-            try:
-                result = await self._compute.run(
-                    self._evaluation.evaluate, vector, welcome, request,
-                    lambda: self._compute.should_stop() or not current.wants_result(request, session),
-                )  # fmt: skip
-            except EvaluationStopped:
-                return
-            finally:
-                self._status.set("idle")
-            self._result = (session, round_id), result
-        if current.wants_result(request, session):
-            with contextlib.suppress(BusError):  # it is requested again
-                await self._bus.publish(self._identity, self._result[1])
-
-    async def _model_to_evaluate(
-        self, welcome: Welcome, request: EvaluationRequest, group: asyncio.TaskGroup
-    ) -> Tensor | None:
-        """The model of a request, once it is here; None: it is no longer wanted."""
-        round_id, session = request.round_id, self._session.incarnation
-
-        def superseded() -> bool:
-            return not self._session.wants_result(request, session)
-
-        if await self._lacks_frozen(welcome):
-            await self._fetch_frozen(welcome, group)
-        if kind_of_model(round_id) == "candidate":
-            return await self._fetch_candidate(welcome, round_id, superseded, group)
-        if self._replica.round_id < round_id:
-            await self._fetch_round(welcome, round_id, superseded, group)
-        return self._replica.vector if self._replica.round_id == round_id else None
-
-    async def _upload_local_model(self, welcome: Welcome, request: LocalModelRequest) -> None:
-        """Send the model that training here has made, for others to evaluate, or the reason why not."""
-        session, round_id = self._session.incarnation, request.round_id
-        if (session, round_id) == self._shown:
-            return  # it is there: the request was repeated before
-        self._transfers += 1
-        update, why = None, ""
-        if privacy_of(welcome.options) is not None:
-            why = PRIVATE
-        elif welcome.masked:
-            why = MASKED
-        elif not self._config.share_model:
-            why = NOT_SHARED
-        elif (update := await self._compute.run(
-            self._training.local_model, welcome, round_id, self._transfers
-        )) is None:  # fmt: skip
-            why = NO_MODEL
-        if update is None:
-            with contextlib.suppress(BusError):  # it is requested again
-                await self._bus.publish(self._identity, EvaluationResult(request.run_id, round_id, 0, {}, why, 0.0))
-            return
-        receipt = await self._sender.deliver(update, check=lambda: self._same_session(session))
-        if receipt is not None:
-            self._shown = session, round_id
+        await self._answers.evaluate(welcome, request, group)
 
     async def _train_and_send(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
@@ -618,7 +423,6 @@ class Client:
         failure: Exception | None = None
         began_s, sent_before = time.monotonic(), self._sender.bytes_up
         self._status.set("training")
-        self._transfers += 1
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
         group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
         try:
@@ -669,16 +473,15 @@ class Client:
         """
         current, session = self._session, self._session.incarnation
         if not welcome.masked:
-            receipt = await self._sender.deliver(update, check=lambda: self._same_session(session))
+            receipt = await self._sender.deliver(update, check=lambda: self._context.is_same_session(session))
             return None if receipt is None else (update, receipt)
 
         def is_wanted() -> bool:
             part = current.takes_part(self.client_id, command)
-            return part and self._same_session(session) and not current.superseded(command)
+            return part and self._context.is_same_session(session) and not current.superseded(command)
 
         while (masks := await self._masking.take(command.round_id, is_wanted)) is not None:
-            self._transfers += 1
-            sent = await self._compute.run(self._training.mask, update, base, masks, self._transfers)
+            sent = await self._compute.run(self._training.mask, update, base, masks, next(self._transfers))
             attempt = masks.roster.attempt
             if not self._masking.is_open(attempt):  # it has failed meanwhile, or goes on without this client
                 if sent.sealed is not None:
@@ -686,7 +489,7 @@ class Client:
                 continue
             receipt = await self._sender.deliver(
                 sent,
-                check=lambda: self._same_session(session) and not self._is_failed(attempt),  # noqa: B023 - awaited here
+                check=lambda: self._context.is_same_session(session) and not self._is_failed(attempt),  # noqa: B023 - awaited here
             )
             if receipt is not None:
                 return sent, receipt
@@ -696,11 +499,6 @@ class Client:
         """Whether there is a later attempt at the same round, so that this one has come to nothing."""
         newest = self._masking.attempt
         return newest is None or (newest.round_id == attempt.round_id and newest != attempt)
-
-    def _same_session(self, session: int) -> bool:
-        """Whether the controller is still this one. Raises BarrierTimeout: there is none."""
-        self._session.check_controller(self._bus.misconfiguration, self._bus.reach.advice(one=True))
-        return self._session.is_current(session)
 
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
         current = self._session

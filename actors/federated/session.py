@@ -1,15 +1,22 @@
-"""A client's session with its controller, and the heartbeat that it sends."""
+"""A client's session with its controller, the heartbeat that it sends, and what else its parts share."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
-from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.errors import BarrierTimeout, BusError
+from gradbus.runtime.bus.bus import Bus, Subscription
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, GradbusError, JoinRefused, TrainingFailed
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import (
+    Body,
     EvaluationRequest,
     Hello,
     Leave,
@@ -20,11 +27,34 @@ from gradbus.runtime.wire.control import (
     Welcome,
 )
 from gradbus.runtime.wire.id_ranges import has_id, parse_ids
-from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, TrainCmd
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is accepted when the known one is silent for so long
 LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat is apart, with some delay
 OVERTAKEN_S = 3.0  # a command of an earlier round that comes later than this after a newer one is not an overtaken one
+
+log = get_logger("client")
+
+
+async def listen(inbox: Subscription, handle: Callable[[Message], None]) -> None:
+    """Handle messages until this is cancelled. One that cannot be handled is logged.
+
+    Raises:
+        JoinRefused, TrainingFailed: ``handle`` has: this client's run has ended. BusClosed: the bus was.
+    """
+    while True:
+        try:
+            message = await inbox.get()
+        except BusClosed:
+            if inbox.fault:
+                raise
+            raise BusClosed("the bus was closed under a running client: stop the client first") from None
+        try:
+            handle(message)
+        except (JoinRefused, TrainingFailed):
+            raise
+        except GradbusError as error:
+            log.warning("message not handled", kind=type(message).__name__, reason=str(error))
 
 
 class ControllerSession:
@@ -291,3 +321,34 @@ class ClientHeartbeat:
         self._left = True
         with contextlib.suppress(BusError):
             await self._bus.publish(self._identity, Leave(reason))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ClientContext:
+    """The objects that all parts of a running client share.
+
+    Attributes:
+        client_id: its own; of a host, the first one of its clients. identity: under which it sends.
+        changed: set when a message, or a part of this client, has changed what its next action follows from.
+        compute: its thread for tensors and files.
+    """
+
+    client_id: int
+    bus: Bus
+    identity: Identity
+    config: ClientConfig
+    session: ControllerSession
+    status: ClientStatus
+    heartbeat: ClientHeartbeat
+    changed: asyncio.Event
+    compute: ComputeThread
+    probe: Probe
+
+    async def publish(self, body: Body) -> None:
+        """Send a control message as this client. Raises BusError: it could not be sent."""
+        await self.bus.publish(self.identity, body)
+
+    def is_same_session(self, session: int) -> bool:
+        """Whether the controller is still this one. Raises BarrierTimeout: there has been none for too long."""
+        self.session.check_controller(self.bus.misconfiguration, self.bus.reach.advice(one=True))
+        return self.session.is_current(session)

@@ -143,8 +143,8 @@ class SiteMember(Client):
     async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
         """Start the Controller of this site, and wait for its clients."""
         if welcome.frozen:
-            if await self._lacks_frozen(welcome):
-                await self._fetch_frozen(welcome, group)
+            if await self._models.lacks_frozen(welcome):
+                await self._models.fetch_frozen(welcome)
             self._frozen_values = self._model.read_frozen()
         self.controller = await self._make_controller(welcome, self._frozen_values)
         self._serving = group.create_task(self.controller.serve(self._on_report), name="site-controller")
@@ -159,16 +159,17 @@ class SiteMember(Client):
             return
         until_s = time.monotonic() + LAST_MODEL_S
         if (welcome := self._session.welcome) is not None:
-            await self._fetch(
-                welcome, self._replica, controller.counted_round, lambda: time.monotonic() > until_s, first_after_s=0.1
-            )
+            await self._models.fetch(
+                welcome, self._models.replica, controller.counted_round, lambda: time.monotonic() > until_s,
+                first_after_s=0.1,
+            )  # fmt: skip
         await self._take_newest(controller)
         controller.end()
         await self._serving
 
     async def _take_newest(self, controller: SiteController) -> None:
         """Pass the newest model on to the site's clients, if it is new."""
-        vector, round_id = self._replica.vector, self._replica.round_id
+        vector, round_id = self._models.replica.vector, self._models.replica.round_id
         if vector is None or self._session.welcome is None:
             return
         if self._session.run_id != controller.run_id:
@@ -224,15 +225,15 @@ class SiteMember(Client):
         """The sum as an update, in shared memory where the level above reads that."""
         here = self._bus.memory.here
         sealed = self._bus.memory.put(payload) if here and here == welcome.memory else None
-        loss = totals.loss()
+        loss, transfer = totals.loss(), next(self._transfers)
         request = UploadRequest(
-            run_id=welcome.run_id, round_id=command.round_id, transfer=self._transfers, total_bytes=len(payload),
+            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
             num_samples=num_samples, loss=math.nan if loss is None else loss,
             train_s=max(0.0, time.perf_counter() - began_s), encode_s=0.0,
             memory="" if sealed is None else sealed.place, wait_s=max(0.0, began_s - self._session.commanded_s),
         )  # fmt: skip
         key = FrameKey(
-            Kind.UPDATE, welcome.run_id, command.round_id, self.client_id, self._identity.incarnation, self._transfers
+            Kind.UPDATE, welcome.run_id, command.round_id, self.client_id, self._identity.incarnation, transfer
         )  # fmt: skip
         return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, sealed=sealed)
 

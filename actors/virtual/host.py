@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 import time
 from collections import deque
@@ -166,7 +165,6 @@ class ClientHost(Client):
         self._state_dir = state_dir
         self._sending: dict[int, UpdateSender] = {}  # by client
         self._failures: dict[int, TrainingFailure] = {}
-        self._numbers = itertools.count(1)  # of transfers
         self._work_now: RoundWork | None = None
         self._evaluating: EvaluationWork | None = None
         self._evaluating_session = 0
@@ -185,7 +183,7 @@ class ClientHost(Client):
         """Build the model, off the loop."""
         self._bus.access_policy.check_client()
         self._model = FlatModel(self._task.build_model())
-        self._open_replicas()
+        self._open_parts(self)
 
     def _describe(self, matched: bool) -> Hello:
         return replace(super()._describe(matched), ids=self._text, masks=False)
@@ -235,11 +233,13 @@ class ClientHost(Client):
             if self._repeating is not None:
                 self._repeating.cancel()
 
-    async def _lacks_frozen(self, welcome: Welcome) -> bool:
-        await self._compute.run(self._model.arrange, Sharing.of_welcome(welcome))
-        return bool(welcome.frozen) and self._model.frozen != welcome.frozen
+    def lacks_frozen(self, welcome: Welcome) -> bool:
+        """Whether its model lacks the controller's frozen parameters. Called on the compute thread."""
+        self._model.arrange(Sharing.of_welcome(welcome))
+        return self._model.frozen != welcome.frozen
 
-    def _take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
+    def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
+        """Put them into the model, for the processes of the pool. Called on the compute thread."""
         self._model.arrange(Sharing.of_welcome(welcome))
         self._model.write_frozen(vector)
 
@@ -259,7 +259,7 @@ class ClientHost(Client):
         random.Random(f"{command.seed} {command.round_id}").shuffle(order)
         queue = deque((client_id, 0) for client_id in order)
         inputs = RoundInputs(
-            welcome=welcome, command=command, base=base, broadcast=self._replica.broadcast, terms=current.terms,
+            welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast, terms=current.terms,
             commanded_s=current.commanded_s,
         )  # fmt: skip
         frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
@@ -297,7 +297,7 @@ class ClientHost(Client):
             try:
                 async with self._pool.borrow() as process:
                     update = await process.train(
-                        work, Identity(client_id, self._identity.incarnation), next(self._numbers)
+                        work, Identity(client_id, self._identity.incarnation), next(self._transfers)
                     )
                 if update is not None:
                     group.create_task(self._deliver(update, process, room), name=f"host-send-{client_id}")
@@ -322,7 +322,7 @@ class ClientHost(Client):
             self._bus, Identity(client_id, self._identity.incarnation), self._probe
         )
         try:
-            receipt = await sender.deliver(update, check=lambda: self._same_session(session))
+            receipt = await sender.deliver(update, check=lambda: self._context.is_same_session(session))
         finally:
             del self._sending[client_id]
             self._bytes_up += sender.bytes_up
@@ -367,7 +367,7 @@ class ClientHost(Client):
             if client_id in results:
                 await self._send_result(client_id, results[client_id])
         queue = deque((client_id, 0) for client_id in named if client_id not in results)
-        if not queue or (vector := await self._model_to_evaluate(welcome, request, group)) is None:
+        if not queue or (vector := await self._models.fetch_evaluated(welcome, request)) is None:
             return
         frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
         work = self._evaluating = self._pool.new_evaluation(welcome, request, vector, frozen)
