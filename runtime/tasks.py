@@ -1,6 +1,39 @@
-"""Small helpers around asyncio's task groups."""
+"""Small helpers around asyncio's tasks and their groups."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def items_of(
+    serve: Callable[[Callable[[T], object]], Coroutine[Any, Any, None]], *, name: str
+) -> AsyncGenerator[T, None]:
+    """Yield what a coroutine gives to the function that it is called with, as it comes. It runs as a task of this name,
+    and is cancelled when nobody takes them any more. The queue between the two has no bound: ``serve`` has one.
+
+    Raises:
+        What ``serve`` raises, without groups around a single error.
+    """
+    items: asyncio.Queue[T | None] = asyncio.Queue()
+    running = asyncio.create_task(serve(items.put_nowait), name=name)
+    running.add_done_callback(lambda _: items.put_nowait(None))
+    try:
+        while (item := await items.get()) is not None:
+            yield item
+        try:
+            await running
+        except BaseExceptionGroup as group:
+            raise single_error(group) from None
+    finally:
+        if not running.done():
+            running.cancel()
+            await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
+            if not running.cancelled():
+                running.exception()  # it was asked to stop: nobody waits for the error
 
 
 def single_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

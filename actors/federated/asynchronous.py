@@ -36,6 +36,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import differences
 from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.rounds import REPEATED, STALE, Outcome, Round, RoundRules
 from gradbus.codecs import Codec, Parsed
 from gradbus.codecs.base import Block
@@ -99,14 +100,17 @@ class BufferRound(Round):
         # Half of the clients say what a typical number of samples is: the slowest one is not waited for.
         self._quorum, self._grace_s = max(rules.minimum, (len(self.expected) + 1) // 2), 0.0
 
-    def go_on(self, *, updates: int, local_s: float, sync_s: float) -> None:
+    def go_on(self, last: RoundReport | None, *, updates: int) -> None:
         """Note what was before.
 
         Args:
+            last: the report of the round before, for :func:`adaptive_grace_s`; None: there was none.
             updates: that are in the buffer, from an earlier attempt.
-            local_s, sync_s: of the round before, for :func:`adaptive_grace_s`.
         """
-        self.updates, self._local_s, self._sync_s = updates, local_s, sync_s
+        self.updates = updates
+        if last is not None:
+            self._local_s = statistics.median([one.train_s for one in last.timeline] or [0.0])
+            self._sync_s = last.step_s + last.checkpoint_s + last.publish_s
         self._first_at_s = self.opened_at_s if updates else None
 
     @property

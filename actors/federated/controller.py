@@ -14,11 +14,9 @@ import dataclasses
 import itertools
 import math
 import os
-import statistics
 import time
 import zlib
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -27,7 +25,8 @@ from torch import nn
 
 from gradbus.actors.aggregation import partial_sum, updates
 from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
-from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.exact_sum import OutOfRange
+from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
@@ -35,7 +34,7 @@ from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
-from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
+from gradbus.actors.federated.dispatch import Dispatcher
 from gradbus.actors.federated.early_stop import EarlyStop
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.liveness import (
@@ -45,41 +44,33 @@ from gradbus.actors.federated.liveness import (
     tolerate_write_timeout,
 )
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
-from gradbus.actors.federated.participation import NO_UPDATE
+from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
 from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.report import Progress, RoundReport
-from gradbus.actors.federated.rounds import (
-    CLIENT_LOST,
-    CLIENT_SILENT,
-    FAILURES,
-    SURPLUS,
-    TRAINING_FAILED,
-    Outcome,
-    Round,
-    RoundRules,
-)
+from gradbus.actors.federated.report import Progress, RoundReport, round_report
+from gradbus.actors.federated.round_losses import RoundLosses
+from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.selectors.base import make_selector
-from gradbus.actors.federated.sharing import Sharing, check_sharing
+from gradbus.actors.federated.sharing import Sharing, check_noise, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
-from gradbus.actors.secure_aggregation.keys import NotInProtocol
+from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import size_of
+from gradbus.actors.secure_aggregation.shamir import BadShares
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.config.federated import IN_COMMAND, OF_CLIENTS, FederatedConfig
-from gradbus.runtime.errors import ConfigError, GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
+from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
+from gradbus.runtime.errors import TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import items_of
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import MaskAnswer, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
 # Steps that a client may announce for each sample and epoch: a batch has at least one sample, and a task of one's own
@@ -87,28 +78,6 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Train
 STEPS_PER_SAMPLE = 16
 
 log = get_logger("controller")
-
-
-async def reports_of(
-    serve: Callable[[Callable[[RoundReport], object]], Coroutine[Any, Any, None]],
-) -> AsyncGenerator[RoundReport, None]:
-    """The reports of a run as they come; it is cancelled when nobody takes them any more."""
-    reports: asyncio.Queue[RoundReport | None] = asyncio.Queue()  # bounded by the number of rounds
-    running = asyncio.create_task(serve(reports.put_nowait), name="controller")
-    running.add_done_callback(lambda _: reports.put_nowait(None))
-    try:
-        while (report := await reports.get()) is not None:
-            yield report
-        try:
-            await running
-        except BaseExceptionGroup as group:
-            raise single_error(group) from None
-    finally:
-        if not running.done():
-            running.cancel()
-            await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
-            if not running.cancelled():
-                running.exception()  # it was asked to stop: nobody waits for the error
 
 
 class Controller:
@@ -147,12 +116,10 @@ class Controller:
         self._masked: MaskedAttempt | None = None  # with secure aggregation: the newest attempt
         self._mask_numbers = itertools.count(1)  # of attempts: none is used twice by this start of the controller
         self._wakeup = asyncio.Event()
-        self._failures = TrainingFailureLog()
         self._has_commanded = False
         self._bases: Bases | None = None  # of asynchronous rounds
         self._selector = make_selector(config.selection)
         self._deadline = RoundDeadline(config.round.timeout_times_median, config.round.timeout_s)
-        self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
         self.progress = Progress(rounds=config.rounds, minimum=config.clients.min)
         # Made by _open; the other parts by _wire.
         self._model: FlatModel
@@ -170,11 +137,12 @@ class Controller:
         sharing = Sharing.of(config)
         self._model = FlatModel(self._task.build_model(), sharing)
         check_sharing(self._model.specs, sharing)
-        self._check_evaluation()
+        if config.privacy.name != "none":
+            check_noise(self._model.specs, sharing)
+        check_evaluation(config, self._model)
         self._strategy = self._make_strategy()
         self._strategy.lay_out([shape for _, _, shape in self._model.table])
         check_strategy(config, self._strategy)
-        self._check_buffers()
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
@@ -183,38 +151,6 @@ class Controller:
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
         self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
         self._state.incarnation = self._identity.incarnation
-
-    def _check_evaluation(self) -> None:
-        """Note which tensors are personal. Raises ConfigError: the run is to end by an evaluation that there is not."""
-        names = [spec.name for spec in self._model.personal if spec.dtype.is_floating_point]
-        self._has_whole_model = not names
-        if not names:
-            return
-        stop, best = self._config.early_stop, self._config.checkpoint.keep_best
-        for key, metric in (
-            ("early_stop.metric", stop.metric if stop.patience is not None else None), ("checkpoint.keep_best", best),
-        ):  # fmt: skip
-            if metric is not None and not metric.startswith(OF_CLIENTS):
-                raise ConfigError(
-                    f"federated.{key}: {metric!r} is of an evaluation by this controller, which has no whole model: "
-                    f"{', '.join(names[:5])} are personal (federated.share). Take one that the clients find with their "
-                    f"own, such as {OF_CLIENTS}loss, with federated.evaluation.every"
-                )
-        log.info(
-            "personal tensors", tensors=len(names), first=names[:5], shared_values=self._model.dim,
-            effect="they stay at the clients, which alone can evaluate the model (federated.evaluation)",
-        )  # fmt: skip
-
-    def _check_buffers(self) -> None:
-        """Raises ConfigError: noise would be added to what is no parameter, such as a variance: it becomes negative."""
-        names = {name for name, _ in self._model.module.named_buffers()}
-        sent = [name for name, _, _ in self._model.table if name in names]
-        if self._config.privacy.name != "none" and sent:
-            raise ConfigError(
-                f"federated.privacy: the model exchanges the buffers {', '.join(sent[:5])}, statistics of the data "
-                f"that noise would make useless. Let them stay at the clients (federated.share.exclude), or use a "
-                f"model without, such as with GroupNorm in place of BatchNorm"
-            )
 
     def _make_strategy(self) -> Strategy:
         """The strategy behind its limits. Called off the loop, when there is a model."""
@@ -258,6 +194,7 @@ class Controller:
         self._receiver = UpdateReceiver(
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed
         )
+        self._losses = RoundLosses(self._receiver)
         if self._bases is not None:
             self._receiver.bases, admission.max_staleness = self._bases, config.asynchronous.max_staleness
         self._monitor = LivenessMonitor(
@@ -274,6 +211,7 @@ class Controller:
         models = self._dispatcher.local_models = LocalModelReceiver(
             context, self._registry, dim=dim, sleep_until=self._sleep_until, changed=self._changed
         )
+        self._evaluation = ModelEvaluation(context, self._task, self._model, self._evaluator, self.progress)
         self._cross_site = CrossSiteEvaluation(context, self._publisher, self._evaluator, models)
         for report in state.history:
             self.progress.add(report)
@@ -329,7 +267,7 @@ class Controller:
         Raises:
             As :meth:`run`.
         """
-        async with contextlib.aclosing(reports_of(self.serve)) as reports:
+        async with contextlib.aclosing(items_of(self.serve, name="controller")) as reports:
             async for report in reports:
                 yield report
 
@@ -407,13 +345,14 @@ class Controller:
         state, config, rounds = self._state, self._config, self._config.rounds
         began_after = state.round_id
         await self._compute.run(self._note_end)
-        await self._evaluate_resumed()  # it may show that the run had ended: then no clients are waited for
+        # It may show that the run had ended: then no clients are waited for.
+        await self._amended(await self._evaluation.resumed(self.progress.reports))
         if state.round_id < rounds and not self._stop.reason:
             await self._wait_for_clients()
             await self._compute.run(state.save_initial)
             with tolerate_write_timeout("model", state.round_id):
                 await self._publisher.publish_full(state.round_id)
-            await self._evaluate_resumed_by_clients()
+            await self._amended(await self._evaluation.resumed_by_clients(self.progress.reports))
         while state.round_id < rounds and await self._compute.run(self._stop.may_begin, state.round_id + 1):
             report = await self._one_round(state.round_id + 1)
             on_report(report)
@@ -449,19 +388,7 @@ class Controller:
 
     def membership_changed(self) -> None:
         if self._round is not None:
-            # A client that died and is back already takes part from the next round on: in this one it is lost.
-            round_id = self._round.round_id
-            unheard = self._registry.silent_ids(round_id)
-            lost, found = self._round.follow(self._registry.taking_part(round_id), unheard)
-            for client_id in lost:
-                reason = CLIENT_SILENT if client_id in unheard else CLIENT_LOST
-                self._receiver.dropped[reason] += 1
-                self._missed[client_id] = reason
-                log.warning(reason, client=client_id, round=round_id)
-            for client_id in found:
-                if self._missed.pop(client_id, None) == CLIENT_SILENT:  # else it was silent before the round began
-                    self._receiver.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
-                log.info("client waited for again", client=client_id, round=round_id)
+            self._losses.follow(self._round, self._registry)
             if self._masked is not None:
                 self._masked.keep_to_members()
         self.progress.clients = tuple(sorted(member.client_id for member in self._registry if not member.silent))
@@ -480,14 +407,8 @@ class Controller:
             log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
-        round_id = report.round_id
-        if self._round is None or self._round.staleness(round_id) < 0 or client_id not in self._round.open:
-            return  # known already: it is repeated until the next command
-        reason = report.reason if report.reason in FAILURES else TRAINING_FAILED
-        self._failures.note(client_id, round_id, report.text, reason)
-        self._round.fail(client_id, reason)
-        self._receiver.dropped[reason] += 1
-        self._changed()
+        if self._losses.note_failure(self._round, client_id, report):
+            self._changed()
 
     def _changed(self) -> None:
         """Wake the waits of the controller."""
@@ -521,7 +442,7 @@ class Controller:
     async def _gather(self, round_id: int, accepted: set[int]) -> tuple[Round, Outcome, int]:
         """Attempts at a round, until there are enough updates. Those of one attempt count in the next, and those of the
         clients in ``accepted`` count already: it grows. Returns the last attempt, its outcome and its number."""
-        self._missed = {}
+        self._losses.begin()
         self._cap.begin(round_id, self._state.participation.samples())
         if self._config.secure_aggregation.enabled:
             self._cap.waive()
@@ -531,27 +452,15 @@ class Controller:
             round_, outcome = await self._collect(round_id, accepted, attempt)
             if outcome is not Outcome.TOO_FEW:
                 return round_, outcome, attempt
-            self._missed.update(self._why_missed(round_))
+            self._losses.note_attempt(round_)
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._registry.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its next Hello brings another
                     await self._dispatcher.welcome(member)
             if self._time_left()[1] <= 0.0:
                 break
-        raise self._too_few(round_)
-
-    def _too_few(self, round_: Round) -> GradbusError:
-        """The error of a failed round: of the clients' own code, if that is why every missing update is missing."""
-        failed = sorted(client_id for client_id, why in round_.failed.items() if why in FAILURES)
-        would_do = len(round_.accepted) + len(failed) >= round_.minimum  # else others are missing as well
-        if failed and would_do and round_.expected == round_.accepted.union(failed):
-            who = f"client{'s' * (len(failed) > 1)} {', '.join(map(str, failed[:20]))}{' ...' * (len(failed) > 20)}"
-            return TrainingFailed(
-                f"training failed on {who}: {self._failures.newest(failed[0])}. Mend it there, start the clients and "
-                f"then the controller again: the run goes on from the last committed model", failed,
-            )  # fmt: skip
-        accepted, why = len(round_.accepted), "" if self._masked is None else self._masked.failure
-        return RoundTimeout(round_.round_id, accepted, round_.minimum, self._config.round.max_attempts, why)
+        why = "" if self._masked is None else self._masked.failure
+        raise self._losses.error(round_, self._config.round.max_attempts, why)
 
     async def _collect(self, round_id: int, accepted: set[int], attempt: int) -> tuple[Round, Outcome]:
         """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
@@ -640,7 +549,7 @@ class Controller:
             try:
                 await self._receiver.settle_masked(await masked.unmask())
                 return True
-            except ValueError as error:  # too few have answered, or wrongly
+            except (TooFewMembers, BadShares, OutOfRange, NoRoom) as error:  # the clients, or their sum, are to blame
                 masked.fail(str(error))
         else:
             masked.note_too_few()
@@ -660,11 +569,7 @@ class Controller:
             round_id, ready, rules, self._config.asynchronous, now_s=time.monotonic(), accepted=accepted, silent=silent
         )  # fmt: skip
         if last is not None or accepted:
-            trained_s = [0.0] if last is None else [one.train_s for one in last.timeline] or [0.0]
-            buffer.go_on(
-                updates=len(self._receiver.totals.staleness) if accepted else 0, local_s=statistics.median(trained_s),
-                sync_s=0.0 if last is None else last.step_s + last.checkpoint_s + last.publish_s,
-            )  # fmt: skip
+            buffer.go_on(last, updates=len(self._receiver.totals.staleness) if accepted else 0)
         return buffer
 
     async def _command(self, round_id: int) -> TrainCmd:
@@ -675,16 +580,8 @@ class Controller:
         return dataclasses.replace(command, **{key: changed[key] for key in IN_COMMAND if key in changed})
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
-        """What belongs to the command of a round, and has no field in it; None: there is no such setting."""
-        training, is_partial, has_hosts = self._config.training, self._selector.partial, self._registry.has_hosts
         attempt = 0 if self._masked is None else self._masked.number
-        if not training.has_terms and not is_partial and not has_hosts and not attempt:
-            return None
-        options = {key: value for key, value in training.changes(round_id).items() if key not in IN_COMMAND}
-        named = format_ids(participants) if is_partial or has_hosts or attempt else ""
-        if len(named) > MAX_CHARS and not is_partial:
-            named = ""  # all are asked; updates of those that may not take part are refused
-        return RoundTerms(self.run_id, round_id, options, named, held=not self._cap.is_settled, attempt=attempt)
+        return self._dispatcher.round_terms(round_id, participants, held=not self._cap.is_settled, attempt=attempt)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
         if terms is not None:
@@ -700,12 +597,16 @@ class Controller:
         crc32 = await self._compute.run(self._finish)
         aggregated_s = time.perf_counter()
         self._probe.reached("after_aggregate_before_commit", round_id)
-        report = self._report(round_, outcome, attempt, crc32, (started_s, collected_s, aggregated_s))
         totals = self._receiver.totals
-        state.participation.commit(round_id, totals.samples, self._why_missed(round_), totals.loss_of)
+        report = round_report(
+            round_, totals, self._receiver.timing, (started_s, collected_s, aggregated_s), attempt=attempt,
+            outcome=outcome.value, dropped=self._receiver.take_dropped(), weights_crc32=crc32,
+            strikes=state.quarantine.take_new(), marks=self._marks(), epsilon=self._strategy.epsilon,
+        )  # fmt: skip
+        state.participation.commit(round_id, totals.samples, self._losses.of(round_), totals.loss_of)
         if attempt == 1:  # of another one the time says little: some updates were there when it began
             self._deadline.round_done(round_.answered_s)
-        self._missed = {}
+        self._losses.begin()
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._publisher.prepare(round_id)
         if state.is_durable or self._probe.history.on:
@@ -720,9 +621,9 @@ class Controller:
         self._probe.reached("after_publish", round_id)
         if self._config.asynchronous.proportional_steps:
             await self._dispatcher.note_speeds(self._receiver.totals.speeds)
-        evaluation = await self._evaluate_after(round_id)
+        evaluation = await self._evaluation.after_round(round_id)
         report = state.amend(
-            report, **self._bytes_down(round_, size),
+            report, **self._publisher.bytes_down(size, round_.asked if self._selector.partial else None),
             downlink_residual_norm=self._publisher.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
             eval_s=time.perf_counter() - published_s, seconds=published_s - started_s,
@@ -736,47 +637,9 @@ class Controller:
         )  # fmt: skip
         return report
 
-    def _bytes_down(self, round_: Round, size: int) -> dict[str, int]:
-        """Bytes of models that clients get for a round, as a report has them. ``size``: of one."""
-        if not self._selector.partial:
-            shared = size * min(self._publisher.notified, self._registry.sharing)
-            return {"bytes_down": size * max(1, len(self._registry)), "bytes_down_shared": shared}
-        sharing = sum(map(self._registry.shares_memory, round_.asked)) if self._publisher.notified else 0
-        return {"bytes_down": size * len(round_.asked), "bytes_down_shared": size * sharing}
-
-    def _report(
-        self, round_: Round, outcome: Outcome, attempt: int, crc32: int, times_s: tuple[float, float, float]
-    ) -> RoundReport:
-        """The report of a round at its commit. ``times_s``, by ``time.perf_counter``: its start, the last update, and
-        the new model, of which ``crc32`` is the checksum."""
-        totals, timing, (started_s, collected_s, aggregated_s) = self._receiver.totals, self._receiver.timing, times_s
-        return RoundReport(
-            round_id=round_.round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
-            expected=round_.wanted, num_samples=totals.num_samples, loss=totals.loss(),
-            bytes_up=totals.bytes_up, bytes_up_shared=totals.bytes_up_shared, train_s=totals.train_s,
-            encode_s=totals.encode_s, dropped=self._receiver.take_dropped(),
-            wire_s=max(0.0, collected_s - started_s - totals.train_s - totals.encode_s - totals.aggregate_s),
-            aggregate_s=totals.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
-            command_s=timing.first_command_s - started_s, timeline=timing.timelines(), weights_crc32=crc32,
-            strikes=self._state.quarantine.take_new(), marks=self._marks(), updates=len(totals.staleness),
-            staleness=sum(totals.staleness) / max(1, len(totals.staleness)),
-            max_staleness=max(totals.staleness, default=0), epsilon=self._strategy.epsilon,
-        )  # fmt: skip
-
     def _marks(self) -> dict[str, tuple[int, ...]]:
         capped = tuple(sorted(self._receiver.capped))
         return {**({CAPPED: capped} if capped else {}), **self._strategy.marks()}
-
-    def _why_missed(self, round_: Round) -> dict[int, str]:
-        """The reasons of clients that were expected in this round and do not count."""
-        missed = {
-            **dict.fromkeys(round_.silent, CLIENT_SILENT),
-            **dict.fromkeys(round_.open, SURPLUS if round_.is_full else NO_UPDATE), **self._missed,
-        }  # fmt: skip
-        for client_id, reason in round_.failed.items():
-            is_own = reason in FAILURES
-            missed[client_id] = f"{reason}: {self._failures.newest(client_id)}" if is_own else reason
-        return {client_id: why for client_id, why in missed.items() if client_id not in round_.accepted}
 
     def _ids_known_before(self) -> range:
         """Ids of participants that are known before any has come."""
@@ -785,8 +648,8 @@ class Controller:
     def _name_clients_that_never_counted(self) -> None:
         """Log the clients whose updates never counted, at any end of the run."""
         participation = self._state.participation
-        if self._missed:  # in a round that was not committed
-            participation.commit(self._state.round_id + 1, self._receiver.totals.samples, self._missed)
+        if missed := self._losses.missed:  # in a round that was not committed
+            participation.commit(self._state.round_id + 1, self._receiver.totals.samples, missed)
         never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
@@ -804,52 +667,9 @@ class Controller:
         self._state.commit(report, self._publisher.held_apart)
         self._publisher.note_commit(report)
 
-    async def _evaluate_after(self, round_id: int, *, by_clients: bool = True) -> dict[str, Any]:
-        """Quality of the current weights, as a report has it; empty: it is not due after this round, or the task has no
-        evaluation. Clients evaluate at the same time as the controller."""
-        every = self._config.eval_every
-        is_due = bool(every) and self._has_whole_model
-        is_due = is_due and (round_id % every == 0 or round_id == self._config.rounds)
-        by_clients = by_clients and self._evaluator.is_due(round_id)
-        if not is_due and not by_clients:
-            return {}
-        self.progress.phase = "evaluating"
-        if not by_clients:
-            return await self._compute.run(self._evaluate)
-        try:
-            async with asyncio.TaskGroup() as group:
-                clients = group.create_task(self._evaluator.after_round(round_id), name="evaluation-by-clients")
-                found = await self._compute.run(self._evaluate) if is_due else {}
-        except BaseExceptionGroup as errors:
-            raise single_error(errors) from None
-        return {**found, "by_clients": clients.result()}
-
-    def _evaluate(self) -> dict[str, Any]:
-        self._model.hold(self._state.weights)
-        found = self._task.evaluate(self._model.module)
-        if found is None:
-            return {}
-        metrics = {str(name): float(value) for name, value in getattr(found, "metrics", {}).items()}
-        return {"accuracy": found.accuracy, "eval_loss": found.loss, "metrics": metrics}
-
-    async def _evaluate_resumed(self) -> None:
-        """The round before a crash was committed, but may not have been evaluated."""
-        last = self.progress.reports[-1] if self.progress.reports else None
-        if last and last.eval_loss is None:
-            await self._amend(last, await self._evaluate_after(last.round_id, by_clients=False))
-
-    async def _evaluate_resumed_by_clients(self) -> None:
-        """Have clients evaluate that round, once they are here, if they had not before the crash."""
-        last = self.progress.reports[-1] if self.progress.reports else None
-        if last and not last.by_clients.asked and self._evaluator.is_due(last.round_id):
-            self.progress.phase = "evaluating"
-            await self._amend(last, {"by_clients": await self._evaluator.after_round(last.round_id)})
-
-    async def _amend(self, last: RoundReport, found: dict[str, Any]) -> None:
-        """Note what was found of the newest round after a resume."""
-        if found:
-            report = self._state.amend(last, **found)
-            self.progress.amend(report)
+    async def _amended(self, report: RoundReport | None) -> None:
+        """The newest round has been evaluated after a resume; None: it had been before."""
+        if report is not None:
             await self._compute.run(self._evaluated, report)
 
     def _evaluated(self, report: RoundReport) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,15 +16,14 @@ from gradbus.actors.federated.cross_site import LocalModelReceiver
 from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMonitor
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
 from gradbus.runtime.choices import CODECS
+from gradbus.runtime.config.federated import IN_COMMAND
 from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.plain_text import plain_text
 from gradbus.runtime.wire.control import (
     CANDIDATE_ROUNDS,
     Body,
@@ -36,16 +33,14 @@ from gradbus.runtime.wire.control import (
     MaskAnswer,
     ModelRequest,
     Refused,
+    RoundTerms,
     TrainingFailure,
     UploadRequest,
     Welcome,
 )
 from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, PeerGone
-
-MAX_DISTINCT = 32  # tracebacks that are logged in a run; clients may send any text
-MAX_LINE = 1200  # characters of the last line of a traceback, which has the error
-MAX_TEXT = 8000  # characters of a traceback, from its end
 
 _OTHER_KIND = {
     "clients": "it is the Controller of a site, and this one takes clients: set its clients.kind to sites",
@@ -61,39 +56,8 @@ _MASKS_NOTHING = (
     "own, of this version"
 )
 _SAME_SPEED = 0.2  # a change of the steps by less than this share is none
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 log = get_logger("controller")
-
-
-class TrainingFailureLog:
-    """Logs exceptions of training functions on clients: each distinct one once with its traceback, then counted."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-        self._newest: dict[int, str] = {}
-        self._last: dict[int, str] = {}  # by client, without what differs from one time to the next
-
-    def note(self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED) -> None:
-        """Log that a client's training failed; ``text`` is the traceback."""
-        text = plain_text(text[-MAX_TEXT:]).strip()
-        key = _ADDRESS.sub("0x", text)
-        if key not in self._seen and len(self._seen) >= MAX_DISTINCT:
-            key = ""
-        self._seen[key] += 1
-        error = text.rpartition("\n")[2][:MAX_LINE]
-        repeated = bool(key) and self._last.get(client_id) == key  # in the next attempt, or in the next round
-        self._last[client_id] = key
-        self._newest[client_id] = error
-        is_first = bool(key) and self._seen[key] == 1
-        (log.info if repeated and not is_first else log.error)(
-            f"training failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,
-            reason=reason, error=error, times=self._seen[key], **({"traceback": text} if is_first else {}),
-        )  # fmt: skip
-
-    def newest(self, client_id: int) -> str:
-        """The last line of this client's newest traceback."""
-        return self._newest.get(client_id, "for a reason that it did not report")
 
 
 class RoundEvents(Protocol):
@@ -295,6 +259,24 @@ class Dispatcher:
         if client_id in self._steps:
             terms["training.steps"] = self._steps[client_id]
         return {**config.training.sent_options(), **self._context.state.terms(), **terms}
+
+    def round_terms(
+        self, round_id: int, participants: Collection[int], *, held: bool, attempt: int = 0
+    ) -> RoundTerms | None:  # fmt: skip
+        """What belongs to the command of a round, and has no field in it; None: there is no such setting.
+
+        Args:
+            held: no update is added before the samples of all are known.
+            attempt: at the round, with secure aggregation.
+        """
+        training, has_hosts = self._context.config.training, self._registry.has_hosts
+        if not training.has_terms and not self.fetch_models and not has_hosts and not attempt:
+            return None
+        options = {key: value for key, value in training.changes(round_id).items() if key not in IN_COMMAND}
+        named = format_ids(participants) if self.fetch_models or has_hosts or attempt else ""
+        if len(named) > MAX_CHARS and not self.fetch_models:
+            named = ""  # all are asked; updates of those that may not take part are refused
+        return RoundTerms(self._context.run_id, round_id, options, named, held=held, attempt=attempt)
 
     async def note_speeds(self, speeds: Mapping[int, float]) -> None:
         """Give clients steps in proportion to these, in steps a second: one whose number changes is welcomed anew."""

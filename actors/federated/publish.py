@@ -174,6 +174,18 @@ class ModelPublisher:
         self._current = self._full = self._full_message(self._next_key())
         return await self.publish()
 
+    def bytes_down(self, size: int, asked: Collection[int] | None) -> dict[str, int]:
+        """Bytes of models that clients get for a round, as a report has them.
+
+        Args:
+            size: of one. asked: those that fetch it; None: all do.
+        """
+        if asked is None:
+            shared = size * min(self.notified, self._registry.sharing)
+            return {"bytes_down": size * max(1, len(self._registry)), "bytes_down_shared": shared}
+        sharing = sum(map(self._registry.shares_memory, asked)) if self.notified else 0
+        return {"bytes_down": size * len(asked), "bytes_down_shared": size * sharing}
+
     async def prepare(self, round_id: int) -> int:
         """Make the message that brings the clients to the model after this round, in shared memory, too, if clients
         read it there. Returns its bytes."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from gradbus.actors.federated.evaluation import ClientEvaluation, CrossSite
 from gradbus.actors.federated.participation import Strike
+from gradbus.actors.federated.rounds import Round, RoundTotals
 from gradbus.runtime.wire.control import UploadRequest
 
 MAX_CLIENTS = 64  # of a round, whose timelines are kept: 16 kB in a file of reports
@@ -191,7 +192,6 @@ class RoundReport:
         accuracy, eval_loss: of the global model on the test set; None if not evaluated, or the task has none. metrics:
             more numbers of that evaluation, by name.
         by_clients: evaluation of the global model by clients on their own data.
-        by_clients: evaluation of the global model by clients on their own data.
         bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
         bytes_up_shared, bytes_down_shared: of these, what was read in shared memory and not sent over DDS.
         train_s, encode_s: of the slowest client.
@@ -295,6 +295,28 @@ class RoundReport:
         return replace(
             self, clients=(), strikes=(), marks={}, timeline=(), by_clients=self.by_clients.without_clients()
         )
+
+
+def round_report(
+    round_: Round, totals: RoundTotals, timing: RoundTiming, times_s: tuple[float, float, float], **others: Any
+) -> RoundReport:
+    """The report of a round at its commit.
+
+    Args:
+        times_s: by the clock of ``timing``: the round's start, its last update, and the new model.
+        others: fields that are known neither from the round nor from its updates.
+    """
+    started_s, collected_s, aggregated_s = times_s
+    return RoundReport(
+        round_id=round_.round_id, clients=tuple(sorted(round_.accepted)), expected=round_.wanted,
+        num_samples=totals.num_samples, loss=totals.loss(), bytes_up=totals.bytes_up,
+        bytes_up_shared=totals.bytes_up_shared, train_s=totals.train_s, encode_s=totals.encode_s,
+        wire_s=max(0.0, collected_s - started_s - totals.train_s - totals.encode_s - totals.aggregate_s),
+        aggregate_s=totals.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
+        command_s=timing.first_command_s - started_s, timeline=timing.timelines(), updates=len(totals.staleness),
+        staleness=sum(totals.staleness) / max(1, len(totals.staleness)),
+        max_staleness=max(totals.staleness, default=0), **others,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -197,6 +197,17 @@ def check_sharing(specs: Sequence[TensorSpec], sharing: Sharing) -> None:
         )
 
 
+def check_noise(specs: Sequence[TensorSpec], sharing: Sharing) -> None:
+    """Raises ConfigError: noise would be added to what is no parameter, such as a variance: it becomes negative."""
+    shared = divide(specs, sharing).shared
+    if sent := [spec.name for spec in specs if spec.name in shared and spec.kind == "buffer"]:
+        raise ConfigError(
+            f"federated.privacy: the model exchanges the buffers {', '.join(sent[:_NAMED])}, statistics of the data "
+            f"that noise would make useless. Let them stay at the clients (federated.share.exclude), or use a "
+            f"model without, such as with GroupNorm in place of BatchNorm"
+        )
+
+
 def _nearest(pattern: str, names: Sequence[str]) -> str:
     """Names like the pattern, or that have a part of it."""
     bare = pattern.replace("*", "").strip(".")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.combinations import check_choices
-from gradbus.actors.federated.controller import Controller, reports_of
+from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.local_training import EncodedUpdate
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import RoundTotals
@@ -43,7 +43,7 @@ from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import items_of, single_error
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Message, TrainCmd
@@ -287,7 +287,7 @@ class Site:
             BarrierTimeout: that level is silent, or too few clients came.
             TrainingFailed, CheckpointError: as of a Controller.
         """
-        return reports_of(self._serve)
+        return items_of(self._serve, name="site")
 
     async def _serve(self, on_report: Callable[[RoundReport], object]) -> None:
         while True:

@@ -24,6 +24,7 @@ from gradbus.actors.federated.asynchronous import (
     check_asynchronous,
     proportional_steps,
 )
+from gradbus.actors.federated.report import ClientTimeline, RoundReport
 from gradbus.actors.federated.rounds import Outcome, RoundRules
 from gradbus.models import NoopTask
 from gradbus.runtime.config.federated import AsynchronousSettings
@@ -37,7 +38,8 @@ _jobs = itertools.count()
 
 def buffer_of(size: int, *, local_s: float = 0.0, sync_s: float = 0.0, **settings: Any) -> BufferRound:
     buffer = BufferRound(7, [0, 1, 2], RULES, AsynchronousSettings(buffer=size, **settings), now_s=0.0)
-    buffer.go_on(updates=0, local_s=local_s, sync_s=sync_s)
+    timeline = (ClientTimeline(client_id=0, train_s=local_s),)
+    buffer.go_on(RoundReport(round_id=6, timeline=timeline, publish_s=sync_s), updates=0)
     return buffer
 
 

@@ -13,8 +13,8 @@ import pytest
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated import dispatch as failures
-from gradbus.actors.federated.dispatch import MAX_DISTINCT, MAX_TEXT, TrainingFailureLog
+from gradbus.actors.federated import round_losses as failures
+from gradbus.actors.federated.round_losses import MAX_DISTINCT, MAX_TEXT, RoundLosses, TrainingFailureLog
 from gradbus.actors.federated.rounds import TRAINING_FAILED, Round, RoundRules
 from gradbus.experiments.run.console import LogFile
 from gradbus.models import NoopTask
@@ -151,12 +151,11 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
 
 def test_a_round_that_is_short_of_clients_that_are_gone_does_not_end_the_others_for_one_failure() -> None:
     def error_of(minimum: int) -> GradbusError:
-        controller = gradbus.Controller(None, NoopTask(1), gradbus.FederatedConfig(clients={"min": minimum}))  # type: ignore[arg-type]
         round_ = Round(1, range(3), RoundRules(minimum=minimum, quorum=1.0, deadline_s=9.0, grace_s=0.0), now_s=0.0)
         round_.fail(0, TRAINING_FAILED)
         round_.lose(1)
         round_.lose(2)
-        return controller._too_few(round_)
+        return RoundLosses(None).error(round_, attempts=1)  # type: ignore[arg-type]
 
     assert isinstance(error_of(1), TrainingFailed)
     assert isinstance(error_of(3), RoundTimeout)  # clients wait for the controller to come back

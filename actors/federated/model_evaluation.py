@@ -1,0 +1,120 @@
+"""The quality of a run's models: what their Controller finds on its own data, and what its clients find on theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Any
+
+from gradbus.actors.federated.client_evaluation import ClientEvaluator
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.report import Progress, RoundReport
+from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.task import FederatedTask
+from gradbus.runtime.config.federated import OF_CLIENTS, FederatedConfig
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.tasks import single_error
+
+_NAMED = 5  # tensors in a text
+
+log = get_logger("controller")
+
+
+def personal_of(model: FlatModel) -> list[str]:
+    """Names of the tensors that a Controller lacks to evaluate a model."""
+    return [spec.name for spec in model.personal if spec.dtype.is_floating_point]
+
+
+def check_evaluation(config: FederatedConfig, model: FlatModel) -> None:
+    """Log which tensors are personal. Raises ConfigError: the run is to end by an evaluation that there is not."""
+    if not (names := personal_of(model)):
+        return
+    stop, best = config.early_stop, config.checkpoint.keep_best
+    for key, metric in (
+        ("early_stop.metric", stop.metric if stop.patience is not None else None), ("checkpoint.keep_best", best),
+    ):  # fmt: skip
+        if metric is not None and not metric.startswith(OF_CLIENTS):
+            raise ConfigError(
+                f"federated.{key}: {metric!r} is of an evaluation by this controller, which has no whole model: "
+                f"{', '.join(names[:_NAMED])} are personal (federated.share). Take one that the clients find with "
+                f"their own, such as {OF_CLIENTS}loss, with federated.evaluation.every"
+            )
+    log.info(
+        "personal tensors", tensors=len(names), first=names[:_NAMED], shared_values=model.dim,
+        effect="they stay at the clients, which alone can evaluate the model (federated.evaluation)",
+    )  # fmt: skip
+
+
+class ModelEvaluation:
+    """Evaluates the models of a run. What it returns is of a report, by the names of its fields; empty: nothing is due,
+    or the task has no evaluation."""
+
+    def __init__(
+        self, context: RunContext, task: FederatedTask, model: FlatModel, evaluator: ClientEvaluator, progress: Progress
+    ) -> None:  # fmt: skip
+        """``model``: it holds what was evaluated last. ``evaluator``: asks the clients."""
+        self._context = context
+        self._task = task
+        self._model = model
+        self._evaluator = evaluator
+        self._progress = progress
+        self._has_whole_model = not personal_of(model)
+
+    def _is_due(self, round_id: int) -> bool:
+        every, last = self._context.config.eval_every, self._context.config.rounds
+        return bool(every) and self._has_whole_model and (round_id % every == 0 or round_id == last)
+
+    async def after_round(self, round_id: int) -> dict[str, Any]:
+        """The quality of the present weights, as this Controller finds it, and the clients at the same time."""
+        if not self._evaluator.is_due(round_id):
+            return await self._by_controller(round_id)
+        self._progress.phase = "evaluating"
+        try:
+            async with asyncio.TaskGroup() as group:
+                clients = group.create_task(self._evaluator.after_round(round_id), name="evaluation-by-clients")
+                found = await self._by_controller(round_id)
+        except BaseExceptionGroup as errors:
+            raise single_error(errors) from None
+        return {**found, "by_clients": clients.result()}
+
+    async def _by_controller(self, round_id: int) -> dict[str, Any]:
+        if not self._is_due(round_id):
+            return {}
+        self._progress.phase = "evaluating"
+        return await self._context.compute.run(self._evaluate)
+
+    def _evaluate(self) -> dict[str, Any]:
+        self._model.hold(self._context.state.weights)
+        found = self._task.evaluate(self._model.module)
+        if found is None:
+            return {}
+        metrics = {str(name): float(value) for name, value in getattr(found, "metrics", {}).items()}
+        return {"accuracy": found.accuracy, "eval_loss": found.loss, "metrics": metrics}
+
+    async def resumed(self, reports: Collection[RoundReport]) -> RoundReport | None:
+        """The newest report with what this Controller finds: the round before a crash was committed, but may not have
+        been evaluated. None: nothing was missing."""
+        last = _newest(reports)
+        return None if last is None or last.eval_loss is not None else self._amended(
+            last, await self._by_controller(last.round_id)
+        )  # fmt: skip
+
+    async def resumed_by_clients(self, reports: Collection[RoundReport]) -> RoundReport | None:
+        """The same with what the clients find, once they are here."""
+        last = _newest(reports)
+        if last is None or last.by_clients.asked or not self._evaluator.is_due(last.round_id):
+            return None
+        self._progress.phase = "evaluating"
+        return self._amended(last, {"by_clients": await self._evaluator.after_round(last.round_id)})
+
+    def _amended(self, last: RoundReport, found: dict[str, Any]) -> RoundReport | None:
+        if not found:
+            return None
+        report = self._context.state.amend(last, **found)
+        self._progress.amend(report)
+        return report
+
+
+def _newest(reports: Collection[RoundReport]) -> RoundReport | None:
+    return next(reversed(list(reports)), None)

@@ -1,0 +1,140 @@
+"""What is missing from a round: clients that are lost to it, that failed or sent nothing, and why.
+
+A round keeps who is awaited; here are the reasons, over all attempts at it, for reports, for the table of clients in
+the checkpoint, and for the error of a round that has failed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+
+from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.participation import NO_UPDATE
+from gradbus.actors.federated.rounds import (
+    CLIENT_LOST,
+    CLIENT_SILENT,
+    FAILURES,
+    SURPLUS,
+    TRAINING_FAILED,
+    Round,
+)
+from gradbus.actors.federated.updates_in import UpdateReceiver
+from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.plain_text import plain_text
+from gradbus.runtime.wire.control import TrainingFailure
+
+MAX_NAMED = 20  # clients in the text of an error
+MAX_DISTINCT = 32  # tracebacks that are logged in a run; clients may send any text
+MAX_LINE = 1200  # characters of the last line of a traceback, which has the error
+MAX_TEXT = 8000  # characters of a traceback, from its end
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+log = get_logger("controller")
+
+
+class TrainingFailureLog:
+    """Logs exceptions of training functions on clients: each distinct one once with its traceback, then counted."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+        self._newest: dict[int, str] = {}
+        self._last: dict[int, str] = {}  # by client, without what differs from one time to the next
+
+    def note(self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED) -> None:
+        """Log that a client's training failed; ``text`` is the traceback."""
+        text = plain_text(text[-MAX_TEXT:]).strip()
+        key = _ADDRESS.sub("0x", text)
+        if key not in self._seen and len(self._seen) >= MAX_DISTINCT:
+            key = ""
+        self._seen[key] += 1
+        error = text.rpartition("\n")[2][:MAX_LINE]
+        repeated = bool(key) and self._last.get(client_id) == key  # in the next attempt, or in the next round
+        self._last[client_id] = key
+        self._newest[client_id] = error
+        is_first = bool(key) and self._seen[key] == 1
+        (log.info if repeated and not is_first else log.error)(
+            f"training failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,
+            reason=reason, error=error, times=self._seen[key], **({"traceback": text} if is_first else {}),
+        )  # fmt: skip
+
+    def newest(self, client_id: int) -> str:
+        """The last line of this client's newest traceback."""
+        return self._newest.get(client_id, "for a reason that it did not report")
+
+
+class RoundLosses:
+    """The losses of one round after the other. ``receiver``: counts, for the reports, what did not count."""
+
+    def __init__(self, receiver: UpdateReceiver) -> None:
+        self._receiver = receiver
+        self._failures = TrainingFailureLog()
+        self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
+
+    def begin(self) -> None:
+        """Another round begins, or the one before is committed."""
+        self._missed = {}
+
+    def follow(self, round_: Round, registry: ClientRegistry) -> None:
+        """Follow the registry in the open round. A client that died and is back already takes part from the next round
+        on: to this one it is lost."""
+        silent = registry.silent_ids(round_.round_id)
+        lost, found = round_.follow(registry.taking_part(round_.round_id), silent)
+        for client_id in lost:
+            reason = CLIENT_SILENT if client_id in silent else CLIENT_LOST
+            self._receiver.dropped[reason] += 1
+            self._missed[client_id] = reason
+            log.warning(reason, client=client_id, round=round_.round_id)
+        for client_id in found:
+            if self._missed.pop(client_id, None) == CLIENT_SILENT:  # else it was silent before the round began
+                self._receiver.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
+            log.info("client waited for again", client=client_id, round=round_.round_id)
+
+    def note_failure(self, round_: Round | None, client_id: int, report: TrainingFailure) -> bool:
+        """Note that the training of a client failed; whether that is new to the open round."""
+        if round_ is None or round_.staleness(report.round_id) < 0 or client_id not in round_.open:
+            return False  # known already: it is repeated until the next command
+        reason = report.reason if report.reason in FAILURES else TRAINING_FAILED
+        self._failures.note(client_id, report.round_id, report.text, reason)
+        round_.fail(client_id, reason)
+        self._receiver.dropped[reason] += 1
+        return True
+
+    def note_attempt(self, round_: Round) -> None:
+        """An attempt at the round had too few updates, and another one follows."""
+        self._missed.update(self.of(round_))
+
+    @property
+    def missed(self) -> dict[int, str]:
+        """Clients that are lost to the open round, with the reasons: what is known before it is over."""
+        return self._missed
+
+    def of(self, round_: Round) -> dict[int, str]:
+        """The clients that were expected in this round and do not count, with the reasons."""
+        missed = {
+            **dict.fromkeys(round_.silent, CLIENT_SILENT),
+            **dict.fromkeys(round_.open, SURPLUS if round_.is_full else NO_UPDATE), **self._missed,
+        }  # fmt: skip
+        for client_id, reason in round_.failed.items():
+            is_own = reason in FAILURES
+            missed[client_id] = f"{reason}: {self._failures.newest(client_id)}" if is_own else reason
+        return {client_id: why for client_id, why in missed.items() if client_id not in round_.accepted}
+
+    def error(self, round_: Round, attempts: int, why: str = "") -> GradbusError:
+        """The error of a failed round: of the clients' own code, if that is why every missing update is missing.
+        ``why``: it failed for another reason than the number of updates."""
+        failed = sorted(client_id for client_id, reason in round_.failed.items() if reason in FAILURES)
+        would_do = len(round_.accepted) + len(failed) >= round_.minimum  # else others are missing as well
+        if failed and would_do and round_.expected == round_.accepted.union(failed):
+            return TrainingFailed(
+                f"training failed on {_named(failed)}: {self._failures.newest(failed[0])}. Mend it there, start the "
+                f"clients and then the controller again: the run goes on from the last committed model", failed,
+            )  # fmt: skip
+        return RoundTimeout(round_.round_id, len(round_.accepted), round_.minimum, attempts, why)
+
+
+def _named(clients: Collection[int]) -> str:
+    named = ", ".join(map(str, list(clients)[:MAX_NAMED]))
+    return f"client{'s' * (len(clients) > 1)} {named}{' ...' * (len(clients) > MAX_NAMED)}"
