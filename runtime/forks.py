@@ -7,12 +7,15 @@ before the fork refuses to work in it, without a call into DDS, and is dropped w
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from gradbus.runtime.errors import ForkedProcess
+from gradbus.runtime.fast_paths import IS_LINUX
 
 generation = 0  # how often this process, since it began, is the child of a fork
 
@@ -20,6 +23,25 @@ generation = 0  # how often this process, since it began, is the child of a fork
 def _next_generation() -> None:
     global generation
     generation += 1
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_prctl = ctypes.CDLL(None).prctl if IS_LINUX else None  # looked up here: not in a child of a process with threads
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """For a child, between its fork and what it does: a function that has the kernel kill it when the thread that forks
+    it dies. Made before the fork. None: Linux alone can."""
+    prctl, parent = _prctl, os.getpid()
+    if prctl is None:
+        return None
+
+    def arm() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before that was in force
+            os._exit(1)
+
+    return arm
 
 
 def in_child(function: Callable[[], Any]) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from gradbus.runtime.logs import get_logger
 
 MODE = 0o700
 _OTHERS = 0o077
+_LOCK = ".in-use"  # in a scratch folder: locked for as long as the process that has made it lives
 
 log = get_logger("files")
 
@@ -42,3 +48,45 @@ def keep_private(folder: Path) -> None:
             folder.chmod(MODE)
     except OSError:
         pass  # what cannot be used says so where it is used
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A new folder for temporary files, which goes with the block. What processes that were killed have left under the
+    same prefix goes first: the kernel has released the locks that they held.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    place = Path(tempfile.gettempdir())
+    for left in place.glob(f"{prefix}*"):
+        _remove_unused(left)
+    # Under another name until it is locked, or another process that starts now could take it for one that is left.
+    made = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
+    lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = made.rename(made.with_name(made.name.removeprefix(".")))
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a scratch folder of this user's that no process holds. Whatever else has such a name stays."""
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+            return
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return  # it is in use
+    else:
+        log.info("temporary folder removed", folder=str(folder), reason="the process that has made it was killed")
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

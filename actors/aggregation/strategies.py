@@ -119,6 +119,9 @@ class Strategy(ABC):
         """Options that its clients are sent beside those of their training rule."""
         return {}
 
+    def undone(self, rounds: int) -> None:  # noqa: B027 - most strategies need not know
+        """Note that so many rounds were committed, and are done again, as no checkpoint has them any more."""
+
     def end_reason(self) -> str:
         """Why the run ends before its next round; empty: it goes on."""
         return ""
@@ -189,6 +192,9 @@ class WrappedStrategy(Strategy):
 
     def terms(self) -> Mapping[str, Any]:
         return self._inner.terms()
+
+    def undone(self, rounds: int) -> None:
+        self._inner.undone(rounds)
 
     def end_reason(self) -> str:
         return self._inner.end_reason()

@@ -137,8 +137,10 @@ class ClientStateStore:
             CheckpointError: it cannot be written.
         """
         if (store := self._open_releases(to_write=True)) is not None:
-            for undone in [known for known in store.rounds() if known > round_id]:
-                store.remove(undone)  # the newest number counts as the newest one
+            # Those of later rounds stay, too: if the controller has gone back, these will be done again. The store goes
+            # by their numbers, and this one has to stay, whatever its number.
+            for old in [known for known in store.rounds() if known != round_id][: 1 - _KEPT]:
+                store.remove(old)
             store.save(Checkpoint(round_id, {_RELEASED: update}, {}))
         self._released = round_id, update
 

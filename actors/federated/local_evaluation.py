@@ -96,8 +96,7 @@ class LocalEvaluation:
             return 0, {}, NO_METHOD
         self.model.arrange(Sharing.of_welcome(welcome))
         self.kept.start_run(welcome.run_id, self.model.dim)
-        is_round = round_id not in CANDIDATE_ROUNDS  # what this client has had since then is undone
-        kept = self.kept.before(round_id + 1) if is_round else self.kept.after_newest()
+        kept = kept_for(self.kept, round_id)
         self.model.write(vector)
         self.model.write_personal(part_of(kept, PERSONAL))
         with torch.no_grad(), _stoppable(self.model.module, should_stop):
@@ -106,6 +105,12 @@ class LocalEvaluation:
             return 0, {}, NO_DATA
         num_samples, metrics = _read(found)
         return (min(num_samples, MAX_SAMPLES), metrics, "") if num_samples > 0 else (0, {}, NO_DATA)
+
+
+def kept_for(kept: ClientStateStore, round_id: int) -> Mapping[str, Tensor]:
+    """What a client keeps that belongs to the model of this round. What it has had since then is undone; a model that
+    is of no round is evaluated with the newest."""
+    return kept.after_newest() if round_id in CANDIDATE_ROUNDS else kept.before(round_id + 1)
 
 
 def told(error: Exception, client_id: int, tells_errors: bool) -> str:

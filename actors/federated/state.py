@@ -196,6 +196,8 @@ class RunState:
             checkpoint = self._store.load_newest(SavedRun.of)
             if checkpoint is not None:
                 self._restore(checkpoint)
+                # Damaged ones were committed as well, and their models published.
+                self._strategy.undone(sum(known > checkpoint.round_id for known in self._store.rounds()))
         elif self._store.rounds():
             raise CheckpointError(
                 f"state directory {config.checkpoint.dir} holds a run (round {self._store.rounds()[-1]}), resume is "

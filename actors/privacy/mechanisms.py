@@ -138,6 +138,12 @@ class _Private(WrappedStrategy):
         super().finish(weights)
         self._ledger.spend(self._noise)
 
+    def undone(self, rounds: int) -> None:
+        """Their models have gone out, and another release follows for each: both are spent."""
+        for _ in range(rounds):
+            self._ledger.spend(self._noise)
+        super().undone(rounds)
+
     def _norm(self, update: Update) -> float:
         assert self._base is not None, "begin() comes first"
         return norm_of(update.model, self._base)

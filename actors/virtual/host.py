@@ -295,7 +295,7 @@ class ClientHost(Client):
             await room.acquire()
             sent = False
             try:
-                async with self._pool.borrow() as process:
+                async with self._pool.borrow(work) as process:
                     update = await process.train(
                         work, Identity(client_id, self._identity.incarnation), next(self._transfers)
                     )
@@ -396,7 +396,7 @@ class ClientHost(Client):
             client_id, deaths = queue.popleft()
             result: EvaluationResult | None = None
             with contextlib.suppress(ProcessDied):
-                async with self._pool.borrow() as process:
+                async with self._pool.borrow(work) as process:
                     result = await process.evaluate(work, client_id, tells_errors=self._config.report_failures)
                 if result is None:
                     return  # stopped

@@ -38,8 +38,10 @@ log = get_logger("host")
 class LocalProcess(TrainingProcess):
     """A training process of this machine."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, process: int) -> None:
+        """``end``: of the channel to it. ``process``: its number."""
         self._end = end
+        self._process = process
         self._work = 0
         self._read: list[int] = []
 
@@ -83,6 +85,11 @@ class LocalProcess(TrainingProcess):
     def close(self) -> None:
         """It ends by itself, once it has done what it does."""
         self._end.close()
+
+    def kill(self) -> None:
+        # No other process has its number yet: it is another process's child, which waits for it as it forks the next.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
 
 
 class LocalPool(TrainingPool[LocalProcess]):
@@ -142,7 +149,7 @@ class LocalPool(TrainingPool[LocalProcess]):
         for process, code in answer.head["ended"].items():
             end = f"signal {-code}" if code < 0 else f"exit code {code}"
             log.warning("training process died", process=int(process), end=end, effect="replaced")
-        return LocalProcess(own)
+        return LocalProcess(own, int(answer.head["process"]))
 
     def _stop(self, number: int) -> None:
         self._flag.up_to = number

@@ -18,7 +18,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from gradbus.actors.federated.client_state import PERSONAL, ClientStateStore
-from gradbus.actors.federated.local_evaluation import MAX_FAILURE_CHARS
+from gradbus.actors.federated.local_evaluation import MAX_FAILURE_CHARS, kept_for
 from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs
 from gradbus.actors.virtual.channel import Parcel
 from gradbus.actors.virtual.client_trainer import EVALUATE, MODEL, ROUND, TRAIN, vector_bytes
@@ -29,6 +29,7 @@ from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
 
 MAX_PROCESSES = 1024
+STUCK_AFTER_S = 30.0  # after it was told that its work is not wanted, a process is killed that still does it
 
 log = get_logger("host")
 
@@ -106,7 +107,7 @@ class EvaluationWork(PoolWork):
         ])  # fmt: skip
 
     def needs(self, kept: ClientStateStore) -> Mapping[str, Tensor]:
-        return {name: tensor for name, tensor in kept.after_newest().items() if name.startswith(PERSONAL)}
+        return {name: one for name, one in kept_for(kept, self.round_id).items() if name.startswith(PERSONAL)}
 
 
 class TrainingProcess(ABC):
@@ -185,7 +186,11 @@ class TrainingProcess(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it. Does not wait."""
+        """End it, at the latest when it has done what it does. Does not wait."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once, whatever it does: whoever waits for its answer gets ProcessDied."""
 
 
 P = TypeVar("P", bound=TrainingProcess)
@@ -203,6 +208,7 @@ class TrainingPool(ABC, Generic[P]):
         self.replaced = 0
         self._idle: asyncio.Queue[P] = asyncio.Queue(MAX_PROCESSES)
         self._all: set[P] = set()
+        self._busy: dict[P, int] = {}  # those that are borrowed, and the number of the work that they do
         self._work = 0
         self._stopped = 0  # the number of the last work that is not wanted
 
@@ -239,29 +245,40 @@ class TrainingPool(ABC, Generic[P]):
         return EvaluationWork(self._work, welcome, request, vector, frozen)
 
     def stop(self, work: PoolWork) -> None:
-        """Answers to this work, and of what came before, give up at the next batch."""
+        """Answers to this work, and of what came before, give up at the next batch. A process that does not is killed
+        after STUCK_AFTER_S: a client whose code hangs must not keep the others from the next round."""
         if work.number > self._stopped:
             self._stopped = work.number
             self._stop(work.number)
+            asyncio.get_running_loop().call_later(STUCK_AFTER_S, self._kill_stuck, work.number)
+
+    def _kill_stuck(self, number: int) -> None:
+        for process, its in list(self._busy.items()):
+            if its <= number:
+                log.warning("training process does not stop", seconds=STUCK_AFTER_S, effect="it is killed and replaced")
+                process.kill()
 
     def is_stopped(self, work: PoolWork) -> bool:
         """Whether it is no longer wanted."""
         return self._stopped >= work.number
 
     @contextlib.asynccontextmanager
-    async def borrow(self) -> AsyncIterator[P]:
-        """A process that is idle, waited for; another one takes its place if it dies."""
+    async def borrow(self, work: PoolWork) -> AsyncIterator[P]:
+        """A process that is idle, waited for, to do this work; another one takes its place if it dies."""
         found = await self._idle.get()
+        self._busy[found] = work.number
         try:
             yield found
         except BaseException as error:
             if not isinstance(error, ClientFailed):
+                self._busy.pop(found, None)
                 self._all.discard(found)
                 found.close()
                 if isinstance(error, ProcessDied):
                     await self._replace()
             raise
         finally:
+            self._busy.pop(found, None)
             if found in self._all:
                 self._idle.put_nowait(found)
 

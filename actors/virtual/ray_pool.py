@@ -15,7 +15,6 @@ import contextlib
 import os
 import secrets
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -45,12 +44,14 @@ from gradbus.actors.virtual.ray_actor import Question, RayTrainer, as_array
 from gradbus.runtime.errors import CheckpointError, ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.private_folder import scratch_folder
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.tasks import single_error
 
 LOCAL = "local"  # in place of an address: a cluster for this run, on this machine
 START_S = 120.0  # a process and its imports, on a machine that has not run them before
 END_S = 30.0
+FILES_PREFIX = "gb-ray-"  # of temporary folders with a cluster's files: short, as sockets lie below them
 STORE_BYTES = 512 << 20  # of the object store of a cluster that is started here, beside what models take
 
 log = get_logger("host")
@@ -83,7 +84,7 @@ class RayCluster:
             ) from None
         self.ray = ray
         self.folder = ""
-        self._files: tempfile.TemporaryDirectory[str] | None = None
+        self._files = contextlib.ExitStack()
         self._while_open = contextlib.ExitStack()
         self._is_own = not ray.is_initialized()
         if not self._is_own:
@@ -92,9 +93,7 @@ class RayCluster:
         options: dict[str, Any] = {"address": address, "configure_logging": True, "logging_level": "ERROR"}
         variables: dict[str, str] = {}
         if address == LOCAL:
-            # A short name, as sockets lie below it. It goes at the end of this process at the latest.
-            self._files = tempfile.TemporaryDirectory(prefix="gb-ray-", ignore_cleanup_errors=True)
-            self.folder = self._files.name
+            self.folder = str(self._files.enter_context(scratch_folder(FILES_PREFIX)))
             options |= {
                 "num_cpus": cpus, "include_dashboard": False, "_temp_dir": self.folder,
                 "_node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES + (3 + cpus) * model_bytes,
@@ -128,8 +127,7 @@ class RayCluster:
         if self._is_own:
             self.ray.shutdown()
         self._while_open.close()
-        if self._files is not None:
-            self._files.cleanup()
+        self._files.close()
 
 
 @contextlib.contextmanager
@@ -213,6 +211,9 @@ class RayProcess(TrainingProcess):
         self._actor.stop.options(concurrency_group="stop").remote(number)
 
     def close(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
         self._pool.ray.kill(self._actor)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -32,11 +31,13 @@ from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import ConfigError, GradbusError
+from gradbus.runtime.private_folder import scratch_folder
 from gradbus.runtime.tasks import single_error
 
 T = TypeVar("T")
 
 MAX_CLIENTS = 65_536
+CLIENTS_PREFIX = "gradbus-clients-"  # of temporary folders with what clients keep
 HOST_END_S = 30.0  # from the end of the run to that of its host
 
 
@@ -224,8 +225,8 @@ def _state_dir(chosen: Path | None) -> Iterator[Path]:
     if chosen is not None:
         yield chosen
         return
-    with tempfile.TemporaryDirectory(prefix="gradbus-clients-") as made:
-        yield Path(made)
+    with scratch_folder(CLIENTS_PREFIX) as made:
+        yield made
 
 
 def _on_a_loop_of_its_own(main: Coroutine[Any, Any, SimulationResult]) -> SimulationResult:

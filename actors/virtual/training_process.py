@@ -22,6 +22,7 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.channel import ChannelClosed, Parcel, receive, send
 from gradbus.actors.virtual.client_trainer import ClientTrainer, PoolSettings, open_state, prepare_task
+from gradbus.runtime.forks import die_with_parent
 from gradbus.runtime.user_errors import traceback_with_place
 
 
@@ -97,8 +98,11 @@ class _Template:
             if found:
                 ended[str(child)] = os.waitstatus_to_exitcode(status)
                 self._children.discard(child)
+        arm = die_with_parent()  # a client's code may hang, and then it does not notice that the host is gone
         child = os.fork()
         if not child:
+            if arm is not None:
+                arm()
             self._children.clear()
             self._host.close()
             own = socket.socket(fileno=file)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -25,14 +24,13 @@ from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.launch.first_failure import RankExit, first_failure
 from gradbus.experiments.launch.output import LineSplitter, OutputWriter, Tail, prefix
 from gradbus.runtime.errors import GradbusError
-from gradbus.runtime.fast_paths import IS_LINUX
+from gradbus.runtime.forks import die_with_parent
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the end of its terminal", signal.SIGPIPE: "the end of its reader"}
 _SETTLE_S = 2.0  # for the rank that failed first to exit, where another one, which misses it, has exited before
 _EOF_S = 2.0  # for the last output of ranks that have exited
 _DEAD_S = 5.0  # for the kernel to end ranks that were killed
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class LaunchFailed(GradbusError):
@@ -93,7 +91,7 @@ class LaunchedRank:
                 self._process = await asyncio.create_subprocess_exec(
                     program, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=stdout, stderr=stderr,
                     env={name: text for name, text in variables.items() if text is not None}, start_new_session=True,
-                    preexec_fn=_die_with_parent(),
+                    preexec_fn=die_with_parent(),
                 )  # fmt: skip
         except OSError as error:
             raise LaunchFailed(
@@ -333,20 +331,6 @@ def _outputs(on_broken: Callable[[], object]) -> tuple[OutputWriter, OutputWrite
 
 def _say(writer: OutputWriter, program: str, text: str | bytes) -> None:
     writer.put(f"gradbus {program}: {text}".encode() if isinstance(text, str) else b"  " + text)
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """For between fork and exec: have the kernel kill this process when the launcher dies. Linux alone can."""
-    if not IS_LINUX:
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def arm() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before that was in force
-            os._exit(1)
-
-    return arm
 
 
 def _fill_standard_files() -> None:

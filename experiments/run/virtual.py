@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
-from gradbus.actors.virtual.simulation import SimulationOptions, check_first_round, settings_of
+from gradbus.actors.virtual.simulation import CLIENTS_PREFIX, SimulationOptions, check_first_round, settings_of
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.run.configured_task import ConfiguredTask
@@ -20,6 +19,7 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.private_folder import scratch_folder
 from gradbus.runtime.wire.id_ranges import parse_ids
 
 log = get_logger("cli")
@@ -112,7 +112,7 @@ def host_run(
     with contextlib.ExitStack() as stack:
         state_dir = file.client.state_dir
         if state_dir is None:
-            state_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradbus-clients-")))
+            state_dir = stack.enter_context(scratch_folder(CLIENTS_PREFIX))
         every = [client_id for each in ranges for client_id in each]
         hosted = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, options)
         run(hosted.run)

@@ -17,13 +17,17 @@ from dds_domains import new_domain
 from torch import nn
 
 import gradbus
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.virtual import host as host_module
+from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool
+from gradbus.actors.virtual.pool import EvaluationWork
 from gradbus.actors.virtual.simulation import run_beside
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError, TrainingFailed
+from gradbus.runtime.wire.control import EvaluationRequest, Welcome
 
 DIM = 20_000  # more than fits into a frame that is copied: updates lie in shared memory
 
@@ -109,6 +113,41 @@ def test_a_client_whose_training_always_kills_its_process_fails_and_the_others_c
     assert [report.clients for report in result.rounds] == [(0, 1, 2, 3), (0, 1, 3), (0, 1, 2, 3)]
     assert result.rounds[1].dropped == {"training failed": 1}
     assert result.replaced == 3
+
+
+class HangsOnce(NoopTask):
+    """The first training of client 2 waits for ever, and does not look whether it is still wanted."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(DIM, delta="seeded")
+        self._flag = folder / "hangs"
+        self._flag.touch()
+
+    def train(self, model: nn.Module, **arguments: Any) -> Any:
+        if arguments["client_id"] == 2 and self._flag.exists():
+            self._flag.unlink()
+            while True:
+                signal.pause()
+        return super().train(model, **arguments)
+
+
+def test_a_process_whose_client_hangs_is_killed_once_its_round_is_over_and_all_count_in_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "STUCK_AFTER_S", 0.1)
+    result = virtual(HangsOnce(tmp_path), 4, rules(rounds=2, round={"quorum": 0.75, "grace_s": 0.0}))
+    assert result.rounds[0].clients == (0, 1, 3)
+    assert len(result.rounds[1].clients) >= 3
+    assert result.replaced == 1
+
+
+def test_a_model_is_evaluated_with_what_its_client_had_then_also_where_that_is_brought_to_another_machine() -> None:
+    store = ClientStateStore(None, 0)
+    store.start_run(7)
+    for round_id in (1, 2):  # the controller has gone back to the model of round 1 meanwhile
+        store.accepted(round_id, {"personal.head": torch.full((1,), float(round_id)), "residual": torch.zeros(3)})
+    welcome, request = Welcome(0, 1, 7, 1, "fp32", 0.5, 64, 2, 1, 0.5), EvaluationRequest(7, 1, "0", 1.0)
+    assert EvaluationWork(1, welcome, request, torch.zeros(3)).needs(store) == {"personal.head": torch.ones(1)}
 
 
 class FailsSometimes(NoopTask):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import structlog
 
 from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
 from gradbus.runtime.checkpoint import CheckpointStore
-from gradbus.runtime.private_folder import make_private
+from gradbus.runtime.private_folder import make_private, scratch_folder
 from gradbus.runtime.profiling.summary import LineFile
 from gradbus.runtime.testing.journal import History
 
@@ -73,3 +75,34 @@ def test_a_folder_that_was_there_or_is_a_link_keeps_its_rights(tmp_path: Path) -
     file.write_text("")
     with pytest.raises(FileExistsError):
         make_private(file)
+
+
+def killed_with_a_scratch_folder() -> Path:
+    """A process makes a scratch folder and is killed: the folder."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        with scratch_folder("gb-test-") as made:
+            os.write(write, bytes(made))
+            while True:
+                signal.pause()
+    found = Path(os.fsdecode(os.read(read, 4096)))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(read)
+    os.close(write)
+    return found
+
+
+def test_a_scratch_folder_of_a_killed_process_goes_with_the_next_one_and_those_in_use_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "gb-test-of-somebody-else").mkdir()
+    with scratch_folder("gb-test-") as first:
+        left = killed_with_a_scratch_folder()
+        assert left.is_dir()
+        with scratch_folder("gb-test-") as second:
+            assert not left.exists()
+            assert {first, second, tmp_path / "gb-test-of-somebody-else"} == set(tmp_path.iterdir())
+            assert mode(second) == 0o700
+    assert [path.name for path in tmp_path.iterdir()] == ["gb-test-of-somebody-else"]

@@ -147,9 +147,11 @@ class Gated(NoopTask):
     def __init__(self) -> None:
         super().__init__(DIM, delta="seeded")
         self.may_train = threading.Semaphore(0)
+        self.has_begun = threading.Event()
         self.numbers: list[int] = []
 
     def train(self, model: Any, **arguments: Any) -> Any:
+        self.has_begun.set()
         while not self.may_train.acquire(timeout=0.05):
             if arguments["should_stop"]():
                 break
@@ -192,6 +194,7 @@ async def counted(controller: gradbus.Controller, round_id: int, ready: int) -> 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_slow_client_is_not_waited_for_and_its_late_update_counts(version: int) -> None:
     async def conduct(controller: gradbus.Controller) -> None:
+        assert await asyncio.to_thread(slow.has_begun.wait, 20.0)  # else it may begin with a later model
         fast.may_train.release(4)
         await counted(controller, 3, 0)
         slow.may_train.release(1)  # from model 0: two models are newer by now

@@ -19,6 +19,7 @@ from gradbus.actors.federated import local_training
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
+from gradbus.actors.privacy.accountant import epsilon_of
 from gradbus.actors.privacy.client import ClientPrivacy
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import CheckpointError, ConfigError, GradbusError, JoinRefused
@@ -111,6 +112,16 @@ def test_a_spent_budget_ends_the_run_with_its_model_kept_and_a_resume_goes_on_on
         run(0, **settings)
 
 
+def test_a_round_whose_checkpoint_is_damaged_was_released_and_is_spent_twice(tmp_path: Path) -> None:
+    privacy = {"name": "central", "noise_multiplier": 4.0}
+    first = run(1, rounds=3, privacy=privacy, checkpoint={"dir": tmp_path})
+    (tmp_path / "round-000003.safetensors").write_bytes(b"damaged")
+    again = run(1, rounds=4, privacy=privacy, checkpoint={"dir": tmp_path})
+    assert [report.round_id for report in again.progress.reports] == [1, 2, 3, 4]
+    assert again.weights.shape == first.weights.shape
+    assert again.progress.reports[-1].epsilon == pytest.approx(epsilon_of([(4.0, 5)], 1e-5))
+
+
 def test_a_client_that_lies_about_its_norm_is_struck_and_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def lies(self: Any, privacy: ClientPrivacy, inputs: Any, end: Any) -> Any:
         change = self._model.read() - inputs.base
@@ -178,6 +189,18 @@ def test_a_client_that_was_started_anew_releases_what_it_has_released_whatever_i
     next((tmp_path / "client-0").glob("released-*/round-000001.safetensors")).write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="does not match its checksum"):
         update(1, run_id=8)
+
+
+def test_a_controller_that_goes_back_gets_what_later_rounds_have_released_before(tmp_path: Path) -> None:
+    def update(round_id: int) -> bytes:
+        return local_update(ClientStateStore(tmp_path, 0), round_id)
+
+    before = {round_id: update(round_id) for round_id in (1, 3, 4)}  # it was not asked in round 2
+    assert update(2) == update(2)
+    assert [update(3), update(4)] == [before[3], before[4]]
+    first = update(1)  # there is no room for four: this one is anew, and stays until it counts
+    assert first != before[1]
+    assert update(1) == first
 
 
 def test_virtual_clients_keep_what_they_release_in_their_folders(tmp_path: Path) -> None:
