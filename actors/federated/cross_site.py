@@ -6,6 +6,7 @@ more than one is in memory at a time. A client that has not agreed keeps its mod
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import Counter
@@ -19,25 +20,20 @@ from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.evaluation import LATE, LOST, MAX_REASON_CHARS, CrossSite, CrossSiteRow
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.runtime.errors import BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
-from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import (
     CANDIDATE_ROUNDS,
     Body,
     EvaluationResult,
-    Grant,
     LocalModelRequest,
-    Receipt,
-    RetransmitRequest,
     UploadRequest,
 )
-from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate
 
-REPAIR_AFTER_S = 0.3  # without a new frame, request those that are missing
 MAX_LATE = 2  # deadlines that one client may miss in a row before it is asked no more
 NOT_WANTED = "this model is not wanted now"
 WRONG_SIZE = "its model has another size than the global one"
@@ -47,27 +43,18 @@ log = get_logger("controller")
 
 
 @dataclass(slots=True, eq=False)
-class _Upload:
-    """A local model that is on its way. ``payload``: once it is complete; ``failure``: why it will not come."""
+class _Wanted:
+    """The local model that is fetched. ``upload``: once its client offers it. ``failure``: why it will not come."""
 
     client_id: int
     incarnation: int
     round_id: int
-    request: UploadRequest | None = None
-    payload: memoryview | None = None
+    upload: IncomingUpload | None = None
     failure: str = ""
-    progress_s: float = 0.0
 
     @property
-    def key(self) -> FrameKey | None:
-        request = self.request
-        return None if request is None else FrameKey(
-            Kind.UPDATE, request.run_id, self.round_id, self.client_id, self.incarnation, request.transfer
-        )  # fmt: skip
-
-    @property
-    def is_over(self) -> bool:
-        return self.payload is not None or bool(self.failure)
+    def payload(self) -> memoryview | None:
+        return None if self.upload is None else self.upload.payload
 
 
 class LocalModelReceiver:
@@ -83,114 +70,109 @@ class LocalModelReceiver:
         self._num_bytes = 4 * dim
         self._sleep_until = sleep_until
         self._changed = changed
-        self._assembler = Assembler()
-        self._open: _Upload | None = None
+        self._uploads: Uploads[IncomingUpload] = Uploads(self._send)
+        self._wanted: _Wanted | None = None
 
     async def fetch(self, client_id: int, round_id: int) -> memoryview | str:
         """The local model of a client, float32 in D values, or why there is none. ``round_id``: of the upload."""
         incarnation = self._registry.incarnation_of(client_id)
         if incarnation is None:
             return LOST
-        config = self._context.config
-        upload = self._open = _Upload(client_id, incarnation, round_id)
-        now_s = time.monotonic()
-        deadline_s, repeat_s = now_s + config.evaluation.timeout_s, now_s
+        wanted = self._wanted = _Wanted(client_id, incarnation, round_id)
         try:
-            while not upload.is_over and (now_s := time.monotonic()) < deadline_s:
-                here = self._registry.taking_part(self._context.state.round_id + 1)
-                if client_id not in here or self._registry.get(client_id, incarnation) is None:
-                    return LOST
-                if upload.request is None and now_s >= repeat_s:
-                    repeat_s = now_s + config.clients.heartbeat_s
-                    await self._send(LocalModelRequest(client_id, incarnation, self._context.run_id, round_id))
-                await self._repair(upload, now_s)
-                if not upload.is_over:  # something may have come meanwhile
-                    await self._sleep_until(min(deadline_s, now_s + REPAIR_AFTER_S))
+            is_here = await self._arrived(wanted)
         finally:
-            self._open = None
-            if upload.key is not None:
-                self._assembler.forget(upload.key)
-        if upload.payload is None:
-            return upload.failure or LATE
-        finite = await self._context.compute.run(_is_finite, upload.payload)
-        return upload.payload if finite else NOT_FINITE
+            self._wanted = None
+            if wanted.upload is not None:
+                self._uploads.drop(wanted.upload.key)
+        if not is_here or wanted.upload is None or wanted.payload is None:
+            return wanted.failure or LATE
+        await self._send(wanted.upload.source.receipt())
+        finite = await self._context.compute.run(_is_finite, wanted.payload)
+        return wanted.payload if finite else NOT_FINITE
+
+    async def _arrived(self, wanted: _Wanted) -> bool:
+        """Request it until it is here; False: it will not come, or not in time."""
+        config, client_id = self._context.config, wanted.client_id
+        repeat_s = time.monotonic()
+        deadline_s = repeat_s + config.evaluation.timeout_s
+        while wanted.payload is None and not wanted.failure and (now_s := time.monotonic()) < deadline_s:
+            here = self._registry.taking_part(self._context.state.round_id + 1)
+            if client_id not in here or self._registry.get(client_id, wanted.incarnation) is None:
+                wanted.failure = LOST
+                return False
+            if wanted.upload is None and now_s >= repeat_s:
+                repeat_s = now_s + config.clients.heartbeat_s
+                await self._send(
+                    LocalModelRequest(client_id, wanted.incarnation, self._context.run_id, wanted.round_id)
+                )
+            if wanted.upload is not None and wanted.upload.in_memory:
+                await self._read(wanted.upload, deadline_s - now_s)
+            stalled = await self._uploads.repair()
+            if wanted.upload in stalled:
+                wanted.upload = None  # its client offers it again
+            if wanted.payload is None and not wanted.failure:  # something may have come meanwhile
+                await self._sleep_until(min(deadline_s, now_s + 2 * self._uploads.repair_period_s))
+        return wanted.payload is not None and not wanted.failure
+
+    async def _read(self, upload: IncomingUpload, timeout_s: float) -> None:
+        """Take a model where it lies in its client's memory, or have it sent. Not where messages are handled: they
+        would wait for the thread, too."""
+        request = upload.request
+        try:
+            async with asyncio.timeout(timeout_s):
+                upload.payload = await self._context.compute.run(read, request.memory, request.total_bytes)
+        except TimeoutError:
+            pass  # the deadline is over, which its caller sees
+        except SharedMemoryFault as error:  # it is sent, like one of another machine
+            log.warning("no shared memory", client=upload.source.client_id, reason=str(error))
+            upload.in_memory, upload.progress_s = False, time.monotonic()
+            if self._wanted is not None and self._wanted.upload is upload:  # else its client offers another one
+                await self._uploads.grant(upload)
 
     async def on_request(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
         """A client offers its local model."""
-        upload = self._open
-        mine = (client_id, incarnation, request.round_id)
-        if upload is None or mine != (upload.client_id, upload.incarnation, upload.round_id):
-            await self._receipt(client_id, incarnation, request, NOT_WANTED)
+        wanted, source = self._wanted, RequestedUpload(client_id, incarnation, request)
+        if wanted is None or source[:2] != (wanted.client_id, wanted.incarnation) or (
+            request.round_id != wanted.round_id
+        ):  # fmt: skip
+            await self._send(source.receipt(NOT_WANTED))
             return
         if request.run_id != self._context.run_id or request.total_bytes != self._num_bytes:
-            upload.failure = WRONG_SIZE
-            await self._receipt(client_id, incarnation, request, WRONG_SIZE)
+            wanted.failure = WRONG_SIZE
+            await self._send(source.receipt(WRONG_SIZE))
             self._changed()
             return
-        if upload.payload is not None:
-            await self._receipt(client_id, incarnation, request)
+        if wanted.upload is not None and wanted.upload.source.repeats(source):
+            if not wanted.upload.in_memory and not wanted.upload.frames:
+                await self._uploads.grant(wanted.upload)  # the grant may be lost
             return
-        if upload.request is None or upload.request.transfer != request.transfer:
-            if upload.key is not None:
-                self._assembler.forget(upload.key)
-            upload.request, upload.progress_s = request, time.monotonic()
-            if self._context.bus.memory.here and is_here(request.memory):
-                try:
-                    payload = await self._context.compute.run(read, request.memory, request.total_bytes)
-                except SharedMemoryFault as error:  # it is sent, like one of another machine
-                    log.warning("no shared memory", client=client_id, reason=str(error))
-                else:
-                    await self._complete(upload, payload)
-                    return
-            if upload is self._open and upload.key is not None:
-                self._assembler.expect(upload.key, max_bytes=self._num_bytes)
-        await self._send(Grant(client_id, incarnation, request.round_id, request.transfer))
+        if wanted.upload is not None:
+            self._uploads.drop(wanted.upload.key)
+        in_memory = bool(self._context.bus.memory.here) and is_here(request.memory)
+        wanted.upload = IncomingUpload(source, time.monotonic(), in_memory)
+        if in_memory:
+            self._changed()  # and it is read
+        else:
+            await self._uploads.grant(wanted.upload)
 
     async def on_frame(self, message: ClientUpdate) -> None:
         """A frame of a local model."""
-        upload, frame = self._open, message.frame
-        if upload is None or upload.is_over or frame.key != upload.key or frame.total_bytes != self._num_bytes:
-            return
         try:
-            verdict = self._assembler.feed(frame)
+            if self._uploads.feed(message) is not None:
+                self._changed()
         except FrameError as error:
-            log.warning("frame of a local model dropped", client=upload.client_id, reason=error.reason)
-            return
-        if verdict is not Verdict.REPEATED:
-            upload.progress_s = time.monotonic()
-        if verdict is Verdict.COMPLETE:
-            await self._complete(upload, self._assembler.take(frame.key))
-
-    async def _complete(self, upload: _Upload, payload: memoryview) -> None:
-        upload.payload = payload
-        if upload.request is not None:
-            await self._receipt(upload.client_id, upload.incarnation, upload.request)
-        self._changed()
+            if error.reason not in (UNEXPECTED, REPEATED):  # which any network may bring
+                log.warning("frame of a local model dropped", client=message.client_id, reason=error.reason)
 
     def on_result(self, client_id: int, result: EvaluationResult) -> None:
         """A client says why it does not show its model."""
-        upload = self._open
+        wanted = self._wanted
         if result.run_id != self._context.run_id:
             return
-        if upload is not None and (client_id, result.round_id) == (upload.client_id, upload.round_id):
-            upload.failure = result.failure[:MAX_REASON_CHARS] or LATE
+        if wanted is not None and (client_id, result.round_id) == (wanted.client_id, wanted.round_id):
+            wanted.failure = result.failure[:MAX_REASON_CHARS] or LATE
             self._changed()
-
-    async def _repair(self, upload: _Upload, now_s: float) -> None:
-        request, key = upload.request, upload.key
-        if request is None or key is None or upload.is_over or now_s - upload.progress_s < REPAIR_AFTER_S:
-            return
-        me, missing = (upload.client_id, upload.incarnation), self._assembler.missing(key)
-        upload.progress_s = now_s
-        if missing is None:  # nothing of it has come: the grant may be lost
-            await self._send(Grant(*me, upload.round_id, request.transfer))
-        elif missing:
-            await self._send(RetransmitRequest(*me, upload.round_id, request.transfer, list(missing)))
-
-    async def _receipt(self, client_id: int, incarnation: int, request: UploadRequest, why: str = "") -> None:
-        await self._send(
-            Receipt(client_id, incarnation, request.run_id, request.round_id, request.transfer, not why, why)
-        )
 
     async def _send(self, body: Body) -> None:
         with contextlib.suppress(BusError):  # the client, or this controller, repeats its request

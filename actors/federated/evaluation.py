@@ -43,6 +43,13 @@ class ClientMetric:
     clients: int
     worst: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def spread(self) -> dict[str, float]:
+        """All that is known of the metric, by name: mean, median, std, min and max. Reports of earlier versions have no
+        median."""
+        known = {"mean": self.mean, "median": self.median, "std": self.std, "min": self.min, "max": self.max}
+        return {name: value for name, value in known.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientEvaluation:
@@ -92,8 +99,9 @@ class ClientEvaluation:
         for name, one in self.metrics.items():
             if name.endswith(_SPREAD) or one.clients < least_answered * self.asked:
                 continue
-            spread = {"": one.mean, ".median": one.median, ".min": one.min, ".max": one.max, ".std": one.std}
-            found |= {f"{OF_CLIENTS}{name}{key}": value for key, value in spread.items() if value is not None}
+            found |= {
+                f"{OF_CLIENTS}{name}" + (f".{key}" if key != "mean" else ""): value for key, value in one.spread.items()
+            }
         return found
 
 

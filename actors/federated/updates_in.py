@@ -33,6 +33,7 @@ from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.report import RoundTiming
 from gradbus.actors.federated.rounds import REPEATED, STALE, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.uploads import UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError, WriteTimeout
@@ -40,40 +41,16 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.testing.journal import update_name
-from gradbus.runtime.wire.assembler import Assembler, Verdict
-from gradbus.runtime.wire.control import Body, Grant, Receipt, RetransmitRequest, UploadRequest
-from gradbus.runtime.wire.frames import FrameKey, Kind
+from gradbus.runtime.wire.control import Body, UploadRequest
+from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate
 
-REPAIR_AFTER_S = 0.3  # without a new frame, request those that are missing
-STALL_AFTER_S = 10.0  # without a new frame, give the place to another client
 ALONE = "no second update"  # why the only update of an attempt does not count
 MAX_STEPS = 0xFFFF_FFFF
 _NO_STRIKE = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
 _NOTED = 100  # refusals of one kind in a round that a journal lists
 
 log = get_logger("controller")
-
-
-class UpdateFromClient(NamedTuple):
-    """An update by its upload request, the client and its incarnation."""
-
-    client_id: int
-    incarnation: int
-    request: UploadRequest
-
-    @property
-    def key(self) -> FrameKey:
-        """The key of the update's frames."""
-        request = self.request
-        return FrameKey(
-            Kind.UPDATE, request.run_id, request.round_id, self.client_id, self.incarnation, request.transfer
-        )  # fmt: skip
-
-    def repeats(self, other: UpdateFromClient) -> bool:
-        """Whether the other is a repeated request. The figures of training, which may be NaN, are not compared."""
-        names = ("run_id", "round_id", "transfer", "total_bytes", "num_samples", "memory")
-        return self.key == other.key and all(getattr(self.request, n) == getattr(other.request, n) for n in names)
 
 
 def facts_of(client_id: int, request: UploadRequest, weight: int) -> Facts:
@@ -131,7 +108,7 @@ class UpdateAdmission:
         self.steps_per_sample = MAX_STEPS
         self.max_staleness = 0
 
-    def refusal(self, update: UpdateFromClient, round_: Round | None) -> UpdateRefusal | None:
+    def refusal(self, update: RequestedUpload, round_: Round | None) -> UpdateRefusal | None:
         """The reason to refuse this update while this round is open; None: it is admitted."""
         client_id, request = update.client_id, update.request
         if round_ is None or request.run_id != self.run_id or round_.staleness(request.round_id) < 0:
@@ -169,21 +146,11 @@ class UpdateAdmission:
 
 
 @dataclass(slots=True, eq=False)
-class _IncomingUpdate:
-    """An update that was granted, or that is to be read in its client's memory."""
+class _IncomingUpdate(IncomingUpload):
+    """An update on its way. ``crc32``: of its payload, where the journal needs it later."""
 
-    update: UpdateFromClient
-    progress_s: float
-    in_memory: bool = False
     adding: bool = False
-    frames: int = 0
-    asked_s: float = 0.0
-    payload: memoryview | None = None  # complete
-    crc32: int = 0  # of it, where the journal needs it later
-
-    @property
-    def key(self) -> FrameKey:
-        return self.update.key
+    crc32: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -194,7 +161,7 @@ class _IncomingUpdate:
 class _MaskedUpdate(NamedTuple):
     """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy."""
 
-    update: UpdateFromClient
+    update: RequestedUpload
     weight: int
     crc32: int
 
@@ -228,10 +195,10 @@ class UpdateReceiver:
         self._dim = dim
         self._on_strike = on_strike
         self._on_change = on_change
-        self._assembler = Assembler()
+        self._uploads: Uploads[_IncomingUpdate] = Uploads(self._send)
         self._round: Round | None = None
         self._to_begin: tuple[int, Tensor] | None = None  # a round that the strategy has not begun yet, and its base
-        self._requests: dict[int, UpdateFromClient] = {}  # by client, in order of arrival
+        self._requests: dict[int, RequestedUpload] = {}  # by client, in order of arrival
         self._transfers: dict[FrameKey, _IncomingUpdate] = {}
         self._complete: deque[_IncomingUpdate] = deque()
         self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
@@ -247,7 +214,7 @@ class UpdateReceiver:
         self.bases: Bases | None = None
         self.masked: MaskedAttempt | None = None
         self._masked_updates: dict[int, _MaskedUpdate] = {}  # by client: in the sum of the attempt
-        self._waiting: dict[int, UpdateFromClient] = {}  # with bases: requests that came while no round was open
+        self._waiting: dict[int, RequestedUpload] = {}  # with bases: requests that came while no round was open
 
     def open(self, round_: Round, base: Tensor, masked: MaskedAttempt | None = None) -> None:
         """Take updates for this round. Another attempt at it goes on with the updates that count.
@@ -288,9 +255,9 @@ class UpdateReceiver:
 
     async def on_request(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
         """A client requests an upload."""
-        update = UpdateFromClient(client_id, incarnation, request)
+        update = RequestedUpload(client_id, incarnation, request)
         if self._counted.get(client_id) == update.key:  # the receipt was lost
-            await self._send_receipt(update, accepted=True)
+            await self._send_receipt(update)
             return
         if self.masked is not None and self._is_put_off(self.masked, update):
             return
@@ -301,11 +268,11 @@ class UpdateReceiver:
         if refusal is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
-        granted = next((t for t in self._transfers.values() if t.update.client_id == client_id), None)
+        granted = next((t for t in self._transfers.values() if t.source.client_id == client_id), None)
         if granted is not None and granted.is_complete:
             return  # only then another one may come
         self.timing.offered(client_id, incarnation, request)
-        if granted is not None and not granted.update.repeats(update):
+        if granted is not None and not granted.source.repeats(update):
             self._drop(granted.key)  # its client trained again: only the newest update counts
             granted = None
         if granted is None and not self._admission.cap.is_settled:
@@ -315,10 +282,10 @@ class UpdateReceiver:
         if granted is None:
             self._take_in(update)
         elif granted.frames == 0 and not granted.in_memory:
-            await self._send_grant(granted)  # it may be lost
+            await self._uploads.grant(granted)  # the grant may be lost
         await self._grant_more()
 
-    def _is_put_off(self, masked: MaskedAttempt, update: UpdateFromClient) -> bool:
+    def _is_put_off(self, masked: MaskedAttempt, update: RequestedUpload) -> bool:
         """Whether the answer to a request has to wait, with secure aggregation: it is repeated."""
         held, request = self._masked_updates.get(update.client_id), update.request
         if held is not None and held.update.key == update.key:
@@ -328,7 +295,7 @@ class UpdateReceiver:
         is_of_round = request.round_id == self._round.round_id
         return is_of_round and request.attempt not in (0, masked.number)  # its client will hear of the newer attempt
 
-    def _masked_refusal(self, update: UpdateFromClient) -> UpdateRefusal | None:
+    def _masked_refusal(self, update: RequestedUpload) -> UpdateRefusal | None:
         """The reason why an update cannot be in the sum of the attempt; None: it can, or there is none."""
         if self.masked is None:
             return None
@@ -352,7 +319,7 @@ class UpdateReceiver:
         self._counted.update({held.client_id: held.update.key for held in updates})
         self._masked_updates = {}
         for held in updates:
-            await self._send_receipt(held.update, accepted=True)
+            await self._send_receipt(held.update)
 
     def _add_unmasked(self, partial: PartialSum, updates: Sequence[_MaskedUpdate]) -> None:
         """Give the sum to the strategy, off the loop. The journal notes the updates before their receipts go out."""
@@ -363,7 +330,7 @@ class UpdateReceiver:
     async def _settle(self) -> None:
         """Take in the updates of a first round, once their weights can be fixed."""
         round_ = self._round
-        here = (transfer.update for transfer in self._transfers.values())  # of asynchronous rounds, from the one before
+        here = (transfer.source for transfer in self._transfers.values())  # of asynchronous rounds, from the one before
         announced = {update.client_id: update.request.num_samples for update in (*here, *self._requests.values())}
         if self._admission.cap.is_settled or round_ is None or not announced:
             return
@@ -378,7 +345,7 @@ class UpdateReceiver:
                 self._work.set()
                 await self._grant_more()
 
-    def _take_in(self, update: UpdateFromClient) -> None:
+    def _take_in(self, update: RequestedUpload) -> None:
         """Read the update in its client's memory, or let its request wait for a grant."""
         unreadable = self._unreadable.get(update.client_id) == update.incarnation
         if self._context.bus.memory.here and is_here(update.request.memory) and not unreadable:
@@ -388,34 +355,21 @@ class UpdateReceiver:
         else:
             self._requests[update.client_id] = update
 
-    def _begin(self, update: UpdateFromClient, *, in_memory: bool = False) -> _IncomingUpdate:
+    def _begin(self, update: RequestedUpload, *, in_memory: bool = False) -> _IncomingUpdate:
         transfer = self._transfers[update.key] = _IncomingUpdate(update, time.monotonic(), in_memory)
         return transfer
 
     async def on_frame(self, message: ClientUpdate) -> None:
         """A frame of an update."""
-        transfer = self._transfers.get(message.frame.key)
-        if transfer is None:
-            self.dropped["late frame" if self._round is None else "unexpected frame"] += 1
-            return
-        request = transfer.update.request
-        if message.num_samples != request.num_samples or message.frame.total_bytes != request.total_bytes:
-            self.dropped["mismatch"] += 1
-            return
         try:
-            verdict = self._assembler.feed(message.frame)
+            complete = self._uploads.feed(message)
         except FrameError as error:
-            self.dropped[error.reason] += 1
+            is_late = error.reason == UNEXPECTED and self._round is None
+            self.dropped["late frame" if is_late else error.reason] += 1
             return
-        if verdict is Verdict.REPEATED:
-            self.dropped["repeated frame"] += 1
-            return
-        transfer.progress_s = time.monotonic()
-        transfer.frames += 1
-        if verdict is Verdict.COMPLETE:
-            transfer.payload = self._assembler.take(transfer.key)
-            self.timing.note(transfer.update.client_id, "received")
-            self._complete.append(transfer)
+        if complete is not None:
+            self.timing.note(complete.source.client_id, "received")
+            self._complete.append(complete)
             self._work.set()
 
     def forget(self, client_id: int, incarnation: int) -> None:
@@ -426,7 +380,7 @@ class UpdateReceiver:
         if offered is not None and offered.incarnation == incarnation:
             del self._requests[client_id]
         for transfer in list(self._transfers.values()):
-            if transfer.update[:2] == (client_id, incarnation) and not transfer.is_complete:
+            if transfer.source[:2] == (client_id, incarnation) and not transfer.is_complete:
                 self._drop(transfer.key)
                 self.dropped["cut short"] += 1
 
@@ -435,7 +389,7 @@ class UpdateReceiver:
         async with asyncio.TaskGroup() as receipts:
             while True:
                 try:
-                    async with asyncio.timeout(REPAIR_AFTER_S / 2):
+                    async with asyncio.timeout(self._uploads.repair_period_s):
                         await self._work.wait()
                 except TimeoutError:
                     await self._settle()  # a client may be lost, or the time be over
@@ -451,7 +405,7 @@ class UpdateReceiver:
                     async with self._folding:
                         await self._fold(self._complete.popleft(), receipts)
                     await self._grant_more()
-                    if self._complete and time.monotonic() - self._repaired_s > REPAIR_AFTER_S:
+                    if self._complete and time.monotonic() - self._repaired_s > 2 * self._uploads.repair_period_s:
                         await self._repair()  # updates in memory may keep this busy for long
 
     def _begin_round(self, round_id: int, base: Tensor) -> None:
@@ -472,7 +426,7 @@ class UpdateReceiver:
 
     def _unreadable_from_here(self, transfer: _IncomingUpdate, error: SharedMemoryFault) -> None:
         """The update is not in its client's memory: have it sent."""
-        update = transfer.update
+        update = transfer.source
         log.warning("no shared memory", client=update.client_id, reason=str(error), effect="its updates go over DDS")
         self._unreadable[update.client_id] = update.incarnation
         self._drop(transfer.key)
@@ -480,7 +434,7 @@ class UpdateReceiver:
 
     async def _fold(self, transfer: _IncomingUpdate, receipts: asyncio.TaskGroup) -> None:
         """Add an update to the sum, and have its receipt sent while the next one is added."""
-        update, round_ = transfer.update, self._round
+        update, round_ = transfer.source, self._round
         if round_ is None or self._transfers.get(transfer.key) is not transfer:
             return  # the round ended meanwhile
         if round_.may_send(update.client_id) in (REPEATED, SURPLUS):
@@ -505,7 +459,7 @@ class UpdateReceiver:
                 self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32)
             else:
                 self._counted[update.client_id] = update.key
-                receipts.create_task(self._send_receipt(update, accepted=True), name="receipt")
+                receipts.create_task(self._send_receipt(update), name="receipt")
         finally:
             self._transfers.pop(transfer.key, None)
             if transfer.in_memory and transfer.payload is not None:
@@ -513,7 +467,7 @@ class UpdateReceiver:
             transfer.payload = None  # also where an error's traceback holds the transfer
 
     def _count(
-        self, round_: Round, update: UpdateFromClient, weight: int, *, from_memory: bool, partial: SumSummary | None
+        self, round_: Round, update: RequestedUpload, weight: int, *, from_memory: bool, partial: SumSummary | None
     ) -> None:
         client_id, request = update.client_id, update.request
         self.totals.count(
@@ -532,7 +486,7 @@ class UpdateReceiver:
     def _add(self, transfer: _IncomingUpdate, weight: int, staleness: int) -> SumSummary | None:
         """Read, decode and add, off the loop. The journal notes it before the receipt goes out. ``staleness``: of its
         base. Returns what a site has reported of its clients; None: it is the update of a client."""
-        key, request, history = transfer.key, transfer.update.request, self._context.history
+        key, request, history = transfer.key, transfer.source.request, self._context.history
         payload = transfer.payload
         if payload is None:
             payload = transfer.payload = read(request.memory, request.total_bytes)
@@ -581,47 +535,27 @@ class UpdateReceiver:
         # Evaluated anew after each grant: while it is sent, requests come and go.
         while self._requests and self._admission.cap.is_settled:
             client_id, update = next(iter(self._requests.items()))
-            on_their_way = (other.update.request for other in self._transfers.values() if not other.in_memory)
+            on_their_way = (other.request for other in self._transfers.values() if not other.in_memory)
             if not self._admission.has_room(update.request, on_their_way):
                 return
             del self._requests[client_id]
-            transfer = self._begin(update)
-            self._assembler.expect(transfer.key, max_bytes=update.request.total_bytes)
-            await self._send_grant(transfer)
-
-    async def _send_grant(self, transfer: _IncomingUpdate) -> None:
-        client_id, incarnation, request = transfer.update
-        self.timing.note(client_id, "granted")
-        await self._send(Grant(client_id, incarnation, request.round_id, request.transfer))
+            self.timing.note(client_id, "granted")
+            await self._uploads.grant(self._begin(update))
 
     async def _repair(self) -> None:
-        now_s = self._repaired_s = time.monotonic()
-        for transfer in list(self._transfers.values()):
-            silent_s = now_s - max(transfer.progress_s, transfer.asked_s)
-            if transfer.payload is not None or transfer.in_memory or silent_s < REPAIR_AFTER_S:
-                continue
-            if now_s - transfer.progress_s > STALL_AFTER_S and transfer.asked_s:
-                self.dropped["stalled"] += 1
-                self._drop(transfer.key)  # its client repeats the request when it can
-                await self._grant_more()
-                continue
-            transfer.asked_s = now_s
-            missing = self._assembler.missing(transfer.key)
-            if missing is None:
-                await self._send_grant(transfer)
-            else:
-                client_id, incarnation, request = transfer.update
-                await self._send(
-                    RetransmitRequest(client_id, incarnation, request.round_id, request.transfer, list(missing))
-                )
+        self._repaired_s = time.monotonic()
+        for transfer in await self._uploads.repair():
+            self.dropped["stalled"] += 1
+            self._drop(transfer.key)
+            await self._grant_more()
 
     def _drop(self, key: FrameKey) -> None:
         transfer = self._transfers.pop(key, None)
         if transfer is not None and transfer in self._complete:  # one whose bytes are still in its client's memory
             self._complete.remove(transfer)
-        self._assembler.forget(key)
+        self._uploads.drop(key)
 
-    async def _reject(self, update: UpdateFromClient, refusal: UpdateRefusal) -> None:
+    async def _reject(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
         """Refuse an update whose client is not waited for in this round any more."""
         client_id, round_id = update.client_id, update.request.round_id
         log.warning("update dropped", client=client_id, round=round_id, reason=refusal.reason, detail=refusal.text)
@@ -634,18 +568,15 @@ class UpdateReceiver:
             if strike is not None:
                 await self._on_strike(strike)
 
-    async def _refuse(self, update: UpdateFromClient, refusal: UpdateRefusal) -> None:
+    async def _refuse(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
         self.dropped[refusal.reason] += 1
         if self.dropped[refusal.reason] <= _NOTED:  # endless requests fill no disk; the count is noted with the round
             facts = {"client": update.client_id, "incarnation": update.incarnation, "reason": refusal.reason}
             self._context.history.note("refused", round=update.request.round_id, **facts)
-        await self._send_receipt(update, accepted=False, reason=refusal.text)
+        await self._send_receipt(update, refusal.text or refusal.reason)
 
-    async def _send_receipt(self, update: UpdateFromClient, *, accepted: bool, reason: str = "") -> None:
-        client_id, incarnation, request = update
-        await self._send(
-            Receipt(client_id, incarnation, request.run_id, request.round_id, request.transfer, accepted, reason[:4096])
-        )
+    async def _send_receipt(self, update: RequestedUpload, refusal: str = "") -> None:
+        await self._send(update.receipt(refusal))
 
     async def _send(self, body: Body) -> None:
         try:

@@ -18,7 +18,7 @@ from typing import Literal
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
 from gradbus.actors.federated.publish import RESEND_FRAMES, RESEND_TIMES, ResendQueue
-from gradbus.actors.federated.updates_in import REPAIR_AFTER_S, STALL_AFTER_S
+from gradbus.actors.federated.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.actors.flower.protocol import (
     CODEC,
     DEFAULT_MAX_BYTES,
@@ -40,17 +40,14 @@ from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import single_error
-from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import (
     Body,
-    Grant,
     Hello,
     Leave,
     ModelAvailable,
     ModelRequest,
     Receipt,
     Refused,
-    RetransmitRequest,
     RoundTerms,
     RunEnded,
     Status,
@@ -106,16 +103,6 @@ class _Open:
     queue: ResendQueue = field(default_factory=ResendQueue)
 
 
-@dataclass(slots=True, eq=False)
-class _Upload:
-    """A reply on its way in, once it is granted."""
-
-    request: UploadRequest
-    key: FrameKey
-    progress_s: float
-    asked_s: float = 0.0
-
-
 class MessageHub:
     """Instructions out, replies in.
 
@@ -150,12 +137,11 @@ class MessageHub:
         self._others = DuplicateControllers(bus.job, self._identity)
         self._partitions: tuple[int, str] | None = None  # their number, and the node that said so first
         self._compute = ComputeThread("hub")
-        self._assembler = Assembler()
+        self._uploads: Uploads[IncomingUpload] = Uploads(self._publish)
         self._numbers = 0
         self._open: dict[int, _Open] = {}
         self._next_named = 0
-        self._uploads: dict[FrameKey, _Upload] = {}
-        self._requests: OrderedDict[FrameKey, _Upload] = OrderedDict()
+        self._requests: OrderedDict[FrameKey, IncomingUpload] = OrderedDict()
         self._reading: set[FrameKey] = set()
         self._unreadable: set[Identity] = set()  # nodes whose memory cannot be read from here
         self._accepted: OrderedDict[FrameKey, None] = OrderedDict()
@@ -384,7 +370,7 @@ class MessageHub:
         for instruction in list(self._open.values()):
             if instruction.awaited.get(node) == incarnation:
                 self._fail(instruction, node, "gone", f"node {node} is gone: {why}")
-        for key in [key for key in [*self._uploads, *self._requests] if key[3:5] == (node, incarnation)]:
+        for key in [key for key in [*self._uploads.keys, *self._requests] if key[3:5] == (node, incarnation)]:
             self._forget(key)
 
     # Answers
@@ -445,9 +431,9 @@ class MessageHub:
             self._fail(instruction, sender.sender, "refused", f"node {sender.sender}: {why}")
             await self._receipt(key, why)
             return
-        if key in self._uploads or key in self._requests or key in self._reading:
+        if key in self._uploads.keys or key in self._requests or key in self._reading:
             return
-        upload = _Upload(request, key, time.monotonic())
+        upload = IncomingUpload(RequestedUpload(*_of(sender), request), time.monotonic())
         if self._bus.memory.here and is_here(request.memory) and sender not in self._unreadable:
             self._reading.add(key)
             group.create_task(self._read(upload), name="hub-read")
@@ -455,7 +441,7 @@ class MessageHub:
             self._requests[key] = upload
             await self._grant_more()
 
-    async def _read(self, upload: _Upload) -> None:
+    async def _read(self, upload: IncomingUpload) -> None:
         """Take a reply where it lies in its node's memory."""
         request, key = upload.request, upload.key
         try:
@@ -474,31 +460,23 @@ class MessageHub:
     async def _grant_more(self) -> None:
         while self._requests:
             key, upload = next(iter(self._requests.items()))
-            in_flight = sum(other.request.total_bytes for other in self._uploads.values())
+            in_flight = self._uploads.num_bytes
             if in_flight and in_flight + upload.request.total_bytes > self._max_bytes:
                 return
             del self._requests[key]
-            self._uploads[key] = upload
             upload.progress_s = upload.asked_s = time.monotonic()
-            self._assembler.expect(key, max_bytes=upload.request.total_bytes)
-            await self._publish(Grant(key.sender, key.incarnation, key.round_id, key.transfer))
+            await self._uploads.grant(upload)
 
     def _on_frame(self, message: ClientUpdate, group: asyncio.TaskGroup) -> None:
-        upload = self._uploads.get(message.frame.key)
-        if upload is None or message.frame.total_bytes != upload.request.total_bytes:
-            return
         try:
-            verdict = self._assembler.feed(message.frame)
+            upload = self._uploads.feed(message)
         except FrameError as error:
-            log.warning("frame dropped", node=message.client_id, reason=str(error))
+            if error.reason not in (UNEXPECTED, REPEATED):  # which any network may bring
+                log.warning("frame dropped", node=message.client_id, reason=str(error))
             return
-        if verdict is not Verdict.REPEATED:
-            upload.progress_s = time.monotonic()
-        if verdict is Verdict.COMPLETE:
-            payload = self._assembler.take(upload.key)
-            del self._uploads[upload.key]
+        if upload is not None and upload.payload is not None:
             self._reading.add(upload.key)
-            group.create_task(self._receive(upload.key, payload), name="hub-receive")
+            group.create_task(self._receive(upload.key, upload.payload), name="hub-receive")
 
     async def _receive(self, key: FrameKey, payload: memoryview) -> None:
         try:
@@ -510,28 +488,13 @@ class MessageHub:
     async def _repair(self) -> None:
         """Request frames that are missing. Runs until cancelled."""
         while True:
-            await asyncio.sleep(REPAIR_AFTER_S / 2)
-            now_s = time.monotonic()
-            for upload in list(self._uploads.values()):
-                if now_s - max(upload.progress_s, upload.asked_s) < REPAIR_AFTER_S:
-                    continue
-                if now_s - upload.progress_s > STALL_AFTER_S:
-                    self._forget(upload.key)  # its node repeats the request when it can
-                    continue
-                upload.asked_s = now_s
-                key, missing = upload.key, self._assembler.missing(upload.key)
-                if missing is None:
-                    await self._publish(Grant(key.sender, key.incarnation, key.round_id, key.transfer))
-                else:
-                    await self._publish(
-                        RetransmitRequest(key.sender, key.incarnation, key.round_id, key.transfer, list(missing))
-                    )
+            await asyncio.sleep(self._uploads.repair_period_s)
+            await self._uploads.repair()  # nodes of those that stand still repeat their requests when they can
             await self._grant_more()
 
     def _forget(self, key: FrameKey) -> None:
-        self._uploads.pop(key, None)
+        self._uploads.drop(key)
         self._requests.pop(key, None)
-        self._assembler.forget(key)
 
     async def _receipt(self, key: FrameKey, refusal: str = "") -> None:
         await self._publish(

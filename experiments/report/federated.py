@@ -42,6 +42,8 @@ from gradbus.runtime.plain_text import plain_line
 
 MAX_FAULTS = 60  # rows of a table of faults
 
+SPREAD = ("mean", "median", "std", "min", "max")  # of a metric over clients
+
 
 def page_of(run: RunFiles) -> Page:
     """The page on one run."""
@@ -171,15 +173,14 @@ def evaluation_tables(run: RunFiles) -> list[PageTable]:
         found = newest.by_clients
         rows = [
             [
-                plain_line(name), *(decimal(value, 4) for value in (one.mean, one.std, one.min, one.max)),
+                plain_line(name), *(decimal(one.spread.get(of), 4) for of in SPREAD),
                 str(one.clients), ", ".join(f"{client} ({decimal(value, 4)})" for client, value in one.worst),
             ]
             for name, one in found.metrics.items()
         ]  # fmt: skip
         title = f"After round {newest.round_id}: {found.answered} of {found.asked} clients, {found.num_samples} samples"
         tables.append(row_table(
-            "by-clients", ("metric", "mean", "std", "min", "max", "clients", "worst clients"), rows, "metrics",
-            title=title,
+            "by-clients", ("metric", *SPREAD, "clients", "worst clients"), rows, "metrics", title=title,
         ))  # fmt: skip
         tables.append(row_table(
             "by-clients-missing", ("why there is no result", "clients"),

@@ -306,7 +306,7 @@ def _norm_lines(axes: Axes, reports: Sequence[RoundReport], norm: Callable[[Clie
 
 
 def draw_client_metrics(reports: Sequence[RoundReport]) -> Figure | None:
-    """The first metrics that clients have found on their own data: the mean, in a band from least to largest."""
+    """The first metrics that clients have found on their own data: mean and median, in a band from least to largest."""
     names = client_metric_names(reports)
     if not names:
         return None
@@ -318,9 +318,11 @@ def draw_client_metrics(reports: Sequence[RoundReport]) -> Figure | None:
         axes.fill_between(rounds, least, largest, color=style.BLUE, alpha=0.25, linewidth=0, label="all clients")
         marker = "o" if len(known) <= MAX_BARS else ""
         _plot(axes, [(n, one.mean) for n, one in known], color=style.BLUE, marker=marker, label="mean")
+        if medians := [(n, one.median) for n, one in known if one.median is not None]:
+            _plot(axes, medians, color=style.BLUE, linestyle=":", label="median")
         style.label(axes, x="round", y=style.plain(plain_line(name)))
         style.whole_numbers(axes.xaxis)
-    _legend(figure, panels[0], columns=2)
+    _legend(figure, panels[0], columns=3)
     return figure
 
 

@@ -42,11 +42,15 @@ def newest_quality(reports: Sequence[Evaluated]) -> str:
 
 
 def client_tiles(reports: Sequence[RoundReport]) -> list[Tile]:
-    """The first metrics that clients have found on data of their own, with their range."""
+    """The first metrics that clients have found on data of their own, with median and range."""
     newest = next((report.by_clients for report in reversed(reports) if report.by_clients.asked), None)
     shown = [] if newest is None else list(newest.metrics.items())[:MAX_SHOWN_METRICS]
     return [
-        Tile(f"clients' {plain_line(name)}", number(one.mean, 4), f"{number(one.min, 4)} to {number(one.max, 4)}")
+        Tile(
+            f"clients' {plain_line(name)}",
+            number(one.mean, 4),
+            f"median {number(one.median, 4)}, {number(one.min, 4)} to {number(one.max, 4)}",
+        )
         for name, one in shown
     ]
 

@@ -55,7 +55,7 @@ class JobCollector(Collector):
             "budget": gauge("epsilon_budget", "Epsilon of differential privacy that the run may spend"),
             "metric": gauge("metric", "Metrics of the newest evaluated model, by name", "name"),
             "by_clients": gauge(
-                "client_metric", "Metrics that clients have found on their own data: mean, std, min, max", "name", "of"
+                "client_metric", "What clients find on their own data: mean, median, std, min, max", "name", "of"
             ),
             "answered": gauge("evaluation_clients", "Clients whose result counts in the newest evaluation by clients"),
             "loss": gauge("train_loss", "Mean training loss of the newest round, weighted by samples"),
@@ -92,8 +92,8 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     if totals.by_clients.asked:
         put("answered", totals.by_clients.answered)
     for metric, found in totals.by_clients.metrics.items():
-        for of in ("mean", "std", "min", "max"):
-            put("by_clients", getattr(found, of), metric, of)
+        for of, value in found.spread.items():
+            put("by_clients", value, metric, of)
     put("rounds", totals.rounds)
     put("seconds", totals.sums["seconds"])
     for direction in ("up", "down"):

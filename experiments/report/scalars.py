@@ -193,8 +193,7 @@ def _by_clients(found: ClientEvaluation) -> dict[str, float | None]:
     """What clients have found on data of their own: of each metric the mean and its spread over them."""
     values: dict[str, float | None] = {}
     for name, one in found.metrics.items():
-        spread = {"mean": one.mean, "std": one.std, "min": one.min, "max": one.max}
-        values |= {f"by_clients/{name}/{key}": value for key, value in spread.items()}
+        values |= {f"by_clients/{name}/{key}": value for key, value in one.spread.items()}
     if found.asked:
         values["by_clients/answered"] = found.answered
     return values

@@ -276,7 +276,7 @@ def quality_columns(reports: Sequence[Evaluated]) -> dict[str, Callable[[Evaluat
 
 
 def client_columns(reports: Sequence[RoundReport]) -> dict[str, Callable[[RoundReport], str]]:
-    """What clients have found on data of their own: the mean of each metric, and the standard deviation over them."""
+    """What clients have found on data of their own: of each metric the mean, the standard deviation and the median."""
     return {f"clients' {plain_line(name)}": partial(_over_clients, name) for name in client_metric_names(reports)}
 
 
@@ -287,12 +287,13 @@ def client_metric_names(reports: Sequence[RoundReport]) -> list[str]:
 
 
 def client_quality(report: RoundReport) -> list[str]:
-    """Return the same of one round in words, with the range over clients; empty: they have not evaluated it."""
+    """Return the same of one round in words, with median and range over clients; empty: they have not evaluated it."""
     found = report.by_clients
     if not found.asked:
         return []
     shown = [
-        f"{plain_line(name)} {number(one.mean, 4)} ({number(one.min, 4)} to {number(one.max, 4)})"
+        f"{plain_line(name)} {number(one.mean, 4)} (median {number(one.median, 4)}, {number(one.min, 4)} to "
+        f"{number(one.max, 4)})"
         for name, one in list(found.metrics.items())[:MAX_SHOWN_METRICS]
     ]
     return [f"on data of {found.answered}/{found.asked} clients: {' '.join(shown) or 'nothing'}"]
@@ -300,7 +301,9 @@ def client_quality(report: RoundReport) -> list[str]:
 
 def _over_clients(name: str, report: RoundReport) -> str:
     one = report.by_clients.metrics.get(name)
-    return number(None, 4) if one is None else f"{number(one.mean, 4)} +-{number(one.std, 4)}"
+    if one is None:
+        return number(None, 4)
+    return f"{number(one.mean, 4)} +-{number(one.std, 4)}, median {number(one.median, 4)}"
 
 
 def _metric(name: str, report: Evaluated) -> str:

@@ -20,8 +20,9 @@ from torch import nn
 
 import gradbus
 from gradbus.actors.federated.local_training import RoundInputs
+from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings
-from gradbus.actors.virtual.pool import ClientFailed
+from gradbus.actors.virtual.pool import ClientFailed, ProcessDied
 from gradbus.actors.virtual.ray_pool import LOCAL, RayCluster, RayPool
 from gradbus.models import NoopTask, TrainingStopped
 from gradbus.models.task import EvalResult, TrainResult
@@ -183,13 +184,13 @@ def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_g
                 for round_id in (1, 1, 2):
                     command = TrainCmd(round_id, 0, 1, 0.1, 0)
                     work = pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(50)))
-                    async with pool.borrow() as process:
+                    async with pool.borrow(work) as process:
                         update = await process.train(work, Identity(1, 1), round_id)
                     assert update is not None
                     assert released(1, round_id).numpy().tobytes() in bytes(update.payload)
                     found.append(bytes(update.payload))
                 (tmp_path / "client-0").write_text("no folder")
-                async with pool.borrow() as process:
+                async with pool.borrow(work) as process:
                     with pytest.raises(ClientFailed, match="client-0"):
                         await process.train(work, Identity(0, 1), 4)
             return found
@@ -220,7 +221,7 @@ def test_an_actor_that_trains_hears_that_its_work_is_no_longer_wanted(cluster: R
                 base=torch.zeros(DIM),
             )  # fmt: skip
             work = pool.new_work(inputs)
-            async with asyncio.timeout(30), pool.borrow() as process:
+            async with asyncio.timeout(30), pool.borrow(work) as process:
                 training = asyncio.create_task(process.train(work, Identity(0, 1), 1))
                 assert await asyncio.to_thread(began.read_text) == "now"
                 assert not training.done()
@@ -230,6 +231,43 @@ def test_an_actor_that_trains_hears_that_its_work_is_no_longer_wanted(cluster: R
             await pool.close()
 
     asyncio.run(main())
+
+
+def test_an_actor_that_does_not_stop_is_killed_and_replaced(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "STUCK_AFTER_S", 0.1)
+    began = tmp_path / "began"
+    os.mkfifo(began)
+
+    class Hangs(NoopTask):
+        def train(self, model: nn.Module, **arguments: Any) -> Any:
+            began.write_text("now")
+            while True:
+                time.sleep(1.0)
+
+    async def main() -> int:
+        pool = RayPool(Hangs(DIM), PoolSettings(state_dir=tmp_path), size=1)
+        try:
+            await pool.open(0, 2)
+            welcome, command = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), TrainCmd(1, 0, 1, 0.1, 0)
+            work = pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(DIM)))
+
+            async def train() -> None:
+                async with pool.borrow(work) as process:
+                    await process.train(work, Identity(0, 1), 1)
+
+            async with asyncio.timeout(60):
+                training = asyncio.create_task(train())
+                assert await asyncio.to_thread(began.read_text) == "now"
+                pool.stop(work)
+                with pytest.raises(ProcessDied):
+                    await training
+            return pool.replaced
+        finally:
+            await pool.close()
+
+    assert asyncio.run(main()) == 1
 
 
 def test_a_task_that_cannot_be_sent_is_refused_before_anything_starts(cluster: RayCluster, tmp_path: Path) -> None:

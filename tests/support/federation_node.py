@@ -35,7 +35,7 @@ import gradbus
 from gradbus.actors import Client, Controller, Site
 from gradbus.actors.federated import controller as controller_module
 from gradbus.actors.federated import global_model as shared_model_reader
-from gradbus.actors.federated import liveness
+from gradbus.actors.federated import liveness, uploads
 from gradbus.actors.federated import updates_in as update_receiver
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.actors.federated.rounds import Round
@@ -200,7 +200,7 @@ def _wait_for_rivals(duplicate_after_s: float) -> None:
 
 def _be_patient() -> None:
     """A machine that stands still for seconds changes nothing of what is sent and read: that is counted exactly."""
-    update_receiver.REPAIR_AFTER_S = 5.0
+    uploads.REPAIR_AFTER_S = 5.0
     liveness.BYE_S = shared_model_reader.LAST_READ_S = 4.0
 
 

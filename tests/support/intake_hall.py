@@ -20,7 +20,7 @@ from gradbus.actors.aggregation import partial_sum
 from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.actors.federated import updates_in as intake_module
+from gradbus.actors.federated import uploads
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.actors.federated.state import RunContext
@@ -135,7 +135,7 @@ async def hall_of(
         strikes.append(strike)
 
     delays = {"REPAIR_AFTER_S": repair_after_s, "STALL_AFTER_S": stall_after_s}
-    with ComputeThread("intake-test") as compute, mock.patch.multiple(intake_module, **delays):
+    with ComputeThread("intake-test") as compute, mock.patch.multiple(uploads, **delays):
         state, journal = SimpleNamespace(run_id=RUN), history or History(None, "controller")
         context = RunContext(
             bus, Identity(CONTROLLER, 1), compute,  # type: ignore[arg-type]

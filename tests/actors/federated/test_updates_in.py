@@ -18,7 +18,8 @@ from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.strategies import NoRoom
 from gradbus.actors.federated.participation import Quarantine
 from gradbus.actors.federated.rounds import Round, RoundRules
-from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateFromClient
+from gradbus.actors.federated.updates_in import UpdateAdmission
+from gradbus.actors.federated.uploads import RequestedUpload
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire.control import Receipt
 
@@ -397,7 +398,7 @@ def test_admission_refuses_with_a_reason_and_strikes_only_where_no_honest_client
 
     def refused(sender: Sender, total_bytes: int = 400, **values: Any) -> tuple[str, bool] | None:
         request = replace(sender.request, total_bytes=total_bytes, **values)
-        refusal = admission.refusal(UpdateFromClient(sender.client_id, 1, request), round_)
+        refusal = admission.refusal(RequestedUpload(sender.client_id, 1, request), round_)
         return None if refusal is None else (refusal.reason, refusal.is_strike)
 
     assert refused(Sender(0)) is None

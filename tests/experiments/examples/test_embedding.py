@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from settings import nested
 
 import gradbus
-from gradbus.actors.federated import updates_in as update_receiver
 from gradbus.actors.federated import updates_out as update_sender
+from gradbus.actors.federated import uploads
 from gradbus.experiments.examples.embed_aiohttp import FederatedService, make_app
 from gradbus.models import NoopTask
 
@@ -210,7 +210,7 @@ def test_accuracy_and_drops_are_in_status_and_metrics() -> None:
 def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is offered or asked for again, because an answer is late, may come twice, and one of the two is dropped.
     monkeypatch.setattr(update_sender, "REPEAT_AFTER_S", 60.0)
-    monkeypatch.setattr(update_receiver, "REPAIR_AFTER_S", 60.0)
+    monkeypatch.setattr(uploads, "REPAIR_AFTER_S", 60.0)
     sizes = {"left": (1000, 2), "right": (2000, 1)}  # name: dim, clients
 
     async def scenario(*names: str) -> dict[str, list[gradbus.RoundReport]]:

@@ -47,8 +47,8 @@ def test_an_accuracy_goes_before_other_metrics() -> None:
     assert newest_quality([]) == "-"
 
 
-def test_what_clients_find_is_drawn_as_a_mean_in_its_range() -> None:
-    one = {"loss": ClientMetric(mean=2.0, min=1.0, max=4.0, clients=3)}
+def test_what_clients_find_is_drawn_as_mean_and_median_in_their_range() -> None:
+    one = {"loss": ClientMetric(mean=2.0, median=1.5, min=1.0, max=4.0, clients=3)}
     reports = [
         RoundReport(round_id=number, by_clients=ClientEvaluation(asked=3, answered=3, metrics=one)) for number in (2, 4)
     ]
@@ -57,7 +57,8 @@ def test_what_clients_find_is_drawn_as_a_mean_in_its_range() -> None:
         assert draw.draw_client_metrics([RoundReport(round_id=1)]) is None
     assert figure is not None
     (axes,) = figure.axes
-    assert axes.lines[0].get_xydata().tolist() == [[2.0, 2.0], [4.0, 2.0]]  # type: ignore[union-attr]
+    lines = [line.get_xydata().tolist() for line in axes.lines]  # type: ignore[union-attr]
+    assert lines == [[[2.0, 2.0], [4.0, 2.0]], [[2.0, 1.5], [4.0, 1.5]]]
     assert (axes.collections[0].get_datalim(axes.transData).ymin, axes.dataLim.ymax) == (1.0, 4.0)
 
 

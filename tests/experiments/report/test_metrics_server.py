@@ -15,6 +15,7 @@ from patience import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradbus.actors import EpochReport, RoundReport
+from gradbus.actors.federated.evaluation import ClientEvaluation, ClientMetric
 from gradbus.experiments.files import MetricsSettings
 from gradbus.experiments.report.followed import FollowedJob, FollowedRank
 from gradbus.experiments.report.metrics import JobCollector
@@ -61,13 +62,19 @@ def test_a_controller_that_has_not_started_is_up_and_one_that_failed_says_so() -
 
 def test_metrics_of_a_round_that_is_evaluated_are_there_by_name_and_reports_count_once() -> None:
     followed = FollowedJob()
-    followed.progress.reports.append(RoundReport(round_id=1, loss=2.0, eval_loss=1.5, metrics={"mse": 0.25}))
+    found_by_clients = {"mse": ClientMetric(mean=3.0, median=2.0, std=0.5, min=1.0, max=4.0, clients=3)}
+    followed.progress.reports.append(RoundReport(
+        round_id=1, loss=2.0, eval_loss=1.5, metrics={"mse": 0.25},
+        by_clients=ClientEvaluation(asked=3, answered=3, metrics=found_by_clients),
+    ))  # fmt: skip
     collector = JobCollector({"metrics": followed})
     for _ in range(2):
         found = samples(collector.collect())
         assert found["gradbus_rounds_total"] == 1
     assert (found["gradbus_metric mse"], found["gradbus_eval_loss"]) == (0.25, 1.5)
     assert "gradbus_accuracy" not in found
+    spread = [found[f"gradbus_client_metric mse {of}"] for of in ("mean", "median", "std", "min", "max")]
+    assert spread == [3.0, 2.0, 0.5, 1.0, 4.0]
 
 
 def test_epsilon_is_that_of_the_newest_round_and_there_only_with_privacy() -> None:

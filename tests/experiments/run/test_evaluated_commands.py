@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from gradbus.actors.federated.evaluation import LOST
 from gradbus.actors.federated.local_evaluation import NOT_SHARED
+from gradbus.experiments.amounts import number
 from gradbus.experiments.dashboard.drawings import figures_of
 from gradbus.experiments.dashboard.following import Following
 from gradbus.experiments.dashboard.pages import row_of, run_body
@@ -52,9 +53,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         "checkpoint": {"keep_best": "client.rmse"},
     }  # fmt: skip
     (folder / "controller.json").write_text(json.dumps({"bus": bus, "task": task, "federated": federated}))
-    for number in range(CLIENTS):
-        client = {"bus": bus, "task": task, "client": {"share_model": number == 0}}
-        (folder / f"client-{number}.json").write_text(json.dumps(client))
+    for client_id in range(CLIENTS):
+        client = {"bus": bus, "task": task, "client": {"share_model": client_id == 0}}
+        (folder / f"client-{client_id}.json").write_text(json.dumps(client))
     commands = [["controller", "controller.json", "--run-dir", "run", "--no-live"]]
     commands += [["client", f"client-{number}.json", "--id", str(number)] for number in range(CLIENTS)]
     running = [Forked(words, folder, {}) for words in commands]
@@ -115,7 +116,9 @@ def test_the_run_is_judged_by_its_metrics_everywhere(run_dir: tuple[Path, str], 
     assert {"rmse", "r2", "clients' loss", "clients' rmse", "clients' r2"} <= set(heads)
     assert len(cross_site_table(files.cross_site, "rmse").rows) == 3  # type: ignore[arg-type]
     values = round_values(last)
-    assert values["by_clients/rmse/max"] == last.by_clients.metrics["rmse"].max
+    found = last.by_clients.metrics["rmse"]
+    assert [values[f"by_clients/rmse/{of}"] for of in ("max", "median")] == [found.max, found.median]
+    assert f"median {number(found.median, 4)}, {number(found.min, 4)} to" in line
     assert Totals().follow(files.rounds).by_clients == last.by_clients
     shown = invoke("report", path, "--out", tmp_path / "report.html")
     assert shown.code == 0, shown.err

@@ -20,8 +20,8 @@ from identities import Identities
 from patience import PATIENT_S
 
 import gradbus
-from gradbus.actors.federated import updates_in as update_receiver
 from gradbus.actors.federated import updates_out as update_sender
+from gradbus.actors.federated import uploads
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.experiments.run import status
@@ -281,7 +281,7 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         update_sender, "REPEAT_AFTER_S", 60.0
     )  # what is offered twice may come twice, and one is dropped
-    monkeypatch.setattr(update_receiver, "REPAIR_AFTER_S", 60.0)
+    monkeypatch.setattr(uploads, "REPAIR_AFTER_S", 60.0)
     go_on, begun = threading.Event(), asyncio.Event()
 
     loop: asyncio.AbstractEventLoop

@@ -1,0 +1,176 @@
+"""Uploads on their way to a Controller: the frames of those that were granted, and requests for what is missing.
+
+    UploadRequest -> Grant -> frames -> RetransmitRequest, where some are missing -> Receipt
+
+A client requests an upload, and sends on a grant. Which uploads are granted, and when, and what becomes of one that is
+complete, is decided by whoever receives them: ``updates_in.py`` the updates of a round, ``cross_site.py`` local models,
+the hub of Flower apps their replies. Frames of other uploads are refused before anything is allocated for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.wire.assembler import Assembler, Verdict
+from gradbus.runtime.wire.control import Body, Grant, Receipt, RetransmitRequest, UploadRequest
+from gradbus.runtime.wire.frames import FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate
+
+REPAIR_AFTER_S = 0.3  # without a new frame, request those that are missing
+STALL_AFTER_S = 10.0  # without a new frame, give the place to another client
+UNEXPECTED, REPEATED = "unexpected frame", "repeated frame"  # reasons of frames that a network may bring
+MAX_REASON_CHARS = 4096
+
+
+class RequestedUpload(NamedTuple):
+    """An upload by its request, the client and its incarnation."""
+
+    client_id: int
+    incarnation: int
+    request: UploadRequest
+
+    @property
+    def key(self) -> FrameKey:
+        """The key of its frames."""
+        request = self.request
+        return FrameKey(
+            Kind.UPDATE, request.run_id, request.round_id, self.client_id, self.incarnation, request.transfer
+        )  # fmt: skip
+
+    def repeats(self, other: RequestedUpload) -> bool:
+        """Whether the other is a repeated request. The figures of training, which may be NaN, are not compared."""
+        names = ("run_id", "round_id", "transfer", "total_bytes", "num_samples", "memory")
+        return self.key == other.key and all(getattr(self.request, n) == getattr(other.request, n) for n in names)
+
+    def receipt(self, refusal: str = "") -> Receipt:
+        """The answer that ends it. ``refusal``: the reason why it does not count; empty: it does."""
+        client_id, incarnation, request = self
+        return Receipt(
+            client_id, incarnation, request.run_id, request.round_id, request.transfer, not refusal,
+            refusal[:MAX_REASON_CHARS],
+        )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class IncomingUpload:
+    """An upload that was granted, or that is to be read in its client's memory.
+
+    Attributes:
+        progress_s: when it began, or its newest frame came, by ``time.monotonic``. asked_s: when missing frames were
+            requested last; 0: never. frames: so many have come.
+        in_memory: it is read in its client's memory. payload: all of it, once it is here.
+    """
+
+    source: RequestedUpload
+    progress_s: float
+    in_memory: bool = False
+    asked_s: float = 0.0
+    frames: int = 0
+    payload: memoryview | None = None
+
+    @property
+    def key(self) -> FrameKey:
+        """The key of its frames."""
+        return self.source.key
+
+    @property
+    def request(self) -> UploadRequest:
+        """What its client has announced."""
+        return self.source.request
+
+
+U = TypeVar("U", bound=IncomingUpload)
+
+
+class Uploads(Generic[U]):
+    """The uploads that are granted and not complete. All methods are called on the loop."""
+
+    def __init__(self, publish: Callable[[Body], Awaitable[None]]) -> None:
+        """``publish`` sends a message. Where it cannot, that is no error: it is sent again."""
+        self._publish = publish
+        self._assembler = Assembler()
+        self._granted: dict[FrameKey, U] = {}
+
+    @property
+    def keys(self) -> Collection[FrameKey]:
+        """Their keys."""
+        return self._granted.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them, once they are complete."""
+        return sum(upload.request.total_bytes for upload in self._granted.values())
+
+    @property
+    def repair_period_s(self) -> float:
+        """Seconds between two calls of :meth:`repair`."""
+        return REPAIR_AFTER_S / 2
+
+    async def grant(self, upload: U) -> None:
+        """Have a client send, and take its frames from now on. Also again, as a grant may be lost."""
+        self._granted[upload.key] = upload
+        self._assembler.expect(upload.key, max_bytes=upload.request.total_bytes)
+        await self._send_grant(upload)
+
+    async def _send_grant(self, upload: U) -> None:
+        client_id, incarnation, request = upload.source
+        await self._publish(Grant(client_id, incarnation, request.round_id, request.transfer))
+
+    def feed(self, message: ClientUpdate) -> U | None:
+        """Take a frame. Returns the upload that is complete with it; None: others are missing.
+
+        Raises:
+            FrameError: it belongs to no granted upload, is repeated, or contradicts the request or an earlier frame.
+        """
+        frame = message.frame
+        upload = self._granted.get(frame.key)
+        if upload is None:
+            raise FrameError(UNEXPECTED, f"frame {frame.seq} of {frame.seq_cnt}: {frame.key} was not granted")
+        request = upload.request
+        if (message.num_samples, frame.total_bytes) != (request.num_samples, request.total_bytes):
+            raise FrameError(
+                "mismatch", f"frame of {frame.total_bytes} bytes and {message.num_samples} samples: "
+                f"{request.total_bytes} and {request.num_samples} were announced"
+            )  # fmt: skip
+        verdict = self._assembler.feed(frame)
+        if verdict is Verdict.REPEATED:
+            raise FrameError(REPEATED, f"frame {frame.seq} of {frame.seq_cnt} is here")
+        upload.progress_s = time.monotonic()
+        upload.frames += 1
+        if verdict is not Verdict.COMPLETE:
+            return None
+        upload.payload = self._assembler.take(upload.key)
+        del self._granted[upload.key]
+        return upload
+
+    async def repair(self) -> list[U]:
+        """Request what is missing of uploads that stand still. Returns those that have for STALL_AFTER_S, which are
+        dropped: their clients repeat the request when they can."""
+        now_s, stalled = time.monotonic(), []
+        for upload in list(self._granted.values()):
+            silent_s = now_s - max(upload.progress_s, upload.asked_s)
+            if silent_s < REPAIR_AFTER_S or self._granted.get(upload.key) is not upload:
+                continue
+            if now_s - upload.progress_s > STALL_AFTER_S and upload.asked_s:
+                self.drop(upload.key)
+                stalled.append(upload)
+                continue
+            upload.asked_s = now_s
+            missing = self._assembler.missing(upload.key)
+            if missing is None:
+                await self._send_grant(upload)
+                continue
+            client_id, incarnation, request = upload.source
+            await self._publish(
+                RetransmitRequest(client_id, incarnation, request.round_id, request.transfer, list(missing))
+            )
+        return stalled
+
+    def drop(self, key: FrameKey) -> None:
+        """Take no more of this upload, and forget what has come."""
+        self._granted.pop(key, None)
+        self._assembler.forget(key)

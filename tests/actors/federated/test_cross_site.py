@@ -1,0 +1,78 @@
+"""Local models on their way to the controller, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+from intake_hall import FakeBus
+
+from gradbus.actors.federated.cross_site import NOT_WANTED, LocalModelReceiver
+from gradbus.actors.federated.state import RunContext
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.testing.journal import History
+from gradbus.runtime.wire.control import CANDIDATE_ROUNDS, Receipt, UploadRequest
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import Identity
+
+DIM, RUN, ROUND = 1 << 15, 7, CANDIDATE_ROUNDS[0]
+
+
+@contextlib.contextmanager
+def busy(compute: ComputeThread) -> Iterator[None]:
+    """The thread has something else to do meanwhile."""
+    done = threading.Event()
+    running = asyncio.create_task(compute.run(done.wait, 20.0))
+    running.add_done_callback(lambda task: task.result())
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def test_messages_go_on_while_a_local_model_waits_to_be_read_in_its_clients_memory() -> None:
+    payload = torch.arange(DIM, dtype=torch.float32).numpy().tobytes()
+
+    async def main() -> None:
+        bus, changed = FakeBus(), asyncio.Event()
+
+        async def sleep_until(_: float) -> None:
+            changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await changed.wait()
+
+        with ComputeThread("cross-site-test") as compute:
+            context = RunContext(
+                bus, Identity(CONTROLLER, 1), compute, FederatedConfig(),  # type: ignore[arg-type]
+                SimpleNamespace(run_id=RUN, round_id=3), History(None, "controller"),  # type: ignore[arg-type]
+            )  # fmt: skip
+            registry = SimpleNamespace(
+                incarnation_of=lambda _: 100, taking_part=lambda _: {0}, get=lambda *_: SimpleNamespace()
+            )
+            receiver = LocalModelReceiver(
+                context, registry, dim=DIM, sleep_until=sleep_until, changed=changed.set  # type: ignore[arg-type]
+            )  # fmt: skip
+            sealed = PayloadMemory(switched_on=True).put(payload)
+            assert sealed is not None
+            request = UploadRequest(RUN, ROUND, 1, len(payload), 1, 0.0, 0.0, 0.0, sealed.place)
+            async with asyncio.timeout(10.0):
+                fetching = asyncio.create_task(receiver.fetch(0, ROUND))
+                await bus.news.wait()  # it is requested
+                with busy(compute):
+                    await receiver.on_request(0, 100, request)
+                    await receiver.on_request(1, 100, request)  # of another client, which is answered at once
+                    assert [receipt.reason for receipt in bus.all(Receipt)] == [NOT_WANTED]
+                    assert not fetching.done()
+                found = await fetching
+            assert isinstance(found, memoryview)
+            assert bytes(found) == payload
+            sealed.hide()
+
+    asyncio.run(main())
