@@ -20,7 +20,7 @@ from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.participation import MAX_KNOWN, Entry, Participation, Quarantine, Strike
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.sharing import Exchange, Sharing
 from gradbus.actors.privacy.mechanisms import LEDGER
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import (
@@ -53,7 +53,8 @@ class SavedRun(Meta):
     Attributes:
         tensors: name, dtype and shape of each tensor in the vector of weights, in its order.
         frozen: hash of the frozen parameters.
-        share: the patterns of what is in that vector.
+        share: the patterns of what is in that vector. exchange: what they choose from; of runs of earlier versions,
+            which have not saved it, the trained part.
     """
 
     run_id: Hex64
@@ -62,11 +63,17 @@ class SavedRun(Meta):
     tensors: Annotated[list[tuple[str, str, list[Count]]], Field(max_length=MAX_TENSORS)]
     frozen: Hex64 = NOTHING
     share: ShareSettings = ShareSettings()
+    exchange: Exchange = "trained"
     downlink_codec: Annotated[str, StringConstraints(max_length=100)]
     downlink: Literal["full", "lossy"]
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
     participation: Annotated[list[Entry], Field(default_factory=list, max_length=MAX_KNOWN)]
     history: Annotated[list[RoundReport], Field(max_length=KEPT_IN_CHECKPOINT)]
+
+    @property
+    def sharing(self) -> Sharing:
+        """What decides which tensors of a model are in that vector."""
+        return Sharing(self.exchange, tuple(self.share.include), tuple(self.share.exclude))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -108,8 +115,7 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
     if place != weights.numel():
         raise CheckpointError(f"{where} holds {weights.numel():,} values, its table has {place:,}: it is damaged")
     if saved.frozen != NOTHING:
-        sharing = Sharing("trained", saved.share.include, saved.share.exclude)
-        restore_frozen(FlatModel(module, sharing), saved.frozen, load, where)
+        restore_frozen(FlatModel(module, saved.sharing), saved.frozen, load, where)
 
 
 def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[str, Tensor]], where: str) -> None:
@@ -363,6 +369,7 @@ class RunState:
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
             "participation": self.participation.state(),
             "frozen": f"{self.model.frozen:016x}", "share": self._config.share.model_dump(mode="json"),
+            "exchange": self._config.exchange,
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in history],
         }  # fmt: skip
 

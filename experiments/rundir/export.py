@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gradbus.actors.data_parallel.state import SavedRank, restore_model
 from gradbus.actors.federated.best_model import SavedBest, place_of
 from gradbus.actors.federated.client_state import SavedClient, own_tensors
-from gradbus.actors.federated.sharing import Sharing, divide, specs_of
+from gradbus.actors.federated.sharing import divide, specs_of
 from gradbus.actors.federated.state import SavedRun, restore_weights
 from gradbus.actors.parameter_server.state import newest_version
 from gradbus.actors.parameter_server.state import restore_model as restore_from_servers
@@ -129,7 +129,7 @@ def export(
 def _personal_names(model: nn.Module, saved: SavedRun) -> list[str]:
     """Names of the tensors that the run has no values of, in the order of the model."""
     specs = specs_of(model)
-    found = divide(specs, Sharing("trained", saved.share.include, saved.share.exclude)).personal
+    found = divide(specs, saved.sharing).personal
     return [spec.name for spec in specs if spec.name in found and spec.dtype.is_floating_point]
 
 

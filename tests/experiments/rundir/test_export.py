@@ -22,7 +22,7 @@ from gradbus.actors.federated.client_state import ClientStateStore, SavedClient
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.sharing import Sharing
-from gradbus.actors.federated.state import RunState
+from gradbus.actors.federated.state import RunState, SavedRun
 from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.export import export
@@ -51,10 +51,10 @@ def federated(run: Path, *, seed: int = 0, rounds: int = 2) -> nn.Module:
     return module
 
 
-def personal(run: Path, kept: dict[str, torch.Tensor], **share: Any) -> Path:
+def personal(run: Path, kept: dict[str, torch.Tensor], *, exchange: str = "trained", **share: Any) -> Path:
     """The directory of a run that shares a part of the model, and that of a client with this state."""
     run.mkdir()
-    config = FederatedConfig(checkpoint={"dir": run / "state"}, share=share)
+    config = FederatedConfig(checkpoint={"dir": run / "state"}, exchange=exchange, share=share)
     write_json(run / "config.json", ControllerFile(task=TASK, federated=config).model_dump(mode="json"))
     model = FlatModel(awkward(), Sharing.of(config))
     state = RunState(config, model, STRATEGIES.make(config.strategy, model.dim))
@@ -90,6 +90,21 @@ def test_a_model_with_personal_tensors_says_which_they_are_and_a_client_brings_i
     loaded = load_file(of_client.path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
     assert bool((loaded["first.weight"] == 2.0).all())
+
+
+def test_a_frozen_tensor_is_personal_where_a_run_exchanges_all_of_the_model_but_that(tmp_path: Path) -> None:
+    own = {
+        f"personal.{name}": torch.full_like(one, 5.0) for name, one in awkward().named_parameters() if "frozen" in name
+    }
+    client = personal(tmp_path / "run", own, exchange="all", exclude=["frozen*"])
+    names = [name.removeprefix("personal.") for name in own]
+    assert json.loads(metadata(export(tmp_path / "run").path)["personal"]) == names
+    loaded = load_file(export(tmp_path / "run", client=client).path)
+    assert all(bool((loaded[name] == 5.0).all()) for name in names)
+    meta = CheckpointStore.to_read(tmp_path / "run" / "state").load(1).meta
+    assert SavedRun.read(meta, "meta").sharing == Sharing("all", exclude=("frozen*",))
+    older = {key: value for key, value in meta.items() if key != "exchange"}
+    assert SavedRun.read(older, "meta").sharing == Sharing("trained", exclude=("frozen*",))
 
 
 def test_a_round_that_is_named_gets_the_state_of_a_client_that_is_not_newer(tmp_path: Path) -> None:
