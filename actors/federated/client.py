@@ -30,7 +30,7 @@ from gradbus.actors.federated.session import (
     ControllerSession,
     listen,
 )
-from gradbus.actors.federated.sharing import Shape, Sharing
+from gradbus.actors.federated.sharing import Shape, Sharing, check_kept
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, UpdateSender
@@ -149,7 +149,12 @@ class Client:
         )
 
     def _open_parts(self, frozen: FrozenParameters) -> None:
-        """Make what a client has that trains by itself or not. ``frozen``: takes what no round changes."""
+        """Make what a client has that trains by itself or not. ``frozen``: takes what no round changes.
+
+        Raises:
+            ConfigError: it is to keep tensors that the model does not have.
+        """
+        check_kept(self._model.specs, None, self._config.keep_personal)
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
         self._context = ClientContext(
             client_id=self.client_id, bus=self._bus, identity=self._identity, config=self._config,
@@ -180,8 +185,9 @@ class Client:
         """Take part until all rounds are done.
 
         Raises:
-            JoinRefused: the controller has refused this client, or asks for less noise than this client insists on; the
-                text has the reason.
+            JoinRefused: the controller has refused this client, or asks for what this client does not give; the text
+                has the reason.
+            ConfigError: its settings do not fit the model.
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed, here or on the other clients.
         """
@@ -260,9 +266,9 @@ class Client:
         self._sender.interrupt()
         self._masking.interrupt()
 
-    def _check_privacy(self, welcome: Welcome) -> None:
-        """Raises JoinRefused: the controller asks for less noise than this client insists on, or for updates that are
-        not masked where it insists on that."""
+    def _check_terms(self, welcome: Welcome) -> None:
+        """Raises JoinRefused: the controller asks for less noise than this client insists on, for updates that are not
+        masked where it insists on that, or for tensors that it keeps."""
         if self._config.least_members and not welcome.masked:
             raise JoinRefused(
                 f"the controller takes updates that are not masked, and client.least_members is "
@@ -271,6 +277,7 @@ class Client:
             )
         try:
             privacy_of(welcome.options, least_noise=self._config.least_noise)
+            check_kept(self._model.specs, Sharing.of_welcome(welcome), self._config.keep_personal)
         except ConfigError as error:
             raise JoinRefused(str(error)) from None
 
@@ -278,7 +285,7 @@ class Client:
         current, me = self._session, (self._identity.sender, self._identity.incarnation)
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
-                self._check_privacy(body)  # before anything is sent
+                self._check_terms(body)  # before anything is sent
                 if current.welcome is None or session != current.incarnation:
                     self._start_session(session, body)
                 current.welcome = body

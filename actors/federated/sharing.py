@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,18 +183,43 @@ def check_sharing(specs: Sequence[TensorSpec], sharing: Sharing) -> None:
     Raises:
         ConfigError: one matches no tensor, or nothing is left to share; with the names that come nearest.
     """
-    names = [spec.name for spec in specs]
-    for pattern in sharing.patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"federated.share: {pattern!r} matches no tensor of the model; {_nearest(pattern, names)}. It is "
-                f"compared with whole names, where * stands for any characters"
-            )
+    _check_patterns("federated.share", sharing.patterns, specs)
     if sharing.has_patterns and not divide(specs, sharing).shared:
         left = [spec.name for spec in specs if spec.dtype.is_floating_point and spec.kind != "frozen"]
         raise ConfigError(
             f"federated.share: include {list(sharing.include)} and exclude {list(sharing.exclude)} leave nothing to "
             f"share. What could be: {_some(left) or 'nothing, as all parameters are frozen'}"
+        )
+
+
+def _check_patterns(setting: str, patterns: Iterable[str], specs: Sequence[TensorSpec]) -> None:
+    """Raises ConfigError: one matches no tensor."""
+    names = [spec.name for spec in specs]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"{setting}: {pattern!r} matches no tensor of the model; {_nearest(pattern, names)}. It is compared "
+                f"with whole names, where * stands for any characters"
+            )
+
+
+def check_kept(specs: Sequence[TensorSpec], sharing: Sharing | None, kept: Sequence[str]) -> None:
+    """Look whether a run leaves at a client what it keeps there.
+
+    Args:
+        sharing: of the run; None: it is not known yet. kept: as ``client.keep_personal``.
+
+    Raises:
+        ConfigError: it does not, or a pattern matches no tensor.
+    """
+    _check_patterns("client.keep_personal", kept, specs)
+    if sharing is None:
+        return
+    shared = divide(specs, sharing).shared
+    if taken := [spec.name for spec in specs if spec.name in shared and _matches(spec.name, kept)]:
+        raise ConfigError(
+            f"the controller shares {_some(taken)}, which client.keep_personal keeps here: nothing is sent. On the "
+            f"controller set federated.share.exclude to {json.dumps(list(kept))}, or to more than that"
         )
 
 

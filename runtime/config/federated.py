@@ -539,6 +539,10 @@ class ClientConfig(Settings):
     null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
     """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
+    keep_personal: Patterns = ()
+    """Patterns of tensor names, such as `["head.*"]`, that this client keeps at home: a controller whose
+    `federated.share` would share one of them gets nothing. A pattern that matches no tensor is refused. Empty: the
+    controller decides."""
     least_noise: NonNegative = 0.0
     """Least noise, as a multiple of the sensitivity, that this client adds to each of its updates: a controller that
     asks for less, with `federated.privacy` = `local`, or for none, gets none of them. 0: the controller decides."""

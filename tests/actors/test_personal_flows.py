@@ -106,7 +106,12 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def run(
-    tasks: Sequence[Images], *, state: Path | None = None, server: Images | None = None, **rules: Any
+    tasks: Sequence[Images],
+    *,
+    state: Path | None = None,
+    server: Images | None = None,
+    client: dict[str, Any] | None = None,
+    **rules: Any,
 ) -> tuple[Tensor, list[gradbus.RoundReport]]:
     """A whole run. ``state``: of the controller and of the clients."""
     job, domain = f"personal-{os.getpid()}-{next(_jobs)}", new_domain()
@@ -118,7 +123,7 @@ def run(
     config = gradbus.FederatedConfig(**{**given, "clients": many})
 
     async def one(client_id: int, task: Any) -> None:
-        own = ClientConfig(state_dir=None if state is None else state / "clients")
+        own = ClientConfig(state_dir=None if state is None else state / "clients", **(client or {}))
         async with gradbus.connect(job=job, domain=domain) as bus:
             await gradbus.Client(bus, task, client_id=client_id, config=own).run()
 
@@ -370,6 +375,32 @@ def test_a_client_that_would_share_something_else_is_refused() -> None:
     error = only(caught.value)
     assert isinstance(error, JoinRefused)
     assert "shares 41 values, here 26" in str(error)
+
+
+@pytest.mark.parametrize("share", [FED_BN, {"include": ["head.weight", "mix.*"]}])
+def test_a_client_that_keeps_a_layer_sends_nothing_to_a_controller_that_shares_it(share: dict[str, Any]) -> None:
+    task = Images()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run([task], client={"keep_personal": ["head.*"]}, share=share)
+    error = only(caught.value)
+    assert isinstance(error, JoinRefused)
+    names = "'head.weight'" if "include" in share else "'head.weight', 'head.bias'"
+    assert f"the controller shares {names}, which client.keep_personal keeps here: nothing is sent" in str(error)
+    assert 'set federated.share.exclude to ["head.*"]' in str(error)
+    assert not task.before
+
+
+def test_a_client_that_keeps_a_layer_takes_part_where_it_stays_at_home_and_says_where_there_is_none() -> None:
+    _, reports = run([Images(), Images()], client={"keep_personal": ["head.*"]}, share=FED_PER, rounds=1)
+    assert [report.clients for report in reports] == [(0, 1)]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run([Images()], client={"keep_personal": ["haed.*"]}, share=FED_PER)
+    assert "client.keep_personal: 'haed.*' matches no tensor of the model; near are 'head." in str(only(caught.value))
+    options = gradbus.SimulationOptions(
+        processes=1, domain=new_domain(), client=ClientConfig(keep_personal=["head.*"])
+    )  # fmt: skip
+    with pytest.raises(JoinRefused, match="keep_personal keeps here"):
+        gradbus.simulate(Images(), 2, config=gradbus.FederatedConfig(rounds=1, eval_every=0), options=options)
 
 
 def test_another_share_is_no_way_to_go_on(tmp_path: Path) -> None:
