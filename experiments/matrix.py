@@ -157,7 +157,7 @@ def as_markdown(of: str = "strategy") -> str:
 
 
 def as_text(of: str = "strategy") -> str:
-    """The same for a terminal. Raises ConfigError as :func:`tables` does."""
+    """Return the same for a terminal. Raises ConfigError as :func:`tables` does."""
     reasons, lines = _Reasons(), list[str]()
     for table in tables(of):
         columns = list(next(iter(table.cells.values())))
@@ -178,7 +178,7 @@ class _Reasons:
         self.shown: dict[str, str] = {}  # by kind, in the order of their numbers; as said of the first cell
 
     def cell(self, reason: str) -> str:
-        """What a cell shows."""
+        """Return what a cell shows."""
         if not reason:
             return "yes"
         kind = _kind(reason)

@@ -257,7 +257,8 @@ def _tc(namespace: str, interface: str, *discipline: str) -> None:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What has passed a host's interface so far, with Ethernet headers. ``dropped``: packets before they were sent."""
+    """Holds what has passed a host's interface so far, with Ethernet headers. ``dropped``: packets before they were
+    sent."""
 
     sent_bytes: int
     received_bytes: int
@@ -271,12 +272,12 @@ def traffic(host: Host) -> LinkTraffic:
 
 
 def sent_bytes(interface: str) -> int:
-    """What has left by this interface of this thread's network so far, in bytes with all headers."""
+    """Return what has left by this interface of this thread's network so far, in bytes with all headers."""
     return _counters(interface)[8]
 
 
 def link_bytes(interface: str) -> int:
-    """What has left and come by this interface of this thread's network so far, in bytes with all headers."""
+    """Return what has left and come by this interface of this thread's network so far, in bytes with all headers."""
     counters = _counters(interface)
     return counters[0] + counters[8]
 

@@ -90,7 +90,7 @@ class CountedTwice(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SumSummary:
-    """What the next level needs to know of a sum beside its integers.
+    """Holds what the next level needs to know of a sum beside its integers.
 
     Attributes:
         num_samples: sum of the weights. updates: vectors that were added.
@@ -274,7 +274,7 @@ def _is_ascending(clients: tuple[range, ...]) -> bool:
 
 
 def _unpacked(view: memoryview, position: int, dim: int) -> tuple[int, PackedIntegers]:
-    """Where the next set begins, and this one."""
+    """Return where the next set begins, and this one."""
     blocks = _blocks(dim)
     if len(view) < position + blocks:
         raise CodecError(f"partial sum cut short: {len(view)} bytes, at least {position + blocks} expected")

@@ -312,7 +312,8 @@ class Krum(MultiKrum):
 
 
 def krum_scores(rows: list[Block], *, nearest: int) -> NDArray[np.float64]:
-    """Of each row the sum of the squared distances to the ``nearest`` others next to it. float64, shape (n,)."""
+    """Return for each row the sum of the squared distances to the ``nearest`` others next to it. float64, shape
+    (n,)."""
     return nearest_sums(squared_distances(pair_products(rows)), nearest=nearest)
 
 
@@ -342,7 +343,7 @@ def squared_distances(products: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def nearest_sums(distances: NDArray[np.float64], *, nearest: int) -> NDArray[np.float64]:
-    """Of each row the sum of its ``nearest`` smallest distances: the score of Krum."""
+    """Return for each row the sum of its ``nearest`` smallest distances: the score of Krum."""
     sums: NDArray[np.float64] = np.sort(distances, axis=1)[:, :nearest].sum(axis=1)
     return sums
 

@@ -75,8 +75,8 @@ class Strategy(ABC):
         return {}
 
     def broadcast(self) -> Tensor | None:
-        """What the clients' training rule needs beside the model, float32, shape (E,), of a length that never changes:
-        it is sent behind the model, after each round. None: nothing."""
+        """Return what the clients' training rule needs beside the model, float32, shape (E,), of a length that never
+        changes: it is sent behind the model, after each round. None: nothing."""
         return None
 
     @abstractmethod

@@ -29,7 +29,7 @@ _ENTRY = struct.Struct(f"<{NAME_BYTES}sQ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a client has announced of an update. All of it is the client's word; the Controller checks ranges.
+    """Holds what a client has announced of an update. All of it is the client's word; the Controller checks ranges.
 
     Attributes:
         num_samples: the weight of the update: what was announced, at most the cap.
@@ -59,7 +59,7 @@ class Update:
     others: Mapping[str, Parsed] = field(default_factory=dict)
 
     def with_model(self, model: Parsed) -> Update:
-        """The same with another model section."""
+        """Return the same update with another model section."""
         return dataclasses.replace(self, model=model)
 
 

@@ -74,7 +74,7 @@ MAX_BROKEN_COPIES = 3  # of one process that joins, before it gives up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticPlace:
-    """How a process comes to a run whose ranks come and go.
+    """Tells how a process comes to a run whose ranks come and go.
 
     Attributes:
         bus: from :func:`gradbus.connect`.
@@ -151,12 +151,12 @@ class ElasticWorker(Worker):
 
     @property
     def generations(self) -> Generations | None:
-        """Who is in, for those who show it; None before the start."""
+        """Return who is in, for those who show it; None before the start."""
         return self._generations
 
     @property
     def progress(self) -> str:
-        """Where the run is, and who takes part."""
+        """Return where the run is, and who takes part."""
         found = self._generations
         if found is None or not found.number:
             return "waits for its first generation"
@@ -479,7 +479,7 @@ class ElasticWorker(Worker):
         self._log.info("state is there", step=step, waited_s=round(time.perf_counter() - started_s, 3))
 
     def _run_state(self) -> dict[str, Tensor]:
-        """What a rank that joins gets, by name, not copied."""
+        """Return what a rank that joins gets, by name, not copied."""
         return model_tensors(self.model) | self._training.joiner_state()
 
     def _take_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -586,7 +586,7 @@ class ElasticWorker(Worker):
             await self._drain_all()
 
     async def _drain_all(self) -> None:
-        """What is to come is of ranks that all have the state."""
+        """Wait for what is on its way: what is to come is of ranks that all have the state."""
         await super()._drain()
         if self._follows:
             await self._wait_for_copies()
@@ -608,7 +608,7 @@ class ElasticWorker(Worker):
             are_there = all(map(any, of_ranks))
 
     def _note_place(self) -> None:
-        """Where the epoch stands, for ranks of another number. On the compute thread."""
+        """Note where the epoch stands, for ranks of another number. On the compute thread."""
         position, plan = self._position, self._plan
         if plan is not None and position.epoch_step:
             position.epoch_batches = plan.batches_done(position.epoch_step)

@@ -78,7 +78,7 @@ class ElasticPlan(EpochPlan):
 
     @property
     def _world(self) -> int:
-        """Of the ranks that get data."""
+        """Return the number of the ranks that get data."""
         return len(self.batches) - len(self.follows)
 
     @property

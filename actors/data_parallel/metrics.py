@@ -136,8 +136,8 @@ def _result(kind: str, value: float, count: float) -> float:
 
 
 def tally(counts: Any) -> tuple[int, float, int | None, Plain]:
-    """What a rank counted on its part of the test set: samples, sum of losses, right answers, metrics; None if the task
-    does not count them. ``counts``: of the task; None: it has no test set."""
+    """Return what a rank counted on its part of the test set: samples, sum of losses, right answers, metrics; None if
+    the task does not count them. ``counts``: of the task; None: it has no test set."""
     if counts is None:
         return 0, 0.0, 0, {}
     sums = MetricSums()

@@ -20,7 +20,7 @@ from gradbus.runtime.optimization.state import check_parameters, group_settings,
 
 
 class RunOptimizer:
-    """What changes the model. Every method is for the compute thread.
+    """Changes the model. Every method is for the compute thread.
 
     Attributes:
         optimizer: of torch. clip_norm: largest norm of the gradient of a step; None: any.

@@ -160,7 +160,7 @@ class Replicas:
         return before
 
     async def hash(self) -> int:
-        """Of this rank's parameters."""
+        """Return the hash of this rank's parameters."""
         return await self._compute.run(self._hash)
 
     async def check(self, step: int) -> int:

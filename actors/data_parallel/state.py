@@ -40,7 +40,7 @@ MAX_LAYOUT = 1_000_000  # parameters and buffers of a model
 
 @dataclass(slots=True)
 class Position:
-    """Where a run stands.
+    """Tells where a run stands.
 
     Attributes:
         step: steps done in all. epoch: that is being gone through, from 0. epoch_step: steps done in it.
@@ -205,7 +205,7 @@ def newest_common(steps: Sequence[Sequence[int]]) -> list[int]:
 
 
 def position_of(checkpoint: Checkpoint) -> Position:
-    """Where the run stood."""
+    """Return where the run stood."""
     saved = SavedRank.of(checkpoint)
     return Position(checkpoint.round_id, **{name: getattr(saved, name) for name in _without_step(Position())})
 
@@ -223,7 +223,7 @@ def restore_model(model: nn.Module, checkpoint: Checkpoint, prefix: str = "") ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunTensors:
-    """What a rank keeps of a run, by name, not copied.
+    """Holds what a rank keeps of a run, by name, not copied.
 
     Attributes:
         own: this rank's alone. shared: equal on all ranks, saved by rank 0. model: for those who only want that, saved
@@ -236,12 +236,12 @@ class RunTensors:
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names start so, without that."""
+    """Return those whose names start so, without that."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def tensors_with(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names start so."""
+    """Return those whose names start so."""
     return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

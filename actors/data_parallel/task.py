@@ -11,7 +11,7 @@ from gradbus.actors.data_parallel.metrics import Reported
 
 
 class ShardCounts(Protocol):
-    """What one rank counted on its part of the test set."""
+    """Holds what one rank counted on its part of the test set."""
 
     # Two more are looked for: ``correct``, the number of right answers, and ``metrics``, as :data:`Reported`.
 

@@ -64,7 +64,8 @@ class EpochPlan:
         return sum(self._steps_of(rank) > step for rank in range(len(self.batches)))
 
     def weight(self, rank: int, step: int) -> float:
-        """What a rank's mean gradient of this step is multiplied by, before the mean over those that have data."""
+        """Return what a rank's mean gradient of this step is multiplied by, before the mean over those that have
+        data."""
         return 1.0
 
     def pick(self, batches: Callable[[int, int], Iterator[Any]], rank: int, step: int) -> Iterator[Any]:
@@ -269,7 +270,7 @@ class ShardTraining:
             self._unfinished = None
 
     def num_batches(self, epoch: int) -> int:
-        """Of this rank; where ranks come and go, of all together."""
+        """Return the number of batches of this rank; where ranks come and go, of all together."""
         rank, world = self._data_place
         return self._task.num_batches(rank=rank, world=world, epoch=epoch)
 
@@ -396,8 +397,8 @@ class ShardTraining:
 
     @property
     def recorded_bytes(self) -> int:
-        """Of the gradients that are recorded, and those of two steps more: so many are made before all ranks rest
-        where this rank asks for it."""
+        """Return the bytes of the gradients that are recorded, and those of two steps more: so many are made before all
+        ranks rest where this rank asks for it."""
         sizes = [sum(flat.numel() * flat.element_size() for flat in step.flats or ()) for step in self._recorded or ()]
         return sum(sizes) + 2 * max(sizes, default=0)
 
@@ -414,11 +415,11 @@ class ShardTraining:
             self._change_model(step.number, step.epoch, gradients)
 
     def stop_following(self) -> None:
-        """What was recorded is of no use any more."""
+        """Drop what was recorded: it is of no use any more."""
         self._recorded = None
 
     def joiner_state(self) -> dict[str, Tensor]:
-        """What a rank that joins gets beside the model, by name, not copied: also where replicas differ."""
+        """Return what a rank that joins gets beside the model, by name, not copied: also where replicas differ."""
         return _named("algorithm/", self.algorithm.shared_state()) | self.optimizer.tensors()
 
     def load_joiner_state(self, tensors: Mapping[str, Tensor], *, keeps_own: bool = False) -> None:
@@ -432,7 +433,7 @@ class ShardTraining:
 
     @torch.no_grad()
     def load_algorithm(self, tensors: Mapping[str, Tensor], *, keeps_own: bool = False) -> None:
-        """Of what a joiner gets the algorithm's part; where it says so other weights follow from that."""
+        """Take the algorithm's part of what a joiner gets; where it says so other weights follow from that."""
         self._load(self.algorithm.own_state() if keeps_own else {}, tensors_below("algorithm/", tensors))
         if self.algorithm.scope == "weights":
             made = self.algorithm.weights_of_joiner(bucket_of(self.trained).flat)
@@ -448,11 +449,11 @@ class ShardTraining:
         return are_finite([p.detach() for p in self.trained.values()])
 
     def model_is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
-        """The same of a model's :func:`model_tensors`, and whether the buffers are that were at the start."""
+        """Return the same of a model's :func:`model_tensors`, and whether the buffers are that were at the start."""
         return are_finite([tensors[name] for name in self._finite_names])
 
     def loss_sum(self) -> float:
-        """Of this rank's batches of this epoch, without those of steps that were skipped."""
+        """Return the sum over this rank's batches of this epoch, without those of steps that were skipped."""
         return self._loss_sum.item()
 
     def note_sums(self, position: Position) -> None:
@@ -474,14 +475,14 @@ class ShardTraining:
     # What is kept of it
 
     def own_state(self) -> dict[str, Tensor]:
-        """What is this rank's alone, by name, not copied: with replicas that differ also model and optimizer."""
+        """Return what is this rank's alone, by name, not copied: with replicas that differ also model and optimizer."""
         state = _named("algorithm/", self.algorithm.own_state())
         if not self.algorithm.equal_replicas:
             state |= model_tensors(self.model) | self.optimizer.tensors()
         return state
 
     def shared_state(self) -> dict[str, Tensor]:
-        """What is equal on all ranks beside the model, by name, not copied."""
+        """Return what is equal on all ranks beside the model, by name, not copied."""
         state = _named("algorithm/", self.algorithm.shared_state())
         if self.algorithm.equal_replicas:
             state |= self.optimizer.tensors()

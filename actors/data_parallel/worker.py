@@ -155,12 +155,12 @@ class Worker:
 
     @property
     def progress(self) -> str:
-        """Where the run is, for people."""
+        """Return where the run is, for people."""
         return f"step {self.step}"
 
     @property
     def summary(self) -> WorkerSummary:
-        """What was done so far."""
+        """Return what was done so far."""
         stats, report = self._group.stats, self._report
         return WorkerSummary(
             rank=self._group.rank, world=self._group.world, epochs=self._position.epoch, steps=self._position.step,
@@ -287,7 +287,8 @@ class Worker:
         self._log.info("started", world=group.world, step=self.step, algorithm=str(label))
 
     async def _join_aggregator(self) -> None:
-        """Where sums of the algorithm go through one. Raises ConfigError: it refuses; BarrierTimeout: there is none."""
+        """Join an aggregator, where sums of the algorithm go through one. Raises ConfigError: it refuses;
+        BarrierTimeout: there is none."""
         options = self._training.algorithm.in_network
         if options is not None:
             joining = join_aggregator(self._group, options, timeout_s=self._config.timeouts.join_s)
@@ -384,7 +385,7 @@ class Worker:
         return report
 
     async def _make_plan(self) -> EpochPlan:
-        """Who has how much data. Raises CheckpointError: it is no longer as much as when the run was saved."""
+        """Return who has how much data. Raises CheckpointError: it is no longer as much as when the run was saved."""
         epoch = self._position.epoch
         own = await self._compute.run(self._training.num_batches, epoch)
         restored, self._restored_batches = self._restored_batches, None
@@ -551,7 +552,7 @@ class Worker:
         )  # fmt: skip
 
     async def _report_epoch(self, clock: EpochClock, finished: bool) -> EpochReport:
-        """What the ranks have learnt together."""
+        """Return what the ranks have learnt together."""
         config, position = self._config, self._position
         await self._compute.run(self._training.note_sums, position)
         if self._are_equal:

@@ -47,7 +47,8 @@ FASTEST_TIMES_MEDIAN = 10.0
 
 
 def staleness_factor(staleness: int, power: float) -> float:
-    """How much an update counts whose base is so many models behind: ``(1 + s)^-p``; Nguyen et al. use p = 1/2."""
+    """Return how much an update counts whose base is so many models behind: ``(1 + s)^-p``; Nguyen et al. use
+    p = 1/2."""
     return float((1.0 + staleness) ** -power)
 
 

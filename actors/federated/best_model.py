@@ -115,5 +115,5 @@ class BestModel:
 
 
 def place_of(state_dir: Path) -> Path:
-    """Where the best model of a run is, by the directory of its checkpoints."""
+    """Return where the best model of a run is, by the directory of its checkpoints."""
     return state_dir / FOLDER

@@ -126,7 +126,7 @@ class Client:
 
     @property
     def summary(self) -> ClientSummary:
-        """What it did so far."""
+        """Return what it did so far."""
         train_s = self._training.train_s if hasattr(self, "_training") else 0.0
         return ClientSummary(self._rounds, self._refused, self._sender.bytes_up, train_s)
 
@@ -369,7 +369,7 @@ class Client:
                 await self._fetch_for(welcome, command)
 
     async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
-        """What has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
+        """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
         await self._compute.run(self._training.prepare, welcome.num_clients)
 
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:

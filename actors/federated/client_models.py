@@ -31,7 +31,7 @@ log = get_logger("client")
 
 
 class FrozenParameters(Protocol):
-    """What a client does with the parameters that no round changes. Both methods are called on its compute thread."""
+    """Takes the parameters that no round changes. Both methods are called on a compute thread."""
 
     def lacks_frozen(self, welcome: Welcome) -> bool:
         """Whether it needs those of the controller."""

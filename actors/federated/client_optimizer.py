@@ -52,7 +52,7 @@ def split_options(sent: Mapping[str, Any]) -> tuple[dict[str, Any], Choice | Non
 
 
 def optimizer_argument(task: Any, choice: Choice | None, lr: float) -> dict[str, MakeOptimizer]:
-    """What ``task.train`` is called with beside the command: ``make_optimizer``, where the controller names one.
+    """Return what ``task.train`` is called with beside the command: ``make_optimizer``, where the controller names one.
 
     Raises:
         ConfigError: the task's ``train`` does not take it.
@@ -68,7 +68,8 @@ def optimizer_argument(task: Any, choice: Choice | None, lr: float) -> dict[str,
 
 
 def steps_argument(task: Any, steps: int) -> dict[str, int]:
-    """What ``task.train`` is called with beside the command: ``steps``, where rounds are counted in them, else 0.
+    """Return what ``task.train`` is called with beside the command: ``steps``, where rounds are counted in them, else
+    0.
 
     Raises:
         ConfigError: the task's ``train`` does not take it.

@@ -96,7 +96,7 @@ class HostedClient:
 
     @property
     def incarnation(self) -> int:
-        """That of the host."""
+        """Return that of the host."""
         return self.host.incarnation
 
     @property
@@ -320,7 +320,7 @@ class ClientRegistry:
         return None
 
     def _mismatch(self, hello: Hello) -> str | None:
-        """How the client's model differs; None: it is the same."""
+        """Return how the client's model differs; None: it is the same."""
         dim, layout = hello.dim, hello.layout
         if self._compares == "shared":
             if hello.session != self._session:
@@ -445,5 +445,5 @@ class ClientRegistry:
 
 
 def _record(member: Member) -> ClientRecord:
-    """What is known of the process of a client."""
+    """Return what is known of the process of a client."""
     return member.host if isinstance(member, HostedClient) else member

@@ -263,7 +263,7 @@ class Dispatcher:
     def round_terms(
         self, round_id: int, participants: Collection[int], *, held: bool, attempt: int = 0
     ) -> RoundTerms | None:  # fmt: skip
-        """What belongs to the command of a round, and has no field in it; None: there is no such setting.
+        """Return what belongs to the command of a round, and has no field in it; None: there is no such setting.
 
         Args:
             held: no update is added before the samples of all are known.

@@ -148,8 +148,8 @@ class CrossSite:
 
 
 class OpenEvaluation:
-    """Who was asked to evaluate one model, and what has come. A client that is gone is not awaited, nor is anybody
-    after the deadline.
+    """Knows who was asked to evaluate one model, and what has come. A client that is gone is not awaited, nor is
+    anybody after the deadline.
 
     Attributes:
         round_id: of the model. asked: ids. deadline_at_s: by the clock of ``now_s``.

@@ -32,8 +32,8 @@ ModelKind = Literal["round", "frozen", "candidate"]
 
 
 def kind_of_model(round_id: int) -> ModelKind:
-    """What the number of a model's round says of it: a model of a round, what no round changes, or a model that is
-    only evaluated."""
+    """Return what the number of a model's round says of it: a model of a round, what no round changes, or a model that
+    is only evaluated."""
     if round_id in CANDIDATE_ROUNDS:
         return "candidate"
     return "frozen" if round_id == FROZEN_ROUND else "round"
@@ -199,7 +199,7 @@ class ModelReplica:
         return True
 
     def missing(self, round_id: int) -> tuple[int, list[int]]:
-        """What to request for the model of this round: transfer and numbers of frames; no numbers: all of it."""
+        """Return what to request for the model of this round: transfer and numbers of frames; no numbers: all of it."""
         for key in self._keys:
             if key.round_id == round_id:
                 seqs = self._assembler.missing(key)
@@ -259,7 +259,7 @@ class SharedModelReader:
         self._newest = session, notice
 
     def expect_newest(self) -> tuple[FrameKey, ModelAvailable] | None:
-        """What was put off last, and its key, if it is to be read in memory now."""
+        """Return what was put off last, and its key, if it is to be read in memory now."""
         newest, self._newest = self._newest, None
         key = None if newest is None else self.expect(*newest)
         return None if newest is None or key is None else (key, newest[1])

@@ -101,7 +101,7 @@ class ModelEvaluation:
         )  # fmt: skip
 
     async def resumed_by_clients(self, reports: Collection[RoundReport]) -> RoundReport | None:
-        """The same with what the clients find, once they are here."""
+        """Return the same with what the clients find, once they are here."""
         last = _newest(reports)
         if last is None or last.by_clients.asked or not self._evaluator.is_due(last.round_id):
             return None

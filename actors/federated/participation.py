@@ -191,7 +191,7 @@ class Participation:
         return {i: participant.num_samples for i, participant in self._known.items() if participant.counted}
 
     def of(self, client_id: int) -> ParticipationRecord:
-        """What is known of a client; that of a new one if it is not known."""
+        """Return what is known of a client; that of a new one if it is not known."""
         return self._known.get(client_id) or ParticipationRecord()
 
     def never_counted(self, expected: Iterable[int]) -> dict[int, str]:

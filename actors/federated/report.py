@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientTimeline:
-    """How the update of one client came to count in a round.
+    """Tells how the update of one client came to count in a round.
 
     Moments are seconds since the round's first command, by the controller's clock.
 
@@ -161,7 +161,7 @@ class RoundTiming:
         self._done.append(timeline)
 
     def timelines(self) -> tuple[ClientTimeline, ...]:
-        """Of the clients that count so far, by client id."""
+        """Return those of the clients that count so far, by client id."""
         return tuple(sorted(self._done, key=lambda timeline: timeline.client_id))
 
     @property
@@ -321,7 +321,7 @@ def round_report(
 
 @dataclass(slots=True)
 class Progress:
-    """Where a controller stands now, for display. Changed in place on the event loop.
+    """Tells where a controller stands now, for display. It is changed in place on the event loop.
 
     Attributes:
         phase: starting, waiting, training, aggregating, evaluating; at the end done, failed or stopped.

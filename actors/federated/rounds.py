@@ -106,7 +106,8 @@ class Round:
         return self._enough is not None and len(self.accepted) >= self._enough
 
     def staleness(self, round_id: int) -> int:
-        """How many models the base of an update for ``round_id`` is behind that of this round; negative: ahead."""
+        """Return how many models the base of an update for ``round_id`` is behind that of this round; negative:
+        ahead."""
         return 0 if round_id == self.round_id else -1
 
     @property

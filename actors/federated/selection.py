@@ -84,7 +84,7 @@ class StartCondition:
 
 
 class Participants(NamedTuple):
-    """Who is asked to take part in a round.
+    """Tells who is asked to take part in a round.
 
     Attributes:
         asked: their ids, ascending. enough: updates that end the round at once; None: all that were asked are waited
@@ -172,7 +172,7 @@ class ParticipantSelection:
         return ready if bus.matched_readers(TrainCmd) and bus.matched_writers(ClientUpdate) else []
 
     def participants(self, round_id: int, accepted: Collection[int], weigh: Callable[[int], int]) -> Participants:
-        """Who of the ready clients takes part in a round. Those in ``accepted`` do: their updates count already.
+        """Return who of the ready clients takes part in a round. Those in ``accepted`` do: their updates count already.
 
         Args:
             weigh: how much an update of so many samples may weigh.

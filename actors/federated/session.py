@@ -96,8 +96,8 @@ class ControllerSession:
 
     @property
     def repeats(self) -> bool | None:
-        """Of asynchronous rounds, where a newer command does not end training: whether to train again from the same
-        model; None: rounds are synchronous."""
+        """Return for asynchronous rounds, where a newer command does not end training, whether to train again from the
+        same model; None: rounds are synchronous."""
         repeats = None if self.welcome is None else self.welcome.options.get("training.repeats")
         return None if repeats is None else bool(repeats)
 

@@ -74,7 +74,7 @@ class _UpstreamSession(ControllerSession):
 
 
 class Followed(NamedTuple):
-    """What a site has of the level above: enough to go on alone.
+    """Holds what a site has of the level above: enough to go on alone.
 
     Attributes:
         round_id, base: the newest model, float32, shape (D,). command: the newest command. terms: how to train.
@@ -454,7 +454,7 @@ def check_site(config: FederatedConfig, upstream: UpstreamConfig) -> None:
 
 
 def _directory_alone(directory: Path, round_id: int) -> Path:
-    """Where rounds alone after this one are kept: with those before, unless these have been contributed."""
+    """Return where rounds alone after this one are kept: with those before, unless these have been contributed."""
     kept, number = directory / f"alone-after-{round_id:06d}", 1
     while (kept / CONTRIBUTED_FILE).exists():
         number += 1

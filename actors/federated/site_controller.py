@@ -44,7 +44,7 @@ class UpstreamChanged(Exception):
 
 
 class RoundsAlone(NamedTuple):
-    """What a site has learnt in rounds of its own.
+    """Holds what a site has learnt in rounds of its own.
 
     Attributes:
         run_id: of the level above. kept: the directory of those rounds.

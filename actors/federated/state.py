@@ -72,7 +72,7 @@ class SavedRun(Meta):
 
     @property
     def sharing(self) -> Sharing:
-        """What decides which tensors of a model are in that vector."""
+        """Return what decides which tensors of a model are in that vector."""
         return Sharing(self.exchange, tuple(self.share.include), tuple(self.share.exclude))
 
     @classmethod
@@ -295,11 +295,12 @@ class RunState:
         )  # fmt: skip
 
     def broadcast(self) -> Tensor | None:
-        """What the strategy sends behind the model, as of :meth:`.Strategy.broadcast`."""
+        """Return what the strategy sends behind the model, as of :meth:`.Strategy.broadcast`."""
         return self._strategy.broadcast()
 
     def terms(self) -> Mapping[str, Any]:
-        """What the strategy sends its clients beside the options of their rule, as of :meth:`.Strategy.terms`."""
+        """Return what the strategy sends its clients beside the options of their rule, as of
+        :meth:`.Strategy.terms`."""
         return self._strategy.terms()
 
     def _kind(self) -> str:

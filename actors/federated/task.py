@@ -9,7 +9,7 @@ from torch import nn
 
 
 class TrainOutcome(Protocol):
-    """What training gives back."""
+    """Holds what training gives back."""
 
     @property
     def num_samples(self) -> int:
@@ -22,7 +22,7 @@ class TrainOutcome(Protocol):
 
 
 class EvalOutcome(Protocol):
-    """What evaluation gives back."""
+    """Holds what evaluation gives back."""
 
     # One more is looked for: ``metrics``, numbers by name, for those that a task finds beside the accuracy or without.
 

@@ -54,7 +54,7 @@ log = get_logger("controller")
 
 
 def facts_of(client_id: int, request: UploadRequest, weight: int) -> Facts:
-    """What a client has announced, where its update counts with this weight."""
+    """Return what a client has announced, where its update counts with this weight."""
     return Facts(
         client_id=client_id, num_samples=weight, round_id=request.round_id, steps=request.steps,
         loss=request.loss if math.isfinite(request.loss) else None, metrics=request.metrics,

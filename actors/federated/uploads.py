@@ -79,7 +79,7 @@ class IncomingUpload:
 
     @property
     def request(self) -> UploadRequest:
-        """What its client has announced."""
+        """Return what its client has announced."""
         return self.source.request
 
 

@@ -71,7 +71,7 @@ def read_app(path: Path) -> FlowerApp:
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Value]:
-    """What ``--run-config`` says, as ``flwr run`` reads it. Raises ConfigError."""
+    """Return what ``--run-config`` says, as ``flwr run`` reads it. Raises ConfigError."""
     try:
         overrides: dict[str, Value] = parse_config_args(texts)
     except Exception as error:  # of several libraries

@@ -78,7 +78,7 @@ Address = tuple[int, int]  # number of an instruction, and the node
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of an instruction at one node.
+    """Tells what became of an instruction at one node.
 
     Attributes:
         payload: of the reply; None: there is none.

@@ -106,7 +106,7 @@ class _Instruction:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """What a node did. ``answered``: instructions. ``bytes_up``, ``bytes_down``: of payloads."""
+    """Tells what a node did. ``answered``: instructions. ``bytes_up``, ``bytes_down``: of payloads."""
 
     answered: int
     bytes_up: int
@@ -155,7 +155,7 @@ class MessageNode:
 
     @property
     def summary(self) -> NodeSummary:
-        """What it did so far."""
+        """Return what it did so far."""
         return NodeSummary(self._answered, self._sender.bytes_up, self._bytes_down)
 
     async def run(self) -> NodeSummary:

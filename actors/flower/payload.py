@@ -37,7 +37,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
 
 
 def _without_data(record: ArrayRecord, data: list[bytes]) -> ArrayRecord:
-    """The same arrays without their bytes, which are appended to ``data``."""
+    """Return the same arrays without their bytes, which are appended to ``data``."""
     data.extend(array.data for array in record.values())
     empty = {name: Array(array.dtype, array.shape, array.stype, b"") for name, array in record.items()}
     return ArrayRecord(array_dict=empty, keep_input=False)

@@ -66,7 +66,7 @@ class Payload:
 
     @property
     def place(self) -> str:
-        """Where it lies in shared memory; empty: nowhere."""
+        """Return where it lies in shared memory; empty: nowhere."""
         return "" if self.shared is None else self.shared.place
 
 

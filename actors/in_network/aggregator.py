@@ -170,7 +170,7 @@ class AggregatorActor:
         return nodes[world + node]
 
     def _reserve(self, node: NodeConfig, route: str, number: int, reserved: ExitStack) -> int:
-        """What a job has as long as it lasts. Returns its first slot. Raises ValueError: there is no room for it."""
+        """Give a job what it has as long as it lasts. Returns its first slot. Raises ValueError: there is no room."""
         config, count = self._config, node.lanes * node.world
         if self._jobs >= config.max_jobs:
             raise ValueError(f"{self._jobs} jobs are served already, max_jobs is {config.max_jobs}")
@@ -247,7 +247,7 @@ class _JobServer:
         self.is_expired = False
 
     def totals(self) -> dict[str, int]:
-        """What the log says of the job."""
+        """Return what the log says of the job."""
         streams, protocol = self._streams, self._protocol
         return {
             "packets": self._packets, "bytes_in": streams.received_bytes, "bytes_out": streams.sent_bytes,

@@ -23,7 +23,7 @@ NETWORK = "parameter_server"  # the group: workers are ranks 0 .. N - 1, servers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
-    """What a process tells the others.
+    """Holds what a process tells the others.
 
     Attributes:
         protocol: version of the messages. optimizer: the class of its optimizer.
@@ -45,7 +45,7 @@ class Introduction:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Who is who in the group."""
+    """Tells who is who in the group."""
 
     workers: int
     servers: int
@@ -70,13 +70,13 @@ class Roles:
         return f"worker {rank}" if rank < self.workers else f"server {rank - self.workers}"
 
     def named(self, group: str, error: PeerLost) -> PeerLost:
-        """The same error, with the role of each rank that is lost."""
+        """Return the same error, with the role of each rank that is lost."""
         return PeerLost(group, {rank: f"{self.name(rank)}: {why}" for rank, why in error.reasons.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all have agreed on.
+    """Holds what all have agreed on.
 
     Attributes:
         batches: of each worker in the first epoch. votes: some worker has callbacks. steps: of which each server has

@@ -23,7 +23,7 @@ MAX_COUNTED_STALENESS = 1024  # larger ones are counted as this
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows from an event.
+    """Tells what follows from an event.
 
     Attributes:
         apply: workers whose gradients are applied now, in rank order. count: one over the factor of their sum.

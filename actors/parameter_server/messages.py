@@ -36,7 +36,7 @@ _TENSOR_NAMES_BYTES = 1 << 20  # of the state, beside its tensors
 
 
 class Flag(IntFlag):
-    """What a worker says of a push, and a server of a version."""
+    """Names what a worker says of a push, and a server of a version."""
 
     NONE = 0
     HAS_GRADIENT = 1

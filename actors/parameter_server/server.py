@@ -111,7 +111,7 @@ class ParameterServer:
 
     @property
     def summary(self) -> ServerSummary:
-        """What was done so far."""
+        """Return what was done so far."""
         clocks, stats = self._clocks, self._network.stats
         counts = clocks.staleness_counts
         return ServerSummary(
@@ -338,7 +338,7 @@ class ParameterServer:
     # Meetings
 
     async def _meet(self, asked: Mapping[int, Message]) -> dict[int, Message]:
-        """What all get that have met."""
+        """Return what all get that have met."""
         kind, clock = next((message.kind, message.clock) for message in asked.values())
         match kind:
             case "start":
@@ -376,7 +376,7 @@ class ParameterServer:
         return replies
 
     def _exchange(self, asked: Mapping[int, Message]) -> dict[int, Message]:
-        """What each has brought, for all; of the named tensors those of the first one."""
+        """Return what each has brought, for all; of the named tensors those of the first one."""
         names = {meta_of(message, "name", str) for message in asked.values()}
         if len(names) > 1:
             raise CollectiveError(f"the workers have met for different things: {sorted(names)}")

@@ -127,7 +127,7 @@ class ServerState(JointCheckpoints):
 
 
 def state_bytes_of(model: nn.Module) -> int:
-    """Of the tensors that go beside the weights: buffers, and parameters that are not trained."""
+    """Return the bytes of the tensors that go beside the weights: buffers, and parameters that are not trained."""
     frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
     return frozen + sum(buffer.nbytes for buffer in model.buffers())
 

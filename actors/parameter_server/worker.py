@@ -123,7 +123,7 @@ class ParameterServerWorker:
 
     @property
     def progress(self) -> str:
-        """Where the run is, for people."""
+        """Return where the run is, for people."""
         return f"step {self.step}"
 
     @property
@@ -133,7 +133,7 @@ class ParameterServerWorker:
 
     @property
     def summary(self) -> WorkerSummary:
-        """What was done so far."""
+        """Return what was done so far."""
         stats, report = self._network.stats, self._report
         return WorkerSummary(
             rank=self._rank, world=self._roles.workers, epochs=self._position.epoch, steps=self._position.step,
@@ -211,7 +211,7 @@ class ParameterServerWorker:
         self._log.info("started", workers=self._roles.workers, servers=self._roles.servers, step=self.step)
 
     def _take_kept(self, reply: Message, step: int | None) -> None:
-        """What this worker had, or, if it was lost before, where the others stand. Raises CollectiveError."""
+        """Take what this worker had, or, if it was lost before, where the others stand. Raises CollectiveError."""
         self._take_named(reply.state, {**self._buffers(), **self._frozen()})
         if step is None:
             return
@@ -466,7 +466,7 @@ class ParameterServerWorker:
         self._is_stopped |= any(votes)
 
     async def _report_epoch(self, finished: bool, before: _Before) -> EpochReport:
-        """What the workers have learnt together. All stand at the same step, with the same weights."""
+        """Return what the workers have learnt together. All stand at the same step, with the same weights."""
         config, position, training = self._config, self._position, self._training
         await self._compute.run(training.note_sums, position)
         if buffers := self._buffers():

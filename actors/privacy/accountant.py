@@ -123,11 +123,11 @@ class Ledger:
         return sum(times for _, times in self.releases)
 
     def epsilon(self) -> float:
-        """What has been spent so far. Raises ConfigError: opacus is not installed."""
+        """Return what has been spent so far. Raises ConfigError: opacus is not installed."""
         return epsilon_of(self.releases, self.delta)
 
     def epsilon_with(self, noise_multiplier: float) -> float:
-        """What will have been spent after one more release. Raises ConfigError: opacus is not installed."""
+        """Return what will have been spent after one more release. Raises ConfigError: opacus is not installed."""
         return epsilon_of(self._with(noise_multiplier), self.delta)
 
     def state(self) -> Tensor:

@@ -22,7 +22,7 @@ _BELOW = 1 - 2.0**-20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientPrivacy:
-    """What the controller asks of this client's updates.
+    """Holds what the controller asks of this client's updates.
 
     Attributes:
         clip_norm: largest L2 norm; with ``adaptive`` the one that comes behind the model holds.
@@ -75,12 +75,12 @@ def _noised(change: Tensor, bound: float, noise_multiplier: float) -> Tensor:
 
 
 def without_privacy(sent: Mapping[str, Any]) -> dict[str, Any]:
-    """What is sent to a client beside the options of privacy."""
+    """Return what is sent to a client beside the options of privacy."""
     return {key: value for key, value in sent.items() if not key.startswith(_PREFIX)}
 
 
 def privacy_of(sent: Mapping[str, Any], *, least_noise: float = 0.0) -> ClientPrivacy | None:
-    """What the controller asks of this client's updates; None: nothing.
+    """Return what the controller asks of this client's updates; None: nothing.
 
     Args:
         sent: the options of its Welcome, as of :meth:`.Strategy.terms`. least_noise: multiplier of the noise that this

@@ -84,7 +84,8 @@ def _accepted(tries: int, sigma: int, random_bytes: RandomBytes) -> _Integers:
 
 
 def _discrete_laplace(tries: int, t: int, random_bytes: RandomBytes) -> _Integers:
-    """What is left of so many tries: Algorithm 2, each integer with probability in proportion to ``exp(-|y| / t)``."""
+    """Return what is left of so many tries: Algorithm 2, each integer with a probability in proportion to
+    ``exp(-|y| / t)``."""
     u = _uniform(tries, t, random_bytes)
     u = u[_happens(u / t, lambda at: Fraction(int(u[at]), t), random_bytes)]
     v = np.zeros(len(u), np.int64)

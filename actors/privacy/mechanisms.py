@@ -80,7 +80,7 @@ class NoPrivacy:
 
 
 class _Private(WrappedStrategy):
-    """What the mechanisms have in common: the ledger, and what they cannot work with."""
+    """Holds what the mechanisms have in common: the ledger, and what they cannot work with."""
 
     def __init__(self, inner: Strategy, config: FederatedConfig, options: Mapping[str, Any]) -> None:
         """Raises ConfigError: the budget does not suffice for a single round, or there is no accountant."""

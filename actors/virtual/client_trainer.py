@@ -44,7 +44,7 @@ MAX_SEALED = 128  # updates in shared memory, each with an open file; what comes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """What all training processes of a pool have in common.
+    """Holds what all training processes of a pool have in common.
 
     Attributes:
         state_dir: where the clients' states are, on the host's machine. rule: of the user's own, that a controller may

@@ -78,7 +78,7 @@ def check_room(asked: int, update_bytes: int) -> None:
 
 
 class HostSession(ControllerSession):
-    """That of many clients: a command is for those that its terms name, and have not answered it.
+    """Is the session of many clients: a command is for those that its terms name, and have not answered it.
 
     Attributes:
         counted_ids: clients whose update counts in the round of the newest command. refused_ids: those without success.
@@ -102,7 +102,7 @@ class HostSession(ControllerSession):
         return self._asked[1]
 
     def to_train(self, command: TrainCmd) -> frozenset[int]:
-        """Those of them that have not answered."""
+        """Return those of them that have not answered."""
         return self.asked(command) - self.counted_ids - self.refused_ids
 
     def take(self, command: TrainCmd) -> bool:
@@ -176,7 +176,7 @@ class ClientHost(Client):
 
     @property
     def summary(self) -> ClientSummary:
-        """What its clients did so far, in sum."""
+        """Return what its clients did so far, in sum."""
         return ClientSummary(self._rounds, self._refused, self._bytes_up, self._trained_s)
 
     def _open(self) -> None:

@@ -59,7 +59,7 @@ class LocalProcess(TrainingProcess):
 
     @contextlib.contextmanager
     def _whole_messages(self) -> Iterator[None]:
-        """Where one ends halfway, the channel is of no more use. Raises ProcessDied: its other end is gone."""
+        """Close the channel where a message ends halfway: it is of no more use. Raises ProcessDied: so is its other end."""
         try:
             yield
         except ChannelClosed:

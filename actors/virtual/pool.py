@@ -49,7 +49,7 @@ class ClientFailed(Exception):
 
 
 class PoolWork(ABC):
-    """What the answers for many clients have in common, as training processes get it.
+    """Holds what the answers for many clients have in common, as training processes get it.
 
     Attributes:
         number: the later one is higher. run_id, round_id: of the run and the round.
@@ -233,7 +233,7 @@ class TrainingPool(ABC, Generic[P]):
         """End all of them. Returns when they have."""
 
     def new_work(self, inputs: RoundInputs, frozen: Any = b"") -> RoundWork:
-        """What is to be trained next."""
+        """Return what is to be trained next."""
         self._work += 1
         return RoundWork(self._work, inputs, frozen)
 

@@ -323,7 +323,7 @@ class RayPool(TrainingPool[RayProcess]):
             log.warning("training process not replaced", reason=str(error), effect=f"{self.size} go on")
 
     async def put(self, work: PoolWork) -> Any:
-        """Where this work is in the object store; what was there before may go, once nobody uses it."""
+        """Return where this work is in the object store; what was there before may go, once nobody uses it."""
         async with self._put_turn:
             if self._put[0] != work.number:
                 head, parts = work.parcel

@@ -43,7 +43,7 @@ HOST_END_S = 30.0  # from the end of the run to that of its host
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SimulationResult:
-    """What a simulation has come to.
+    """Holds what a simulation has come to.
 
     Attributes:
         rounds: the reports of all rounds; see :class:`RoundReport`.
@@ -85,7 +85,7 @@ class SimulationResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """How a simulation runs, beside the rules of its rounds.
+    """Tells how a simulation runs, beside the rules of its rounds.
 
     Attributes:
         processes: that train; 0: one for each core that this process may use, or that the Ray cluster has.

@@ -62,8 +62,8 @@ class AggregatorBench:
 
 @dataclass
 class WorkerTimes:
-    """What one worker has seen at one loss: seconds of each sum by way; processor seconds and bytes of a sum through
-    aggregators, and how many of its packets were lost."""
+    """Holds what one worker has seen at one loss: seconds of each sum by way; processor seconds and bytes of a sum
+    through aggregators, and how many of its packets were lost."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"direct": [], "aggregated": []})
     processor_s: dict[str, float] = field(default_factory=lambda: {"direct": 0.0, "aggregated": 0.0})

@@ -74,7 +74,7 @@ def rules(way: Way, *, is_asynchronous: bool, seed: int) -> dict[str, Any]:
 
 
 class Run(NamedTuple):
-    """What a run took until it had the accuracy, and what its newest models were made of."""
+    """Holds what a run took until it had the accuracy, and what its newest models were made of."""
 
     seconds: float
     rounds: int

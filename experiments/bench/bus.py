@@ -243,7 +243,7 @@ async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
 
 
 async def _gap_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
-    """How late the loops of both ends are while 4 MiB messages go through: p99 of each block."""
+    """Return how late the loops of both ends are while 4 MiB messages go through: p99 of each block."""
     out_ms, in_ms, end = [], [], writer.ends["unicast"]
     for _ in range(plan.blocks):
         await end.say(_WATCH)

@@ -67,7 +67,7 @@ class Cell:
 
 
 class CellTimes(NamedTuple):
-    """Of one rank: seconds of a call, the median of each repeat, by name.
+    """Holds, of one rank, the seconds of a call, the median of each repeat, by name.
 
     Attributes:
         through_torch: dds as by default ("ours"), dds that encrypts nothing ("none"), gloo. on_group: "Group", gloo.

@@ -47,7 +47,7 @@ class Setup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivesPlan:
-    """What is measured.
+    """Holds what is measured.
 
     Attributes:
         launches: of each set-up: from start to start the ranks lie otherwise in memory and on cores.

@@ -60,7 +60,7 @@ class Benchmark(NamedTuple):
         return {name: self.parts[name] for name in self.default or self.parts}
 
     def expected_s(self, names: Iterable[str], effort: str) -> int:
-        """How long these parts take in all."""
+        """Return how long these parts take in all."""
         return sum(part.seconds if effort == "full" else part.quick_s for part in map(self.parts.__getitem__, names))
 
 

@@ -53,7 +53,7 @@ _IN_LOCKSTEP: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetting:
-    """What all algorithms have in common. ``batch_size``: of one rank. ``schedule``: of the learning rate, which
+    """Holds what all algorithms have in common. ``batch_size``: of one rank. ``schedule``: of the learning rate, which
     rises from 0 over the first ``warmup_steps``."""
 
     model: str
@@ -70,7 +70,7 @@ class TrainingSetting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionPlan:
-    """How much is measured.
+    """Tells how much is measured.
 
     Attributes:
         settings: for accuracy, of which ``seeds`` are a sample each, from 0. longer: the same, for the recipes with a
@@ -113,7 +113,7 @@ PLANS = {
 
 
 def accuracy_key(recipe: Recipe, setting: TrainingSetting, data: str, seed: int) -> str:
-    """What decides the accuracy, as text: a result is kept by it."""
+    """Return what decides the accuracy, as text: a result is kept by it."""
     fields = {name: value for name, value in asdict(recipe).items() if name in _DECIDES}
     if recipe.predicts_weights:
         fields["predicts_weights"] = True
@@ -198,7 +198,7 @@ def _compared() -> list[Recipe]:
 
 
 def _chosen(chosen: argparse.Namespace, recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Those that ``--only`` names, and dense."""
+    """Return those that ``--only`` names, and dense."""
     return [recipe for at, recipe in enumerate(recipes) if at == 0 or not chosen.only or recipe.title in chosen.only]
 
 
@@ -251,7 +251,7 @@ def _below_dense(
 
 
 def measure_bytes(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    """What a rank sends in a step, when warm-up is over: the mean of the second half of a short run."""
+    """Yield what a rank sends in a step, when warm-up is over: the mean of the second half of a short run."""
     plan = PLANS[chosen.effort]
     split = models.load(plan.data, chosen.data_root, download=False)
     for setting in plan.sending:
@@ -342,7 +342,7 @@ def measure_lockstep(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 
 def _times_of(recipe: Recipe, setting: TrainingSetting) -> StepTimes:
-    """Of a Worker on each rank, over DDS and what one host shares."""
+    """Return the times of a Worker on each rank, over DDS and what one host shares."""
     steady = replace(recipe, options={**recipe.options, **recipe.steady}, lr=_SMALL_LR)
     config = {**EVERY_STEP, "max_steps": _WARM_UP_STEPS + setting.steps, **steady.settings()}
     taken = steps_of(_timed(setting, config), _WARM_UP_STEPS)

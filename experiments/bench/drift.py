@@ -34,7 +34,7 @@ _RUN_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftSetting:
-    """What all runs have in common.
+    """Holds what all runs have in common.
 
     Attributes:
         target: accuracy that a run ends with. rounds: most of them. alpha: of the Dirichlet distribution.

@@ -334,7 +334,7 @@ def measure_false_deaths(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 
 def _disturb(runs: Sequence[ElasticProcesses], case: _Case) -> list[str]:
-    """What went wrong in each run; empty: nothing."""
+    """Return what went wrong in each run; empty: nothing."""
     began_s = time.monotonic()
     case.do(runs)
     done_s = time.monotonic()

@@ -26,8 +26,9 @@ JOINS_S = 60.0
 
 @dataclass(slots=True)
 class Lateness:
-    """What was measured. ``loop_s``: how late each tick of the loop was, without and with the rank. ``requests_s``:
-    of each request meanwhile. ``generations``: what the service said of the rank each time it was in."""
+    """Holds what was measured. ``loop_s``: how late each tick of the loop was, without and with the rank.
+    ``requests_s``: of each request meanwhile. ``generations``: what the service said of the rank each time it was
+    in."""
 
     idle_s: list[float] = field(default_factory=list)
     loop_s: list[float] = field(default_factory=list)

@@ -41,7 +41,7 @@ _runs = itertools.count()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticSeat:
-    """What a process is to do.
+    """Holds what a process is to do.
 
     Attributes:
         job: of the run. directory: for journals and logs.
@@ -68,7 +68,7 @@ class ElasticSeat:
 
     @property
     def network(self) -> gradbus.NetworkConfig:
-        """That its bus is on."""
+        """Return the network that its bus is on."""
         network = gradbus.NetworkConfig(lease_s=self.lease_s, shared_memory=self.shared_memory)
         if not self.hosts:
             return network
@@ -175,13 +175,13 @@ class ElasticProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that trains; 0: there is none."""
+        """Return the number of the process that trains; 0: there is none."""
         alive = self.process is not None and self.process.is_alive()
         return (self.process.pid or 0) if alive and self.process is not None else 0
 
 
 class RunStuck(RuntimeError):
-    """What was waited for has not come."""
+    """Says that what was waited for has not come."""
 
 
 class ElasticProcesses:
@@ -272,7 +272,7 @@ CALM_S = 20.0  # at the end, without a new fault
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to whom, from when on and for how long, in seconds from the beginning."""
+    """Holds what happens to whom, from when on and for how long, in seconds from the beginning."""
 
     at_s: float
     kind: str
@@ -298,7 +298,7 @@ def schedule(seed: int, *, minutes: float, per_hour: float, world: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class StormScore:
-    """What the journals of a storm say.
+    """Holds what the journals of a storm say.
 
     Attributes:
         committed: steps that are part of what the run has come to. attempted: pairs of generation and step that some

@@ -166,8 +166,8 @@ def over_superlink(size_bytes: int) -> float:
 
 
 class AppLaunch(NamedTuple):
-    """What one launch has taken: seconds of a round, and processor time of all its processes, in seconds, with their
-    start. That hardly depends on what else the machine does, and the round does."""
+    """Holds what one launch has taken: seconds of a round, and processor time of all its processes, in seconds, with
+    their start. That hardly depends on what else the machine does, and the round does."""
 
     round_s: float
     processor_s: float

@@ -23,7 +23,7 @@ from gradbus.models import ClassificationTask, mnist, mnist_mlp
 
 @functools.cache  # once in each process
 def task_of(clients: int, batch_size: int) -> ClassificationTask:
-    """What all clients train. Its data are loaded here, so that no round waits for them."""
+    """Return what all clients train. Its data are loaded here, so that no round waits for them."""
     torch.set_num_threads(1)
     task = ClassificationTask(mnist_mlp, mnist, "iid", clients, batch_size=batch_size)
     task.prepare(0, clients)

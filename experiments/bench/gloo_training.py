@@ -34,7 +34,8 @@ class GlooRun:
 
 
 class GlooTimes(NamedTuple):
-    """What a rank found: seconds of each step, and the share of the test set that is right, where it was asked for."""
+    """Holds what a rank found: seconds of each step, and the share of the test set that is right, where it was asked
+    for."""
 
     steps_s: list[float]
     accuracy: float | None

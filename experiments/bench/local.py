@@ -52,7 +52,7 @@ class TextRecipe(Recipe):
     most: float | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What a Worker is to be configured with."""
+        """Return what a Worker is to be configured with."""
         return {"algorithm": {"name": self.algorithm, **self.options}, "optimizer": _ADAMW}
 
 
@@ -94,7 +94,7 @@ def tuned_recipes() -> list[Recipe]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalPlan:
-    """How much is measured.
+    """Tells how much is measured.
 
     Attributes:
         settings: on MNIST, of which ``seeds`` are a sample each. text_steps: of the transformer, on two ranks.
@@ -161,8 +161,8 @@ def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 
 def measure_tuning(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    """What the options were chosen by: on the last samples of the training set, and on other windows of the text, with
-    a seed that is of no sample."""
+    """Yield what the options were chosen by: on the last samples of the training set, and on other windows of the text,
+    with a seed that is of no sample."""
     plan = PLANS[chosen.effort]
     trainer = _Trainer(chosen, "tuning")
     whole = models.load(plan.data, chosen.data_root, download=False).train

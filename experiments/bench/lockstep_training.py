@@ -47,7 +47,7 @@ class NotFinite(RuntimeError):
 
 
 class TrainingOutcome(NamedTuple):
-    """What a training came to.
+    """Holds what a training came to.
 
     Attributes:
         accuracy: share of the test set that is right, of the mean of all ranks' models. distance: of the ranks' weights
@@ -64,7 +64,8 @@ class TrainingOutcome(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """What a step is still to change, as ``[model][bucket]``: gradients; of weights, as they were, and the result."""
+    """Holds what a step is still to change, as ``[model][bucket]``: gradients; of weights, as they were, and the
+    result."""
 
     step: Step
     flats: list[list[Tensor]]

@@ -123,7 +123,7 @@ def chi_squared(counts: NDArray[Any], probabilities: NDArray[Any]) -> float:
 
 
 def integer_classes(samples: NDArray[Any], sigma: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """How often each integer came, with the tails from 4 sigma on as a class each, and its probability."""
+    """Return how often each integer came, with the tails from 4 sigma on as a class each, and its probability."""
     end = math.floor(4 * sigma)
     grid = np.arange(-40 * end, 40 * end + 1)
     weights = np.exp(-(grid**2) / (2 * sigma**2))

@@ -147,7 +147,7 @@ class BenchRank:
 
     @property
     def host(self) -> Host | None:
-        """Where this rank is; None: on this machine. Ranks of one host follow one another."""
+        """Return where this rank is; None: on this machine. Ranks of one host follow one another."""
         return self.hosts[self.rank * len(self.hosts) // self.world] if self.hosts else None
 
     def start(self, backend: str, timeout_s: float = 60.0) -> dist.ProcessGroup:

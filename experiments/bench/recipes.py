@@ -43,7 +43,7 @@ class Recipe:
     most_coding: float | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What a Worker is to be configured with."""
+        """Return what a Worker is to be configured with."""
         return {
             "algorithm": {"name": self.algorithm, **self.options}, "delay_steps": self.delay_steps,
             "predicts_weights": self.predicts_weights,

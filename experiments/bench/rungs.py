@@ -39,7 +39,7 @@ TARGET = 0.97  # of the test set
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LadderPlan:
-    """What all rungs train: the CNN on the first ``samples`` of MNIST, until TARGET or ``epochs`` are through."""
+    """Holds what all rungs train: the CNN on the first ``samples`` of MNIST, until TARGET or ``epochs`` are through."""
 
     rate_mbit_s: float = 200.0
     world: int = 4
@@ -53,7 +53,7 @@ class LadderPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RungTimes:
-    """What a rung has come to. Times in seconds, of a step; means of all ranks and of all epochs but the first.
+    """Holds what a rung has come to. Times in seconds, of a step; means of all ranks and of all epochs but the first.
 
     Attributes:
         compute_s: own work, coding included: all that is not waiting for the others and the network.

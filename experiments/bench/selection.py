@@ -31,7 +31,7 @@ _MODELS, _UPDATES = "train/model_blob", "train/client_update"
 
 
 class NetworkedProcess(NamedTuple):
-    """Where a process is. ``hosts``: of all."""
+    """Tells where a process is. ``hosts``: of all."""
 
     job: str
     host: Host

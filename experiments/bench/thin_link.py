@@ -43,7 +43,7 @@ _JOIN_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinLinkPlan:
-    """The same for all ways. The CNN on MNIST, two ranks, for ``seconds`` from the first step on."""
+    """Is the same for all ways: the CNN on MNIST, two ranks, for ``seconds`` from the first step on."""
 
     rate_mbit_s: float = 50.0
     delay_ms: float = 50.0
@@ -58,7 +58,7 @@ class ThinLinkPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossWindow:
-    """What both ranks saw within a part of the time.
+    """Holds what both ranks saw within a part of the time.
 
     Attributes:
         until_s: end of the window, from the first step of a rank on. steps: of a rank, until then; the mean of both.
@@ -75,7 +75,7 @@ class LossWindow:
 
 
 class _TimedTask(models.ClassificationTask):
-    """The same task, which notes when it has computed which loss."""
+    """Is the same task, and notes when it has computed which loss."""
 
     def __init__(self, plan: ThinLinkPlan) -> None:
         super().__init__(models.mnist_cnn, lambda: _split(plan), batch_size=plan.batch_size, seed=plan.seed)
@@ -83,7 +83,7 @@ class _TimedTask(models.ClassificationTask):
         self.losses: list[float] = []
 
     def loss(self, model: nn.Module, batch: ShardBatch) -> Tensor:
-        """That of the task."""
+        """Return that of the task."""
         loss = super().loss(model, batch)
         self.at_s.append(time.monotonic())
         self.losses.append(float(loss.detach()))

@@ -60,7 +60,7 @@ def by_turns(samples: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, 
 
 
 def calls_for(seconds: float, run: Block, gloo: dist.ProcessGroup, most: int = _MAX_CALLS) -> int:
-    """How many calls take about so long, the same number on all ranks. It warms up, too."""
+    """Return how many calls take about so long, the same number on all ranks. It warms up, too."""
     calls = _WARM_UP_CALLS
     for aim_s in (_WARM_UP_S, seconds):
         typical_s = statistics.median(run(calls))

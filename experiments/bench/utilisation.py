@@ -73,7 +73,7 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilisation:
-    """Of a period of the slower rank, in seconds and bytes. ``of_curve``: 1 is as good as the formula above."""
+    """Holds a period of the slower rank, in seconds and bytes. ``of_curve``: 1 is as good as the formula above."""
 
     wall_s: float
     compute_s: float

@@ -36,7 +36,7 @@ _FLOWER = "gradbus.experiments.bench.flower_simulation"
 
 
 class SimulatedRounds(NamedTuple):
-    """What one run has come to. ``seconds``: of each round. ``memory_bytes``: most of all its processes."""
+    """Holds what one run has come to. ``seconds``: of each round. ``memory_bytes``: most of all its processes."""
 
     seconds: list[float]
     memory_bytes: float = 0.0

@@ -91,7 +91,7 @@ def command(name: str) -> Callable[[Callable[P, int | None]], Callable[P, None]]
 
 
 class Trackers(NamedTuple):
-    """What the options say of the trackers of a run."""
+    """Holds what the options say of the trackers of a run."""
 
     tensorboard: Path | None
     mlflow: str | None

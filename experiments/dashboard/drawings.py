@@ -26,7 +26,7 @@ _MAX_KEPT = 64
 
 
 def figures_of(run: RunFiles) -> list[PageFigure]:
-    """What is drawn of a run, also of one that has only begun."""
+    """Return what is drawn of a run, also of one that has only begun."""
     return _of_rounds(run) if run.kind == "federated" else _of_epochs(run)
 
 

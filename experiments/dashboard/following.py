@@ -212,7 +212,7 @@ class Following:
         return changed
 
     def _read_profiles(self) -> bool:
-        """Of ranks. They are read as a whole, so not too often, and not where they are large."""
+        """Read those of ranks. They are read as a whole, so not too often, and not where they are large."""
         now_s = time.monotonic()
         if self.files.kind != "parallel" or now_s - self._profiles_at_s < _PROFILES_EVERY_S:
             return False

@@ -28,7 +28,7 @@ class Chip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """What goes on at this moment.
+    """Holds what goes on at this moment.
 
     Attributes:
         text: in a line. done, total: of rounds or epochs; total 0: it is not known.
@@ -108,7 +108,7 @@ def row_of(name: str, run: Following) -> Row:
 
 
 def now_of(run: Following) -> Now:
-    """What the run is doing."""
+    """Return what the run is doing."""
     return _round_now(run) if run.files.kind == "federated" else _step_now(run)
 
 

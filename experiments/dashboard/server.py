@@ -106,7 +106,7 @@ _NOT_FOUND = _Answer("There is nothing here. gradbus dashboard has printed the a
 
 
 class _Site:
-    """What is answered, by path. For any number of threads."""
+    """Answers by path. It is for any number of threads."""
 
     def __init__(self, runs: Runs) -> None:
         self.word = secrets.token_urlsafe(18)

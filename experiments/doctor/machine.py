@@ -21,7 +21,7 @@ _JUMBO_MTU = 9000
 
 
 class Severity(Enum):
-    """How good a finding is. Only BAD makes the doctor's exit code other than 0."""
+    """Tells how good a finding is. Only BAD makes the doctor's exit code other than 0."""
 
     OK = "ok"
     ADVICE = "advice"

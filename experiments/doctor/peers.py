@@ -25,7 +25,7 @@ _LINGER_S = 1.5  # for the last samples to the other one
 
 @dataclass(frozen=True, slots=True)
 class PeerContact:
-    """What one configured peer has sent. ``unreachable``: why packets do not get there, if that is known."""
+    """Holds what one configured peer has sent. ``unreachable``: why packets do not get there, if that is known."""
 
     address: str
     datagrams: RemoteDoctor | None

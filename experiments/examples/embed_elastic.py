@@ -135,7 +135,7 @@ def example_task() -> DataParallelTask:
 
 
 def example_config(**options: Any) -> gradbus.DataParallelConfig:
-    """Of a run that goes on while one rank is left."""
+    """Return the settings of a run that goes on while one rank is left."""
     elastic = {"min_world": 1, "max_world": 4}
     return gradbus.DataParallelConfig(epochs=1_000_000, eval_every_epochs=0, elastic=elastic, **options)
 

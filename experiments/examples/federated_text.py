@@ -47,7 +47,7 @@ class FederatedText:
         self._starts(client_id)
 
     def _starts(self, client_id: int) -> tuple[Tensor, Tensor]:
-        """Where the windows of this client begin in the text, int64: of training, and held out."""
+        """Return where the windows of this client begin in the text, int64: of training, and held out."""
         text, _ = corpus()
         size = text.numel() // max(self._num_clients, client_id + 1)
         starts = torch.arange(client_id * size, (client_id + 1) * size - self.context - 1, self.context)

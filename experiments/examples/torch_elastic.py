@@ -70,7 +70,7 @@ class SmallTraining:
             dist.broadcast(parameter.detach(), group_src=farthest)
 
     def report(self) -> str:
-        """What a rank prints."""
+        """Return what a rank prints."""
         weights = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
         digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
         place = {"rank": dist.get_rank(), "world": dist.get_world_size()}

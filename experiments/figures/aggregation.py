@@ -184,7 +184,7 @@ def draw_deployment(rows: Sequence[DeploymentRow], scale: Scale) -> Figure:
 
 
 def draw_break_even(rows: Sequence[SimulationRow], scale: Scale) -> Figure:
-    """How much an aggregator gains against r, and how fast its link has to be."""
+    """Return how much an aggregator gains against r, and how fast its link has to be."""
     figure, (gain, rate) = style.new_figure(1, 2, height_in=4.2)
     shares = [10 ** (step / 20 - 1) for step in range(41)]
     ring = {row.world: row for row in canvas.pick(rows, group="scaling", model="resnet50", way="ring")}
@@ -230,7 +230,7 @@ def _known_s(row: SimulationRow) -> float:
 
 
 def _share(row: SimulationRow) -> float:
-    """Of a job, of the memory that it needs."""
+    """Return the share of a job, of the memory that it needs."""
     return (row.memory or 0.0) / row.jobs
 
 

@@ -71,7 +71,7 @@ def finish(figure: Figure, scale: Scale, *sentences: str, timed: Sequence[Any] =
 
 
 def seeds_note(rows: Sequence[TableRow], series: str) -> str:
-    """How many seeds the mean of a series has, counted in the data. ``series``: the column with its name."""
+    """Return how many seeds the mean of a series has, counted in the data. ``series``: the column with its name."""
     seeds: dict[str, set[int]] = {}
     for row in rows:
         seeds.setdefault(getattr(row, series), set()).add(getattr(row, "seed"))  # noqa: B009

@@ -18,7 +18,7 @@ _WIDTH = 0.38
 
 
 def draw_ladder(rows: Sequence[LadderRow], scale: Scale) -> Figure:
-    """What a step takes, measured beside simulated, and the time until 97 % of the test set are right."""
+    """Return what a step takes, measured beside simulated, and the time until 97 % of the test set are right."""
     figure, (steps, target) = style.new_figure(1, 2, height_in=4.4)
     found = [canvas.pick(rows, "ladder", rung=rung)[0] for rung in RUNGS]
     unit = style.time_unit(max(row.step_s for row in found))

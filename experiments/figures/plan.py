@@ -167,7 +167,7 @@ def settings_of(run: AnyRun) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much is run.
+    """Tells how much is run.
 
     Attributes:
         seeds: of runs with equal shares. skewed_seeds: of those with unequal ones, which are evaluated only in every

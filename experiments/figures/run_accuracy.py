@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def draw_rounds(folder: Path, reports: Sequence[RoundReport], *, title: str) -> bool:
-    """How good the model was over rounds, and over the bytes that were sent until then. False: nothing drawn."""
+    """Return how good the model was over rounds, and over the bytes that were sent until then. False: nothing drawn."""
     sent = list(accumulate((report.bytes_up + report.bytes_down) / 1e6 for report in reports))
     points = [(report.round_id, megabytes, report) for report, megabytes in zip(reports, sent, strict=True)]
     return _draw(folder, points, title=title, labels=("round", "sent, up and down / MB"))

@@ -58,7 +58,7 @@ class Store:
         self.code = code_version() if code is None else code
 
     def folder(self, run: AnyRun) -> Path:
-        """Where this run belongs."""
+        """Return where this run belongs."""
         return self.root / f"{run.label}-{_digest(settings_of(run))}-{self.code}"
 
     def find(self, run: AnyRun) -> StoredRun | None:

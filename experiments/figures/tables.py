@@ -169,7 +169,7 @@ class SimulationRow(ComparedRow):
 
 
 class DeploymentRow(TableRow):
-    """What aggregating switches of so many ports take for so many hosts, by formulas alone.
+    """Holds what aggregating switches of so many ports take for so many hosts, by formulas alone.
 
     Attributes:
         adding, forwarding: switches. used_ports: of those that add. slot_bytes: memory of each, that keeps the links
@@ -266,7 +266,7 @@ def _thin_link_rows(run: ThinLinkRun, folder: Path, load: float) -> Iterator[Tab
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """What a run has left as one JSON object. Raises BadData."""
+    """Return what a run has left as one JSON object. Raises BadData."""
     try:
         return dict(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:

@@ -96,7 +96,7 @@ def _need_rights() -> None:
 
 
 def environment_of(network: Network, number: int, key: str) -> dict[str, str | None]:
-    """What a command on a host finds in its environment: its place among the hosts, and their addresses.
+    """Return what a command on a host finds in its environment: its place among the hosts, and their addresses.
 
     The hosts share the processors of this machine, so LOCAL_RANK and LOCAL_WORLD_SIZE, by which ranks divide these, are
     those of ranks on one machine. ``key``: of the job, unless the user has one.
@@ -145,7 +145,7 @@ def _between(before: LinkTraffic, after: LinkTraffic) -> LinkTraffic:
 def report(
     network: Network, taken_s: Sequence[float], used: Sequence[LinkTraffic], computing: Sequence[str]
 ) -> list[str]:
-    """What is printed at the end: conditions, a line for each host, and what the figures are to be read with."""
+    """Return what is printed at the end: conditions, a line for each host, and what the figures are to be read with."""
     conditions, switch = network.conditions, network.switch
     by = "the kernel" if switch is None else "a switch in this process"
     lines = [f"{len(network.hosts)} hosts, {conditions}; carried by {by}"]
@@ -184,7 +184,7 @@ def _run_directories() -> set[Path]:
 
 
 def _computing(made: set[Path]) -> list[str]:
-    """How much of the time of the runs in these directories was computing; for those that say so."""
+    """Return how much of the time of the runs in these directories was computing; for those that say so."""
     from gradbus.experiments.rundir.reading import read_run  # loads torch
 
     found = []

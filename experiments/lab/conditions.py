@@ -54,7 +54,8 @@ class LinkConditions:
 
     @property
     def burst_bytes(self) -> int:
-        """What may leave at once: 2 ms, which a timer of a busy machine may be late, and no less than four packets."""
+        """Return what may leave at once: 2 ms, which a timer of a busy machine may be late, and no less than four
+        packets."""
         return max(int((self.rate_bit_s or 0.0) / 8 * 2e-3), 4 * (self.mtu + 14))
 
     def __str__(self) -> str:

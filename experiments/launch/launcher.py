@@ -334,7 +334,8 @@ def _say(writer: OutputWriter, program: str, text: str | bytes) -> None:
 
 
 def _fill_standard_files() -> None:
-    """Where this process was started without stdout or stderr, a pipe would take that number, and our own output."""
+    """Open those that are missing. Where this process was started without stdout or stderr, a pipe would take that
+    number, and our own output."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

@@ -111,8 +111,8 @@ def tiles_of(run: RunFiles) -> list[Tile]:
 
 
 def _notes(run: RunFiles) -> list[str]:
-    """What a reader has to know first: an early end, and contradictions between the files of a run that has done a
-    round."""
+    """Return what a reader has to know first: an early end, and contradictions between the files of a run that has done
+    a round."""
     notes, last, wanted = [], run.rounds[-1].round_id, run.setting("federated", "rounds")
     if gaps := sorted(set(range(1, last + 1)) - {report.round_id for report in run.rounds}):
         notes.append(f"Of round {listed(gaps)} there is no report.")
@@ -132,7 +132,8 @@ def _notes(run: RunFiles) -> list[str]:
 
 
 def evaluation(run: RunFiles) -> Section:
-    """What clients have found on data of their own, and local models on the data of all; empty where none was asked."""
+    """Return what clients have found on data of their own, and local models on the data of all; empty where none was
+    asked."""
     figures = [*client_figures(run), *cross_site_figures(run)]
     return Section(title="Evaluation by clients", figures=figures, tables=evaluation_tables(run))
 

@@ -66,7 +66,7 @@ def _new(rows: int = 1, cols: int = 1, *, height_in: float, **options: object) -
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How good a model was and what it had cost until then, with a value for each round or epoch.
+    """Tells how good a model was and what it had cost until then, with a value for each round or epoch.
 
     Attributes:
         look: of its lines. counts: rounds or epochs. num_bytes: sent until then, both ways. seconds: spent until then.
@@ -173,7 +173,7 @@ def draw_curves(curves: Sequence[Curve], *, counted: str, sent: str) -> Figure |
 
 
 def draw_round_times(reports: Sequence[RoundReport]) -> Figure | None:
-    """Where the time of each round went; on the right without training, which hides the rest."""
+    """Return where the time of each round went; on the right without training, which hides the rest."""
     if not reports:
         return None
     figure, panels = _new(1, 2, height_in=3.7)
@@ -209,7 +209,7 @@ def _stack(
 
 
 def typical_rounds(reports: Sequence[RoundReport]) -> list[tuple[str, RoundReport]]:
-    """Of the rounds with a timeline, the one of median length and the longest."""
+    """Return, of the rounds with a timeline, the one of median length and the longest."""
     known = sorted((report for report in reports if report.timeline), key=lambda report: report.seconds)
     if not known:
         return []
@@ -262,7 +262,7 @@ def _after_training(pieces: Sequence[Piece]) -> Iterator[Piece]:
 
 
 def draw_bytes(reports: Sequence[RoundReport], *, up: Look, down: Look) -> Figure | None:
-    """What each round sent: updates to the controller, models to the clients."""
+    """Return what each round sent: updates to the controller, models to the clients."""
     if not reports:
         return None
     unit = style.byte_unit(max(max(report.bytes_up, report.bytes_down) for report in reports))
@@ -278,7 +278,7 @@ def draw_bytes(reports: Sequence[RoundReport], *, up: Look, down: Look) -> Figur
 
 
 def draw_norms(reports: Sequence[RoundReport]) -> Figure | None:
-    """How far training moved each client's model, and the residual that its codec keeps."""
+    """Return how far training moved each client's model, and the residual that its codec keeps."""
     if not any(client.update_norm is not None for report in reports for client in report.timeline):
         return None
     figure, (moved, residual) = _new(1, 2, height_in=3.3, sharex=True)

@@ -58,7 +58,7 @@ class Measured(Protocol):
 
     @property
     def progress(self) -> Progress:
-        """Where its controller stands, or stood."""
+        """Return where its controller stands, or stood."""
 
     @property
     def totals(self) -> Totals:

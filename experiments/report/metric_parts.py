@@ -32,7 +32,7 @@ def quality_name(reports: Sequence[Evaluated]) -> str:
 
 
 def newest_quality(reports: Sequence[Evaluated]) -> str:
-    """How good the newest model is, in a cell: its accuracy, or the task's first metric by name."""
+    """Return how good the newest model is, in a cell: its accuracy, or the task's first metric by name."""
     known = [report.accuracy for report in reports if report.accuracy is not None]
     metrics = next((report.metrics for report in reversed(reports) if report.metrics), {})
     if known or not metrics:

@@ -41,7 +41,7 @@ def controller_metrics(settings: MetricsSettings, job: str) -> Iterator[Followed
 
 @contextlib.contextmanager
 def client_metrics(settings: MetricsSettings, job: str, client_id: int) -> Iterator[FollowedClient]:
-    """The same of a client."""
+    """Serve the same of a client."""
     from gradbus.experiments.report.followed import FollowedClient
 
     followed = FollowedClient()
@@ -56,7 +56,7 @@ def client_metrics(settings: MetricsSettings, job: str, client_id: int) -> Itera
 
 @contextlib.contextmanager
 def rank_metrics(settings: MetricsSettings, job: str, rank: int) -> Iterator[FollowedRank]:
-    """The same of a rank. All ranks may read one file: each takes the port of the settings plus its rank."""
+    """Serve the same of a rank. All ranks may read one file: each takes the port of the settings plus its rank."""
     from gradbus.experiments.report.followed import FollowedRank
 
     followed = FollowedRank()

@@ -66,7 +66,7 @@ def summary_table(summaries: Sequence[ProfileSummary], *, max_ranks: int = 8) ->
 
 
 def load_summaries(folder: Path) -> list[ProfileSummary]:
-    """Of all ranks there, by rank. A file that cannot be read is named in the log and left out."""
+    """Return those of all ranks there, by rank. A file that cannot be read is named in the log and left out."""
     found = readable(sorted(folder.glob("profile-rank-*.jsonl")), read_summary)
     return sorted((summary for summary in found if summary is not None), key=lambda summary: summary.rank)
 

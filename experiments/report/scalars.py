@@ -39,7 +39,7 @@ log = get_logger("scalars")
 
 
 class Scalars:
-    """What a run tells its trackers. A context manager: leaving it writes what is left, for at most 5 s.
+    """Holds what a run tells its trackers. A context manager: leaving it writes what is left, for at most 5 s.
 
     The horizontal axis is the round, or for workers the number of steps done. NaN and infinity are left out.
     """
@@ -190,7 +190,7 @@ def round_values(report: RoundReport) -> Values:
 
 
 def _by_clients(found: ClientEvaluation) -> dict[str, float | None]:
-    """What clients have found on data of their own: of each metric the mean and its spread over them."""
+    """Return what clients have found on data of their own: of each metric the mean and its spread over them."""
     values: dict[str, float | None] = {}
     for name, one in found.metrics.items():
         values |= {f"by_clients/{name}/{key}": value for key, value in one.spread.items()}

@@ -37,7 +37,7 @@ WIDTH_IN, HEIGHT_IN = 7.2, 3.6  # at half of this size the smallest text is 7 px
 
 
 class Look(NamedTuple):
-    """How one series is drawn.
+    """Tells how one series is drawn.
 
     Attributes:
         color: as matplotlib takes it. marker: matplotlib's letter. label: for legends.

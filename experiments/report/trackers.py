@@ -85,7 +85,7 @@ class TensorBoard:
 
 
 class TrackedRun:
-    """What a tracker calls a run, and how far it has been told, in a file of the run directory: so a run that is
+    """Holds what a tracker calls a run, and how far it has been told, in a file of the run directory: so a run that is
     continued there continues in the tracker, too. What was told once is not told again: both only ever append."""
 
     def __init__(self, run_dir: Path, tracker: str) -> None:

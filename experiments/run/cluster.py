@@ -23,7 +23,8 @@ _EXPECTED = "worker, chief or ps"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a process is. ``workers``, ``servers``: of the job, where they are known; 0 servers: a cluster without."""
+    """Holds what a process is. ``workers``, ``servers``: of the job, where they are known; 0 servers: a cluster
+    without."""
 
     kind: Literal["worker", "server"]
     index: int

@@ -187,7 +187,7 @@ def aggregator_run(config: Path | None, overrides: Sequence[str], screen: Screen
 
 
 class PlaceOptions(NamedTuple):
-    """What the options say of the place of a process."""
+    """Holds what the options say of the place of a process."""
 
     rank: int | None = None
     world: int | None = None

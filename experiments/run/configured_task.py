@@ -31,7 +31,8 @@ from gradbus.runtime.errors import ConfigError
 
 
 class _Configured:
-    """What a task of a client and of a rank have in common. ``note``: one line about the data, once they are loaded."""
+    """Holds what a task of a client and of a rank have in common. ``note``: one line about the data, once they are
+    loaded."""
 
     methods: ClassVar[tuple[str, ...]]
     protocol: ClassVar[str]

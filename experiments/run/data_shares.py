@@ -27,7 +27,7 @@ MAX_BARS = 60  # clients with a bar each
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shares:
-    """What clients have.
+    """Holds what clients have.
 
     Attributes:
         counts: int64 (clients, labels): samples of each label.
@@ -54,7 +54,7 @@ class Shares:
 
 
 def shares_of(config: Path, overrides: Sequence[str], data_root: Path | None, clients: int | None) -> Shares:
-    """What the task of a configuration gives to each client.
+    """Return what the task of a configuration gives to each client.
 
     Args:
         config: of a controller or of a client. clients: their number; None: that of the file.

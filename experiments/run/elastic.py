@@ -89,7 +89,7 @@ async def _leave_when_finished(worker: ElasticWorker, directory: WorkerDirectory
 
 
 class _ElasticRun:
-    """What a run leaves in its directory, which the rank 0 of each generation writes."""
+    """Holds what a run leaves in its directory, which the rank 0 of each generation writes."""
 
     def __init__(self, file: WorkerFile, directory: WorkerDirectory, output: Output) -> None:
         self._file = file

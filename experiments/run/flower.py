@@ -32,7 +32,7 @@ log = get_logger("flower")
 
 
 class FlowerSettings(Settings):
-    """Of a Flower app; see docs/flower.md."""
+    """Holds the settings of a Flower app; see docs/flower.md."""
 
     max_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 40)] = 8 << 30
     """The largest message that is accepted, bytes. At most so many bytes of replies are under way at the same time."""

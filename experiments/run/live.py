@@ -80,7 +80,7 @@ class LiveTable(Display[R]):
 
     @abstractmethod
     def _parts(self) -> Iterable[RenderableType]:
-        """What stands above the warnings."""
+        """Return what stands above the warnings."""
 
     def _rows(self, reports: Sequence[R], other_lines: int) -> Sequence[R]:
         """The newest reports, as many as there is room for beside so many lines."""
@@ -206,7 +206,7 @@ class Stepping(Protocol):
 
     @property
     def progress(self) -> str:
-        """Where the run is."""
+        """Return where the run is."""
 
 
 class EpochTable(LiveTable["EpochReport"]):
@@ -248,7 +248,7 @@ def epochs_table(reports: Sequence[EpochReport], width: int | None = None) -> Ta
 
 
 class Evaluated(Protocol):
-    """What the reports of rounds and epochs have in common."""
+    """Holds what the reports of rounds and epochs have in common."""
 
     @property
     def accuracy(self) -> float | None:
@@ -260,12 +260,12 @@ class Evaluated(Protocol):
 
 
 def quality(report: Evaluated) -> str:
-    """How good the model is, in words."""
+    """Return how good the model is, in words."""
     return ", ".join(f"{name} {cell(report)}" for name, cell in quality_columns([report]).items())
 
 
 def quality_columns(reports: Sequence[Evaluated]) -> dict[str, Callable[[Evaluated], str]]:
-    """How good the models are: the accuracy, unless the task has other metrics alone, and these by name."""
+    """Return how good the models are: the accuracy, unless the task has other metrics alone, and these by name."""
     names = list(dict.fromkeys(name for report in reports for name in report.metrics))[:MAX_SHOWN_METRICS]
     columns: dict[str, Callable[[Evaluated], str]] = {}
     if not names or any(report.accuracy is not None for report in reports):
@@ -276,7 +276,8 @@ def quality_columns(reports: Sequence[Evaluated]) -> dict[str, Callable[[Evaluat
 
 
 def client_columns(reports: Sequence[RoundReport]) -> dict[str, Callable[[RoundReport], str]]:
-    """What clients have found on data of their own: of each metric the mean, the standard deviation and the median."""
+    """Return what clients have found on data of their own: of each metric the mean, the standard deviation and the
+    median."""
     return {f"clients' {plain_line(name)}": partial(_over_clients, name) for name in client_metric_names(reports)}
 
 

@@ -133,7 +133,7 @@ class Observer:
 
     @property
     def listen_s(self) -> float:
-        """How long it takes at least until every known rank has sent its status."""
+        """Return how long it takes at least until every known rank has sent its status."""
         return SILENT_S * max((period_s(received.body.world) for received in self.ranks.values()), default=0.0)
 
     def picture(self, job: str, now_s: float) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Observer:
 
 
 def _elastic(processes: Mapping[int, _Received]) -> dict[str, Any]:
-    """Who is in the newest generation that a process knows, and who is not."""
+    """Return who is in the newest generation that a process knows, and who is not."""
     newest: GroupView = max((received.body for received in processes.values()), key=lambda view: view.generation)
     return {
         "group": newest.group, "generation": newest.generation, "members": newest.numbers,

@@ -26,7 +26,7 @@ log = get_logger("cli")
 
 
 def pool_options(processes: int, ray: str | None, gpus: float) -> SimulationOptions:
-    """Where clients train. ``ray``: an address, or None: processes of this machine. Raises ConfigError."""
+    """Return where clients train. ``ray``: an address, or None: processes of this machine. Raises ConfigError."""
     if ray is None:
         if gpus:
             raise ConfigError("--gpus is of a Ray cluster: say which with --ray")

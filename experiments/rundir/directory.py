@@ -38,7 +38,7 @@ _MAX_MARK_BYTES = 64
 
 
 class RunDirectory:
-    """What the directories of all runs have in common. ``summary``: as it was written, once it was."""
+    """Holds what the directories of all runs have in common. ``summary``: as it was written, once it was."""
 
     reports_file: str  # a report a line
 

@@ -216,7 +216,7 @@ def _load(run: Path, number: int | None) -> tuple[Kind, nn.Module, Checkpoint]:
 
 
 def _state_of(run: Path, state_dir: Path | None) -> Path:
-    """Where the servers of a run have their checkpoints: ``state`` there, else the directory in the settings."""
+    """Return where the servers of a run have their checkpoints: ``state`` there, else the directory in the settings."""
     own = run / "state"
     return own if state_dir is None or any(own.glob("server-*/round-*.json")) else state_dir
 

@@ -248,7 +248,7 @@ def profiles_of(
 
 
 def _windows(path: Path) -> list[WindowStats]:
-    """Of all starts of the rank. Steps that were done again after a resume count once."""
+    """Return those of all starts of the rank. Steps that were done again after a resume count once."""
     check = TypeAdapter(WindowStats)
     found: list[WindowStats] = []
     for text in lines_of(path):

@@ -18,7 +18,7 @@ log = get_logger("profile")
 
 
 def trace_of(folder: Path, rank: int) -> Path:
-    """Where this rank leaves its trace."""
+    """Return where this rank leaves its trace."""
     return folder / f"trace-rank-{rank}.json"
 
 
@@ -41,7 +41,8 @@ def merge_traces(folder: Path, world: int | None = None) -> Path | None:
 
 
 def readable(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    """What ``read`` makes of each; a file that is cut off, or something else, is named in the log and left out."""
+    """Return what ``read`` makes of each; a file that is cut off, or something else, is named in the log and left
+    out."""
     found = []
     for path in paths:
         try:

@@ -39,7 +39,8 @@ class ProtocolCore(Protocol):
 
 
 class WorkerCore(ProtocolCore, Protocol):
-    """That of a rank. ``first_unfinished``: all groups before it are known. ``end``: groups that were submitted."""
+    """Is the core of a rank. ``first_unfinished``: all groups before it are known. ``end``: groups that were
+    submitted."""
 
     first_unfinished: int
     end: int
@@ -103,12 +104,12 @@ class AggregationPlan:
 
 
 def block_bytes(scenario: Scenario) -> int:
-    """Of a block, rounded up."""
+    """Return the bytes of a block, rounded up."""
     return -(-scenario.gradient_bytes // scenario.total_blocks)
 
 
 def retransmission_times(scenario: Scenario) -> RetransmissionTimes:
-    """Those of all protocols of a scenario."""
+    """Return those of all protocols of a scenario."""
     fabric = scenario.fabric
     first_s = scenario.retransmit_s
     if first_s is None:
@@ -177,17 +178,17 @@ def cina_hop(uplink: LinkSpec) -> LinkSpec:
 
 
 def leaf_name(number: int) -> str:
-    """Of a leaf switch; the first one is the only one where there is one switch."""
+    """Return the name of a leaf switch; the first one is the only one where there is one switch."""
     return f"leaf {number}"
 
 
 def spine_name(number: int) -> str:
-    """Of a spine switch."""
+    """Return the name of a spine switch."""
     return f"spine {number}"
 
 
 def server_name(number: int) -> str:
-    """Of a parameter server's host, over all jobs."""
+    """Return the name of a parameter server's host, over all jobs."""
     return f"server {number}"
 
 

@@ -65,7 +65,7 @@ def fabric_at_one(world: int, wire: LinkSpec = WIRE) -> Fabric:
 
 @dataclass(frozen=True)
 class RingAssisted:
-    """How RA-INA is run: groups under way, and in a gradient. Slots for all groups under way are m = 1."""
+    """Tells how RA-INA is run: groups under way, and in a gradient. Slots for all groups under way are m = 1."""
 
     world: int
     window_groups: int
@@ -168,7 +168,8 @@ Times = Callable[[float, float], dict[str, float]]
 
 
 def times_by_formula(world: int) -> Times:
-    """Of one iteration, without overlap: K / (B r) of computing, then the exchange by its closed form."""
+    """Return the times of one iteration, without overlap: K / (B r) of computing, then the exchange by its closed
+    form."""
 
     def times(memory: float, share: float) -> dict[str, float]:
         assisted_s = forms.ring_assisted_s(RESNET50, world, WIRE, memory=memory)
@@ -181,8 +182,8 @@ def times_by_formula(world: int) -> Times:
 
 
 def times_by_simulation(world: int, jobs: int) -> Times:
-    """Of jobs that begin one after the other and share a switch, two iterations each. Both switches have m of what each
-    needs itself: SwitchML the blocks of a round trip, twice, RA-INA the groups under way."""
+    """Return the times of jobs that begin one after the other and share a switch, two iterations each. Both switches
+    have m of what each needs itself: SwitchML the blocks of a round trip, twice, RA-INA the groups under way."""
     block_s = FULL_S / COMPLETION_BLOCKS
     pool = round(2 * (block_s + FAR_WIRE.latency_s) / block_s)
     window, fabric = 16, fabric_at_one(world, FAR_WIRE)
@@ -211,7 +212,8 @@ def saved(times: Mapping[str, float], other: str) -> float:
 
 
 def crossing(margin: Callable[[float], float], low: float, high: float, *, steps: int) -> float | None:
-    """Where ``margin`` changes its sign between ``low`` and ``high``, by bisection; None: it has the same at both."""
+    """Return where ``margin`` changes its sign between ``low`` and ``high``, by bisection; None: it has the same at
+    both."""
     is_positive = margin(low) > 0
     if is_positive == (margin(high) > 0):
         return None

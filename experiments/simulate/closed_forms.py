@@ -170,8 +170,8 @@ def chain_in_host_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float
 
 
 def chain_overlap_s(gradient_bytes: float, blocks: int, fabric: Fabric) -> float:
-    """How much of :func:`chain_in_host_s` can be hidden behind the network, where the network is slower: all but the
-    time until the first block has gone through the host.
+    """Return how much of :func:`chain_in_host_s` can be hidden behind the network, where the network is slower: all but
+    the time until the first block has gone through the host.
 
     The proposal subtracts this time on the link of the host, not on the links within it, and so gets less than 0 where
     those within it are much faster.
@@ -259,7 +259,8 @@ def ring_assisted_s(gradient_bytes: float, world: int, link: LinkSpec, *, memory
 
 
 def speed_up(exchange_share: float, factor: float) -> float:
-    """Of an iteration without overlap, when an exchange of c K / B becomes one of K / B: ``(1 + r c) / (1 + r)``.
+    """Return the speed-up of an iteration without overlap, when an exchange of c K / B becomes one of K / B:
+    ``(1 + r c) / (1 + r)``.
 
     Args:
         exchange_share: r = (K / B) / T_compute. factor: c, of a ring :func:`ring_factor`.

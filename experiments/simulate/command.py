@@ -29,7 +29,8 @@ COLUMNS = (
 
 
 def work_of(settings: SimulationSettings) -> StepWork:
-    """What a rank does in a step: of a trace, of a gradient without a model, or of a model, measured where not given.
+    """Return what a rank does in a step: of a trace, of a gradient without a model, or of a model, measured where not
+    given.
 
     Raises:
         ConfigError: there is no such trace or model.

@@ -94,7 +94,7 @@ def compare(settings: SimulationSettings, work: StepWork) -> Iterator[Comparison
 
 
 def _exchange_of(settings: SimulationSettings, work: StepWork, condition: Condition) -> SimulatedExchange:
-    """Of all gradients of a step."""
+    """Return the exchange of all gradients of a step."""
     asked, given = settings.compare, settings.topology
     way, world, loss, memory, jobs, seed = condition
     fabric = Fabric(

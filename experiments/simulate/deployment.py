@@ -36,7 +36,7 @@ def chain_hosts(ports: int, leaves: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What a way takes for so many hosts.
+    """Holds what a way takes for so many hosts.
 
     Attributes:
         adding: switches that add. forwarding: switches that only forward. ports: used ports of those that add.

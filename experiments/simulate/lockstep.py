@@ -42,7 +42,7 @@ class Mismatch(RuntimeError):
 
 @dataclass(slots=True)
 class Cost:
-    """What the ranks have sent.
+    """Holds what the ranks have sent.
 
     Attributes:
         bytes_out: of each rank, as the shortest way of each request needs: 2 (N - 1) / N of a tensor that is reduced

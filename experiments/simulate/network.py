@@ -266,7 +266,8 @@ def _branches_of(ways: Sequence[tuple[Node, list[LinkUse]]], hop: int = 0) -> li
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What waits is a million small objects without cycles; to look at them again and again took half of the time."""
+    """Collect no garbage meanwhile: what waits is a million small objects without cycles, and to look at them again and
+    again took half of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -278,7 +279,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """What one simple request waits for, on one rank.
+    """Holds what one simple request waits for, on one rank.
 
     Attributes:
         finish: makes the result of the request of what came, by the rank that sent it.
@@ -458,7 +459,7 @@ def _others(rank: int, world: int) -> list[int]:
 
 
 def _in_order(rank: int, own: Tensor, came: Mapping[int, Tensor]) -> list[Tensor]:
-    """What came, with the own tensor at its place, in rank order."""
+    """Return what came, with the own tensor at its place, in rank order."""
     return [own if peer == rank else came[peer] for peer in range(len(came) + 1)]
 
 

@@ -110,7 +110,7 @@ class SlotUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregationOutcome:
-    """What a simulation found. All sums were right: else it raises.
+    """Holds what a simulation found. All sums were right: else it raises.
 
     Attributes:
         job_s: for each job, from its start until its last rank had the last sum: its completion time.

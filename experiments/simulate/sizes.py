@@ -94,7 +94,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """Of an argument: equal for calls whose results have equal sizes."""
+    """Return a key of an argument, equal for calls whose results have equal sizes."""
     kind = type(value)
     if kind is tuple or kind is list:
         return tuple([_key(one) for one in value])

@@ -22,7 +22,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What every rank does in a step, beside the exchange.
+    """Holds what every rank does in a step, beside the exchange.
 
     Attributes:
         shapes: of the parameters, by name, in the order of the model.
@@ -44,7 +44,7 @@ class StepWork:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all gradients, in float32."""
+        """Return the bytes of all gradients, in float32."""
         return 4 * sum(shape.numel() for shape in self.shapes.values())
 
     @property
@@ -69,7 +69,7 @@ class Stragglers:
 
 @dataclass(slots=True)
 class SimulatedSteps:
-    """What was simulated.
+    """Holds what was simulated.
 
     Attributes:
         times_s: of each step, of the slowest rank. compute_s: that its own work takes, of a rank without delay.
@@ -143,7 +143,7 @@ def _rank(
     network: NetworkModel, rank: int, algorithm: Algorithm, work: StepWork, buckets: _Buckets,
     factors: Sequence[float], ends: list[float],
 ) -> Generator[Any, Any, None]:  # fmt: skip
-    """What one rank does, as a process of SimPy."""
+    """Yield what one rank does, as a process of SimPy."""
     env, world = network.env, network.topology.world
 
     def launch(bucket: TensorBucket) -> Any:

@@ -57,7 +57,7 @@ class TracedLayer(BaseModel):
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all its parameters, in float32."""
+        """Return the bytes of all its parameters, in float32."""
         return 4 * sum(math.prod(shape) for shape in self.shapes.values())
 
 
@@ -82,11 +82,12 @@ class Trace(BaseModel):
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all layers, in float32."""
+        """Return the bytes of all layers, in float32."""
         return sum(layer.gradient_bytes for layer in self.layers)
 
     def work(self, *, compute_scale: float = 1.0, **more: Any) -> StepWork:
-        """What a rank does in a step, with ``compute_scale`` times the times. ``more``: other fields of StepWork."""
+        """Return what a rank does in a step, with ``compute_scale`` times the times. ``more``: other fields of
+        StepWork."""
         shapes, backward_s = {}, []
         for layer in self.layers:
             shapes.update({name: torch.Size(shape) for name, shape in layer.shapes.items()})

@@ -46,7 +46,7 @@ TREES = ("hina", "mtina", "cina")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedExchange:
-    """What is summed, how often, and by whom.
+    """Holds what is summed, how often, and by whom.
 
     Attributes:
         fabric: hosts, switches and links of one job. gradient_bytes: of a rank. blocks: that these are cut in.
@@ -71,7 +71,7 @@ class SimulatedExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeTimes:
-    """What a simulation of an exchange has found.
+    """Holds what a simulation of an exchange has found.
 
     Attributes:
         job_s: mean of the jobs, from the start of a job to its end. exchange_s: of one gradient, without computing.
@@ -222,7 +222,7 @@ def _program(exchange: SimulatedExchange) -> ExchangeTimes:
 
 
 def topology_of(fabric: Fabric) -> NetworkTopology:
-    """The same hosts and links for rank programs. Raises ValueError: the ranks do not fill the hosts."""
+    """Return the same hosts and links for rank programs. Raises ValueError: the ranks do not fill the hosts."""
     local: LinkSpec | None = fabric.local if fabric.ranks_per_host > 1 else None
     return cluster(
         fabric.world, network=fabric.network, ranks_per_host=fabric.ranks_per_host, local=local,

@@ -27,7 +27,7 @@ from gradbus.runtime.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RoundStart:
-    """What a rule begins a round with.
+    """Holds what a rule begins a round with.
 
     Attributes:
         round_id, lr: of the command.
@@ -51,7 +51,7 @@ class RoundStart:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RoundEnd:
-    """What a rule leaves at the end of a round.
+    """Holds what a rule leaves at the end of a round.
 
     Attributes:
         sections: vectors, float32, that are sent beside the model's, by name and in the order of ``Strategy.sections``.
@@ -66,7 +66,7 @@ class RoundEnd:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PersonalTraining:
-    """How a rule trains a model that stays at the client.
+    """Tells how a rule trains a model that stays at the client.
 
     Attributes:
         rule: what it adds to the steps. Its :class:`RoundStart` has the global model as ``base``, and no state.
@@ -143,8 +143,8 @@ class ClientRule:
         return None
 
     def personal(self) -> PersonalTraining | None:
-        """How to train one more model, which stays at this client from round to round, in each round before the global
-        one is trained; None: there is none."""
+        """Return how to train one more model, which stays at this client from round to round, in each round before the
+        global one is trained; None: there is none."""
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:

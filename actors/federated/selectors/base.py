@@ -26,7 +26,7 @@ _GAMMA = 0x9E37_79B9_7F4A_7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientFacts:
-    """What is known of a client that is ready for a round.
+    """Holds what is known of a client that is ready for a round.
 
     Attributes:
         num_samples: of its newest update that counted, at most so many as an update may weigh; 0: none has counted.
@@ -156,7 +156,7 @@ def make_selector(choice: Choice) -> Selector:
 
 
 def selected(selector: Selector, ready: Sequence[ClientFacts], count: int, draw: Draw) -> list[int]:
-    """What the selector selects, ascending and checked: it may be the user's.
+    """Return what the selector selects, ascending and checked: it may be the user's.
 
     Raises:
         ConfigError: not ``count`` of the ready clients.

@@ -63,7 +63,7 @@ class BlockSender(ABC):
         """Blocks that are to be sent now: ``new`` ones were submitted, or the sum of block ``known`` has come."""
 
     def place(self, number: int) -> tuple[int, int]:
-        """What stands in the packets of a block as ``block`` and ``step``."""
+        """Return what stands in the packets of a block as ``block`` and ``step``."""
         return 0, 0
 
     def is_known(self, number: int) -> bool:

@@ -27,7 +27,7 @@ class PoolWorker(BlockSender):
         self._pool = pool
 
     def startable(self, new: range | None, known: int = -1) -> list[int]:
-        """Those whose slot is free: the sum of the block before in it is known."""
+        """Return those whose slot is free: the sum of the block before in it is known."""
         if new is None:
             return [known + self._pool] if known + self._pool < self.end else []
         return [at for at in new if at < self._pool or self.is_known(at - self._pool)]
