@@ -2,7 +2,9 @@
 
 Karimireddy et al., SCAFFOLD, ICML 2020 (arXiv:1910.06378), Algorithm 1, lines 16 and 17:
 ``w <- w + lr mean(Delta w)`` and ``c <- c + |S| / N mean(Delta c)`` over the clients S of the round, of N in all.
-Differs from the paper: ``mean(Delta w)`` is weighted by samples, as that of FedAvg; ``mean(Delta c)`` is not.
+Differs from the paper: ``mean(Delta w)`` is weighted by samples, as that of FedAvg; ``mean(Delta c)`` is not. So a run
+comes to rest where ``c``, the plain mean of the clients' gradients, is zero: at the optimum of the paper's objective,
+the mean over clients, and not of the mean over samples.
 """
 
 from __future__ import annotations

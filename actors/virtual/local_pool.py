@@ -59,7 +59,8 @@ class LocalProcess(TrainingProcess):
 
     @contextlib.contextmanager
     def _whole_messages(self) -> Iterator[None]:
-        """Close the channel where a message ends halfway: it is of no more use. Raises ProcessDied: so is its other end."""
+        """Close the channel where a message ends halfway: it is of no use then. Raises ProcessDied: there is no other
+        end."""
         try:
             yield
         except ChannelClosed:
