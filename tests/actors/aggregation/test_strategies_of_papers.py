@@ -149,6 +149,29 @@ def test_a_control_variate_that_is_too_large_leaves_nothing_behind() -> None:
     assert (float(weights[0]), float(strategy.broadcast()[0])) == (1.0, 0.5)
 
 
+def test_scaffold_tends_to_the_optimum_of_the_mean_over_clients_whatever_their_samples() -> None:
+    optima, samples, lr, steps = (0.0, 10.0), (97, 3), 0.1, 5
+    strategy, weights = Scaffold(1), torch.zeros(1)
+    strategy.check(FederatedConfig(clients={"num": 2}))  # type: ignore[arg-type]
+    own = [0.0, 0.0]
+    for round_id in range(1, 121):
+        w, c = float(weights), float(strategy.broadcast())
+        strategy.begin(round_id, weights.clone())
+        for i, (optimum, num_samples) in enumerate(zip(optima, samples, strict=True)):
+            y = w
+            for _ in range(steps):
+                y -= lr * ((y - optimum) - own[i] + c)  # Algorithm 1, line 10
+            change = (w - y) / (steps * lr) - c  # option II
+            own[i] += change
+            payload = updates.join(
+                [(name, encode(torch.tensor([v]))) for name, v in (("model", y - w), ("control", change))]
+            )
+            update = updates.parse(payload, expected_dim=1, others={"control": 1})
+            strategy.add(update, Facts(client_id=i, num_samples=num_samples))
+        strategy.finish(weights)
+    assert float(weights) == pytest.approx(5.0, abs=0.01)  # and not 0.3, the mean over samples
+
+
 def test_scaffold_has_to_know_how_many_clients_there_are() -> None:
     with pytest.raises(ConfigError, match=r"clients\.num"):
         Scaffold(DIM).check(FederatedConfig())
