@@ -149,7 +149,7 @@ class Client:
         )
 
     def _open_parts(self, frozen: FrozenParameters) -> None:
-        """Make what a client has that trains by itself or not. ``frozen``: takes what no round changes.
+        """Make the parts of every client, also of one that has others train. ``frozen``: takes what no round changes.
 
         Raises:
             ConfigError: it is to keep tensors that the model does not have.

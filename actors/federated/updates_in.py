@@ -147,7 +147,11 @@ class UpdateAdmission:
 
 @dataclass(slots=True, eq=False)
 class _IncomingUpdate(IncomingUpload):
-    """An update on its way. ``crc32``: of its payload, where the journal needs it later."""
+    """An update on its way.
+
+    Attributes:
+        adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
+    """
 
     adding: bool = False
     crc32: int = 0
