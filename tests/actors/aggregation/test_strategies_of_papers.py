@@ -130,10 +130,12 @@ def test_scaffold_moves_the_model_and_the_control_variate_and_keeps_the_latter()
             strategy.add(sent(deltas[i], control=controls[i]), Facts(client_id=i, num_samples=1 + i))
         strategy.finish(weights)
         w = w + 0.5 * sum((1 + i) / 6 * as_array(deltas[i]) for i in range(3))
-        c = c + 3 / 4 * sum(as_array(one) for one in controls) / 3
+        # Nothing is known of the fourth client: its samples are taken to be the mean of the others', 2.
+        c = c + sum((1 + i) / 8 * as_array(controls[i]) for i in range(3))
         assert_close(weights, w)
         assert_close(strategy.broadcast(), c)
     again = Scaffold(DIM)
+    again.check(FederatedConfig(clients={"num": 4}))  # type: ignore[arg-type]
     again.load_state(strategy.state())
     assert torch.equal(again.broadcast(), strategy.broadcast())
 
@@ -149,7 +151,8 @@ def test_a_control_variate_that_is_too_large_leaves_nothing_behind() -> None:
     assert (float(weights[0]), float(strategy.broadcast()[0])) == (1.0, 0.5)
 
 
-def test_scaffold_tends_to_the_optimum_of_the_mean_over_clients_whatever_their_samples() -> None:
+@pytest.mark.parametrize("absent", [(), (2, 5, 6)])  # rounds without the second client, of which nothing is known
+def test_scaffold_tends_to_the_optimum_of_the_mean_over_samples(absent: tuple[int, ...]) -> None:
     optima, samples, lr, steps = (0.0, 10.0), (97, 3), 0.1, 5
     strategy, weights = Scaffold(1), torch.zeros(1)
     strategy.check(FederatedConfig(clients={"num": 2}))  # type: ignore[arg-type]
@@ -158,6 +161,8 @@ def test_scaffold_tends_to_the_optimum_of_the_mean_over_clients_whatever_their_s
         w, c = float(weights), float(strategy.broadcast())
         strategy.begin(round_id, weights.clone())
         for i, (optimum, num_samples) in enumerate(zip(optima, samples, strict=True)):
+            if i == 1 and round_id in {1, *absent}:
+                continue
             y = w
             for _ in range(steps):
                 y -= lr * ((y - optimum) - own[i] + c)  # Algorithm 1, line 10
@@ -169,7 +174,7 @@ def test_scaffold_tends_to_the_optimum_of_the_mean_over_clients_whatever_their_s
             update = updates.parse(payload, expected_dim=1, others={"control": 1})
             strategy.add(update, Facts(client_id=i, num_samples=num_samples))
         strategy.finish(weights)
-    assert float(weights) == pytest.approx(5.0, abs=0.01)  # and not 0.3, the mean over samples
+    assert float(weights) == pytest.approx(0.3, abs=0.01)  # and not 5.0, that of the mean over clients
 
 
 def test_scaffold_has_to_know_how_many_clients_there_are() -> None:
