@@ -17,7 +17,7 @@ from gradbus.codecs.errors import CodecError, DimMismatchError, NonFiniteError
 from gradbus.codecs.feedback import add_into, residual_step
 from gradbus.codecs.index_coding import Coding, decode_indices, encode_indices
 from gradbus.codecs.registry import ALL, decode, get, parse
-from gradbus.codecs.sparse import SparseVector, top_k
+from gradbus.codecs.sparse import SparseVector, random_k, top_k
 
 __all__ = [
     "ALL",
@@ -51,6 +51,7 @@ __all__ = [
     "get",
     "max_dgc_bytes",
     "parse",
+    "random_k",
     "residual_step",
     "top_k",
     "undo_step",

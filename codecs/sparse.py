@@ -1,7 +1,8 @@
-"""Choosing the k largest entries of a vector, the same ones on every machine."""
+"""Choosing k entries of a vector, the largest or any, the same ones on every machine."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,3 +97,30 @@ def _largest_torch(magnitude: Tensor, k: int) -> Tensor:
         keep[tied[k - indices.numel() :]] = False
         indices = indices[keep]
     return indices
+
+
+def random_k(numel: int, k: int, seed: bytes) -> Tensor:
+    """Entries that a seed chooses: int64, shape (k,), strictly ascending, in [0, numel).
+
+    One from each of k equal parts, all turned by another drawn number: k + 1 numbers in place of a permutation of all
+    entries. An entry is as likely as with a permutation, k / numel; neighbours are seldom chosen together.
+
+    Args:
+        numel: of the vector. k: 0 .. numel. seed: any bytes; equal ones choose the same entries.
+
+    Raises:
+        ValueError: ``k`` outside 0 .. numel.
+    """
+    if not 0 <= k <= numel:
+        raise ValueError(f"k must be 0 .. {numel}, got {k}")
+    if not k:
+        return torch.empty(0, dtype=torch.int64)
+    number = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") >> 1
+    generator = torch.Generator().manual_seed(number)
+    at, (width, longer) = torch.arange(k), divmod(numel, k)
+    drawn = torch.rand(k, generator=generator, dtype=torch.float64) * (width + (at < longer))
+    first = at * width + at.clamp(max=longer)  # of each part
+    entries = first + drawn.long().clamp_(max=width - 1 + (at < longer).long())
+    turn = int(torch.randint(numel, (), generator=generator))  # else those of shorter parts are chosen more often
+    beyond = int(torch.searchsorted(entries, numel - turn))  # from here on they come round to the front
+    return torch.cat((entries[beyond:] + (turn - numel), entries[:beyond] + turn))

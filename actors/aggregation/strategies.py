@@ -24,6 +24,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from gradbus.actors.aggregation.common_grid import EXACT, CommonGrid
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.updates import Facts, Update
@@ -48,6 +49,7 @@ class Strategy(ABC):
         uses_steps: it needs the number of optimizer steps that a client announces.
         epsilon: what the run has spent of differential privacy so far; None: it gives none. epsilon_budget: what it may
             spend; None: there is no limit.
+        grid: to which the clients of the next round round what they mask, with secure aggregation.
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
@@ -59,6 +61,7 @@ class Strategy(ABC):
     uses_steps = False
     epsilon: float | None = None
     epsilon_budget: float | None = None
+    grid: CommonGrid = EXACT
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -164,6 +167,10 @@ class WrappedStrategy(Strategy):
     @property
     def name(self) -> str:
         return self._inner.name
+
+    @property
+    def grid(self) -> CommonGrid:  # type: ignore[override]
+        return self._inner.grid
 
     @property
     def sections(self) -> Mapping[str, int]:

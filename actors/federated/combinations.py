@@ -9,6 +9,7 @@ import bisect
 from typing import Any
 
 from gradbus.actors.aggregation.clipping import within_limits
+from gradbus.actors.aggregation.grid_steps import MASKED_CODECS, on_common_grid
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.asynchronous import check_asynchronous
 from gradbus.actors.federated.clients import MAX_MEMBERS as MAX_CLIENTS
@@ -76,7 +77,7 @@ def check_combination(config: FederatedConfig) -> None:
 def make_strategy(config: FederatedConfig, dim: int, given: Strategy | None = None) -> Strategy:
     """The strategy of a run, behind its limits and its privacy. ``given``: in place of the one that is named."""
     made = given or STRATEGIES.make(config.strategy, dim)
-    return with_privacy(within_limits(made, config), config)
+    return with_privacy(within_limits(on_common_grid(made, config, dim), config), config)
 
 
 def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
@@ -105,8 +106,11 @@ def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
         f"strategy {config.strategy.name} needs the updates of single clients, and the controller knows their sum "
         f"alone. Use fedavg, fedavgm, fedadam, fedyogi or fedadagrad": not strategy.adds_sums
         or bool(strategy.sections),
-        f"codec {config.codec.name}: the masks have to be added to the integers of the exact sum, of which each codec "
-        f"would need its own. Use fp32": config.codec.name != "fp32",
+        f"codec {config.codec.name}: its scales are of each update by itself, and masks cancel only where all clients "
+        f"round to the same ones. Use fp32, or q8, s4 or sq8, which have a common scale and common positions here":
+        config.codec.name not in MASKED_CODECS,
+        f"codec {config.codec.name} of version 1: what is masked is a difference, in a format of its own. Leave "
+        f"codec.version out": config.codec.name != "fp32" and config.codec.options.get("version", 2) == 1,
         "limits.clip_norm limits a single update, and the controller sees none. Leave it out, or use privacy.name = "
         "central, whose clients clip their updates themselves": config.limits.clip_norm is not None,
         "evaluation.cross_site shows the models of single clients. Leave it out": config.evaluation.cross_site,

@@ -161,7 +161,7 @@ class Controller:
         if self._config.clients.kind == "sites":
             return partial_sum.max_bytes(self._model.dim)
         if self._config.secure_aggregation.enabled:
-            return size_of(self._model.dim)
+            return size_of(self._strategy.grid.count(self._model.dim))  # of a first round: later ones are shorter
         longest = int(CODECS.make(self._config.codec).max_bytes(self._model.dim))
         return longest + updates.overhead_bytes(self._strategy.sections)
 
@@ -538,7 +538,7 @@ class Controller:
         caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
         cap = min((cap for cap in caps if cap is not None), default=0)
         return MaskedAttempt(
-            self._context, round_, next(self._mask_numbers), dim=self._model.dim, cap=cap,
+            self._context, round_, next(self._mask_numbers), dim=self._model.dim, cap=cap, grid=self._strategy.grid,
             is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
         )  # fmt: skip
 

@@ -143,6 +143,7 @@ class LocalTraining:
         self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
         self.keeps_local_model = False
         self._shared_memory = False  # the controller of the newest command reads this process's memory
+        self._feeds_back = False  # what masking takes from the newest update is its residual
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -202,12 +203,14 @@ class LocalTraining:
         end = rule.finish(self._keep_local_model(welcome.run_id))
         codec = codec_of(welcome)
         residual_before = kept.get(RESIDUAL)
+        self._feeds_back = welcome.masked and not codec.lossless
         change, facts = None, _finite(getattr(outcome, "metrics", {})) | _finite(end.metrics)
         num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, rule.steps
         if privacy is not None:
             change, noted = self._protected(privacy, inputs, end)
             facts |= noted
-        encoded, residual = self._encode(codec, base, residual_before, change)
+        encode = self._encode_in_full if self._feeds_back else self._encode
+        encoded, residual = encode(codec, base, residual_before, change)
         update_norm = l2_distance(self._model.read(), base) if change is None else l2_norm(change)
         self._check(encoded, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
@@ -223,7 +226,8 @@ class LocalTraining:
             encode_s=encoded_s - trained_s,
             wait_s=max(0.0, started_s - inputs.commanded_s),
             update_norm=-1.0 if welcome.masked else update_norm,  # it says something of a single update
-            residual_norm=0.0 if residual is None else l2_norm(residual), steps=num_steps, metrics=facts,
+            residual_norm=-1.0 if self._feeds_back else 0.0 if residual is None else l2_norm(residual),
+            steps=num_steps, metrics=facts,
         )  # fmt: skip
         state = {**_to_keep(end, residual, optimizer_state), **own, **self._personal()}
         update = EncodedUpdate(key, request, payload, state)
@@ -248,7 +252,8 @@ class LocalTraining:
     def mask(
         self, update: EncodedUpdate, base: Tensor, masks: masked_values.UpdateMasks, transfer: int
     ) -> EncodedUpdate:
-        """The update with these masks, which are used up, as this transfer.
+        """The update with these masks, which are used up, as this transfer. With a codec that compresses, it is rounded
+        to the grid of the attempt only now, and what that takes away is its residual, kept if it counts.
 
         Args:
             base: float32, shape (D,): the model that it was trained from.
@@ -257,15 +262,18 @@ class LocalTraining:
             TooLarge: it has no room in the sum of so many clients.
         """
         started_s, request = time.perf_counter(), update.request
-        payload = masked_values.encode(
+        payload, residual = masked_values.encode(
             codecs.parse(update.payload, expected_dim=base.numel()), base, masks, request.num_samples
         )
+        state = update.state
+        if self._feeds_back:  # none: the residual before has gone out, and no older one may come back
+            state = {**state, RESIDUAL: torch.zeros_like(base) if residual is None else residual}
         request = replace(
             request, transfer=transfer, total_bytes=len(payload), attempt=masks.roster.attempt.number,
             encode_s=request.encode_s + time.perf_counter() - started_s,
         )  # fmt: skip
         key = update.key._replace(transfer=transfer)
-        return self._offered(replace(update, key=key, request=request, payload=payload))
+        return self._offered(replace(update, key=key, request=request, payload=payload, state=state))
 
     def _begin(self, base: Tensor, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""
@@ -406,6 +414,16 @@ class LocalTraining:
             raise NonFiniteResult(
                 NON_FINITE_MODEL, f"training made the model non-finite: {error}. Lower the learning rate"
             ) from None
+
+    @torch.no_grad()
+    def _encode_in_full(
+        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None = None
+    ) -> tuple[bytes, None]:
+        """The difference that training made plus the residual, float32 in full: what ``codec`` names is done when it is
+        masked, on the grid of the attempt. ``change``: in place of what training changed."""
+        vector = self._model.read() - base if change is None else change
+        vector = vector if residual is None else vector + residual
+        return self._encode(codecs.get("fp32"), base, None, vector)[0], None
 
     def _check_loss(self, loss: float | None) -> None:
         """Raises NonFiniteResult: it is not finite."""

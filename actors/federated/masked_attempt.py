@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.partial_sum import PartialSum, SumSummary, ranges_of
 from gradbus.actors.federated.rounds import UNMASKED, Round
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.keys import SEALED_BYTES, Attempt, NotInProtocol, TooFewMembers
-from gradbus.actors.secure_aggregation.masked_values import MaskedValues, SignedIntegers
+from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, VALUE_BYTES, MaskedValues, integers_of, zeros
 from gradbus.actors.secure_aggregation.masking_server import MaskingServer
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares
 from gradbus.codecs import CodecError
@@ -47,13 +49,14 @@ class MaskedAttempt:
     """
 
     def __init__(
-        self, context: RunContext, round_: Round, number: int, *, dim: int, cap: int,
+        self, context: RunContext, round_: Round, number: int, *, dim: int, cap: int, grid: CommonGrid,
         is_here: Callable[[int, int], bool], changed: Callable[[], None],
     ) -> None:  # fmt: skip
         """An attempt that has not begun.
 
         Args:
-            cap: samples that an update of more counts as; 0: there is none.
+            dim: values of the model. cap: samples that an update of more counts as; 0: there is none.
+            grid: to which all clients round; it has to be the same in all attempts at a round.
             is_here: whether this start of a client is still registered.
             changed: called when clients of the round are no longer waited for.
         """
@@ -65,8 +68,10 @@ class MaskedAttempt:
         self.number = number
         attempt = Attempt(context.bus.job, context.run_id, context.identity.incarnation, round_.round_id, number)
         least = context.config.clients.min
-        self._server = MaskingServer(attempt, self._settings.threshold, cap=cap, least_members=least)
-        self._total = np.zeros(dim, np.uint64)
+        self._server = MaskingServer(attempt, self._settings.threshold, cap=cap, grid=grid, least_members=least)
+        self._dim, self._grid = dim, grid
+        self._total = zeros(grid, dim)
+        self._positions: NDArray[np.int64] | None = None
         self._weights: dict[int, int] = {}
         self._incarnations: dict[int, int] = {}  # of those that have advertised keys: no later start has them
         self._ready: set[int] = set()  # that have the shares of the others
@@ -100,11 +105,14 @@ class MaskedAttempt:
             await self._wait(lambda: not round_.open - set(server.advertised), settings.keys_timeout_s)
             roster = server.close_keys()
             self.keep_to_members()
-            request = MaskRoster(*self._name, roster.threshold, roster.cap, roster.to_bytes())
+            grid = roster.grid
+            terms = roster.threshold, roster.cap, roster.to_bytes(), grid.sent, grid.block_elems, grid.exponents
+            request = MaskRoster(*self._name, *terms)
             await self._ask([request], lambda: round_.open - set(server.shared), settings.shares_timeout_s)
             server.close_shares()
             round_.require(roster.threshold)
             self.keep_to_members()
+            self._positions = await self._context.compute.run(roster.positions, self._dim)
         except TooFewMembers as error:
             self.fail(str(error))
             return
@@ -194,7 +202,9 @@ class MaskedAttempt:
         Raises:
             CodecError: it is none, or not of this attempt, or of another weight.
         """
-        roster, values = self._server.roster, MaskedValues.parse(payload, expected_dim=len(self._total))
+        width = SMALL_BYTES if self._grid.is_small else VALUE_BYTES
+        values = MaskedValues.parse(payload, expected_dim=len(self._total), value_bytes=width)
+        roster = self._server.roster
         assert roster is not None, "updates are taken from members alone"
         expected = self.number, roster.weight(num_samples)
         if (values.attempt, values.weight) != expected:
@@ -232,7 +242,7 @@ class MaskedAttempt:
         num_samples = sum(self._weights[one] for one in survivors)
         summary = SumSummary(num_samples, len(survivors), ranges_of(survivors), (), 0)
         total, self._total = self._total, np.zeros(0, np.uint64)  # 8 bytes a value: it is not kept beside the next one
-        return PartialSum(summary, SignedIntegers(total), None)
+        return PartialSum(summary, integers_of(total, self._grid, self._positions, self._dim), None)
 
     def _to_answer(self, wanted: int = 0) -> set[int]:
         """Clients whose answers are waited for; none, once there are so many, or, by default, enough."""

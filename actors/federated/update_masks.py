@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
+from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
 from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, Roster
-from gradbus.actors.secure_aggregation.masked_values import UpdateMasks
+from gradbus.actors.secure_aggregation.masked_values import UpdateMasks, zeros
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masks import Stopped
 from gradbus.runtime.bus.bus import Bus
@@ -91,7 +89,7 @@ class ClientMasking:
         self._changed.set()
 
     def on_request(self, request: MaskRequest, dim: int, group: asyncio.TaskGroup) -> None:
-        """A request of the controller, answered by a task of ``group``. ``dim``: values of an update."""
+        """A request of the controller, answered by a task of ``group``. ``dim``: values of the model."""
         own, attempt = self._own, self.attempt
         if own is None or attempt is None:
             return
@@ -107,7 +105,7 @@ class ClientMasking:
         try:
             match request:
                 case MaskRoster():
-                    sealed = await self._compute.run(self._share, client, request)
+                    sealed = await self._compute.run(self._share, client, request, dim)
                     self._answer(own, 1, b"".join(sealed), group)
                 case MaskShares():
                     pieces = [
@@ -133,8 +131,13 @@ class ClientMasking:
             own.working = False
 
     @staticmethod
-    def _share(client: MaskingClient, request: MaskRoster) -> list[bytes]:
-        return client.share(Roster.parse(client.attempt, request.threshold, request.members, request.cap))
+    def _share(client: MaskingClient, request: MaskRoster, dim: int) -> list[bytes]:
+        try:
+            grid = CommonGrid(request.sent, request.block_elems, request.steps)
+            grid.check(dim)  # before anything of its size is made
+        except ValueError as error:
+            raise NotInProtocol(str(error)) from None
+        return client.share(Roster.parse(client.attempt, request.threshold, request.members, request.cap, grid))
 
     def _unmask(self, own: _OwnPart, survivors: Sequence[int]) -> bytes:
         """Shares that take the masks off the sum of these clients. From now on nothing is masked in this attempt."""
@@ -142,31 +145,33 @@ class ClientMasking:
         name = client.attempt.run_id, client.attempt.round_id
         if client.roster is None:
             raise NotInProtocol("there is no roster yet")
-        self._answered.check(name, client.roster.cap, survivors)
+        terms = client.roster.cap, client.roster.grid
+        self._answered.check(name, terms, survivors)
         shares = client.unmask(survivors)
-        self._answered.note(name, client.roster.cap, survivors)
+        self._answered.note(name, terms, survivors)
         own.masks = None
         return b"".join(shares)
 
     async def _make_masks(self, own: _OwnPart, dim: int) -> None:
         """Make the masks of an attempt, unless a newer one begins."""
         client = own.client
-        assert client.roster is not None, "there are shares"
+        roster = client.roster
+        assert roster is not None, "there are shares"
 
         def should_stop() -> bool:
             return self._own is not own or self._compute.should_stop()
 
-        def masks() -> NDArray[np.uint64]:
+        def masks() -> UpdateMasks:
             if should_stop():  # it has waited for the thread
                 raise Stopped
-            total = np.zeros(dim, np.uint64)
+            total = zeros(roster.grid, dim)
             client.mask(total, should_stop)
-            return total
+            return UpdateMasks(roster, len(client.senders), total, roster.positions(dim))
 
         with contextlib.suppress(Stopped, NotInProtocol):  # the latter: the sum was made without this client meanwhile
-            total = await self._compute.run(masks)
+            made = await self._compute.run(masks)
             if not client.has_answered:
-                own.masks = UpdateMasks(client.roster, len(client.senders), total)
+                own.masks = made
                 self._changed.set()
 
     def _answer(self, own: _OwnPart, phase: int, data: bytes, group: asyncio.TaskGroup) -> None:

@@ -38,9 +38,10 @@ def fewest_clients(sets: Sequence[Collection[int]]) -> int:
 
 @dataclass(slots=True)
 class _Answered:
-    """Holds the sets of one round. ``cap``: on samples: with another one the same updates have other weights."""
+    """Holds the sets of one round. ``terms``: the cap on samples and the grid: with others the same updates have other
+    weights, or other roundings, and many of these would show how single ones lie."""
 
-    cap: int
+    terms: Hashable
     sets: list[frozenset[int]] = field(default_factory=list)
 
 
@@ -52,15 +53,16 @@ class AnsweredSets:
         self._least = max(MIN_MEMBERS, least_members)
         self._rounds: OrderedDict[Hashable, _Answered] = OrderedDict()
 
-    def check(self, name: Hashable, cap: int, survivors: Collection[int]) -> None:
-        """Raises NotInProtocol: with what was answered before in the round of this name, that shows too much."""
+    def check(self, name: Hashable, terms: Hashable, survivors: Collection[int]) -> None:
+        """Raises NotInProtocol: with what was answered before in the round of this name, that shows too much.
+        ``terms``: the cap on samples and the grid of the attempt."""
         answered, found = self._rounds.get(name), frozenset(survivors)
         if answered is None:
             return
-        if answered.cap != cap:
+        if answered.terms != terms:
             raise NotInProtocol(
-                f"a sum with the cap {cap} on samples, after one with {answered.cap} of the same round: both would "
-                f"show single updates"
+                "a sum with another cap on samples, or in other steps, after one of the same round: both would show "
+                "single updates"
             )
         if found in answered.sets:
             return
@@ -71,9 +73,9 @@ class AnsweredSets:
                 f"has helped to unmask, would show that of {count or 'fewer'}: it asks for {self._least}"
             )
 
-    def note(self, name: Hashable, cap: int, survivors: Collection[int]) -> None:
+    def note(self, name: Hashable, terms: Hashable, survivors: Collection[int]) -> None:
         """An answer for these survivors goes out. It has been checked."""
-        answered, found = self._rounds.setdefault(name, _Answered(cap)), frozenset(survivors)
+        answered, found = self._rounds.setdefault(name, _Answered(terms)), frozenset(survivors)
         if found not in answered.sets:
             answered.sets.append(found)
         while len(self._rounds) > _MAX_ROUNDS:

@@ -15,22 +15,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
 
+from gradbus.actors.aggregation.common_grid import EXACT, MAX_ADDENDS, CommonGrid
 from gradbus.actors.secure_aggregation.shamir import MAX_POINTS, SHARE_BYTES
 
 KEY_BYTES = 32
 KEYS_BYTES = 3 * KEY_BYTES  # of one member
-MAX_MEMBERS = MAX_POINTS
+MAX_MEMBERS = min(MAX_POINTS, MAX_ADDENDS)
 SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and the tag of the AEAD
 MIN_MEMBERS = 2  # the sum of one update would be that update
 
 _ENTRY = struct.Struct(f"<I{KEYS_BYTES}s")
 ENTRY_BYTES = _ENTRY.size
 _NAME = struct.Struct("<QQII")
-_TERMS = struct.Struct("<IQ")
+_ROUND = struct.Struct("<QI")
+_TERMS = struct.Struct("<IQQQ")
 
 
 class NotInProtocol(ValueError):
@@ -101,12 +105,22 @@ class Roster:
         cap: samples that an update of more counts as; 0: each counts as its own. It is the same for all members, and
             part of what their keys are bound to: with a weight of its own for each, a server could tell updates apart
             in the bits of their sum.
+        grid: to whose steps and at which positions all members round. The same for all of them, and part of what their
+            keys are bound to, for the same reason.
     """
 
     attempt: Attempt
     threshold: int
     members: tuple[RosterEntry, ...]
     cap: int = 0
+    grid: CommonGrid = EXACT
+
+    def positions(self, dim: int) -> NDArray[np.int64] | None:
+        """Where the values of an update are in a model of ``dim``, int64, ascending; None: everywhere. The same in all
+        attempts at a round."""
+        return self.grid.positions(
+            dim, b"gradbus positions 1" + _ROUND.pack(self.attempt.run_id, self.attempt.round_id)
+        )
 
     def weight(self, num_samples: int) -> int:
         """Return the weight of an update of so many samples."""
@@ -143,8 +157,10 @@ class Roster:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 over all of it."""
-        terms = _TERMS.pack(self.threshold, self.cap)
-        return hashlib.sha256(b"gradbus roster 1" + terms + self.to_bytes() + self.attempt.to_bytes()).digest()
+        grid = self.grid
+        terms = _TERMS.pack(self.threshold, self.cap, grid.sent, grid.block_elems)
+        parts = [terms, hashlib.sha256(grid.exponents).digest(), self.to_bytes(), self.attempt.to_bytes()]
+        return hashlib.sha256(b"gradbus roster 1" + b"".join(parts)).digest()
 
     def to_bytes(self) -> bytes:
         """The members; :meth:`parse` reads it."""
@@ -152,11 +168,13 @@ class Roster:
         return b"".join(_ENTRY.pack(*entry) for entry in entries)
 
     @classmethod
-    def parse(cls, attempt: Attempt, threshold: int, data: bytes, cap: int = 0) -> Roster:
+    def parse(
+        cls, attempt: Attempt, threshold: int, data: bytes, cap: int = 0, grid: CommonGrid = EXACT
+    ) -> Roster:  # fmt: skip
         """Raises NotInProtocol: the length, or what :meth:`__post_init__` checks, is wrong."""
         if len(data) % _ENTRY.size or len(data) > MAX_MEMBERS * _ENTRY.size:
             raise NotInProtocol(f"a roster of {len(data)} bytes: expected at most {MAX_MEMBERS} x {_ENTRY.size}")
-        return cls(attempt, threshold, tuple(RosterEntry.of(*entry) for entry in _ENTRY.iter_unpack(data)), cap)
+        return cls(attempt, threshold, tuple(RosterEntry.of(*entry) for entry in _ENTRY.iter_unpack(data)), cap, grid)
 
 
 def derived(secret: bytes, purpose: bytes, roster: Roster, ids: Iterable[int]) -> bytes:

@@ -1,9 +1,10 @@
-"""Masked updates: integers modulo 2^56 as bytes, and their sum.
+"""Masked updates: integers modulo 2^56 or 2^16 as bytes, and their sum.
 
 An update of n samples is, value by value, n times the difference to the base model, rounded once to a multiple of 2^-30
 as in the exact sum (:mod:`gradbus.actors.aggregation.exact_sum`), plus the masks. Where the integers of each of the
 members are below 2^55 divided by their number, their sum is the number that it is modulo 2^56: nothing is lost. Seven
-bytes for each value hold it, where a float32 takes four. docs/wire.md has the layout.
+bytes for each value hold it, where a float32 takes four. With the small integers of a common grid
+(:mod:`gradbus.actors.aggregation.common_grid`) two do: 255 times 127 is below 2^15. docs/wire.md has the layout.
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradbus.actors.aggregation.common_grid import (
+    EXACT,
+    CommonGrid,
+    GridIntegers,
+    SpreadIntegers,
+    round_to_grid,
+)
 from gradbus.actors.aggregation.exact_sum import GridRounding
+from gradbus.actors.aggregation.partial_sum import Integers
 from gradbus.actors.secure_aggregation.keys import Roster
-from gradbus.codecs import CodecError, DimMismatchError, Parsed
+from gradbus.actors.secure_aggregation.masks import Words
+from gradbus.codecs import CodecError, DenseBlock, DimMismatchError, Parsed, get, parse
 from gradbus.codecs.wire import Payload, as_view
 
 MAGIC = b"GBXM"
 VERSION = 1
 VALUE_BYTES = 7
+SMALL_BYTES = 2  # of each value on a common grid of small integers
 BITS = 8 * VALUE_BYTES
 
 _HEADER = struct.Struct("<4sBBHIIQQ")
@@ -36,9 +47,14 @@ class TooLarge(ValueError):
     """An update has no room in the sum of all members. The text says how large it is, and stays with its client."""
 
 
-def size_of(dim: int) -> int:
+def size_of(count: int, value_bytes: int = VALUE_BYTES) -> int:
     """Bytes of a masked update of so many values: always the same."""
-    return _HEADER.size + VALUE_BYTES * dim
+    return _HEADER.size + value_bytes * count
+
+
+def zeros(grid: CommonGrid, dim: int) -> Words:
+    """No masks and no values, for sums of updates of a model of ``dim``: shape (count,), modulo 2^16 or 2^64."""
+    return np.zeros(grid.count(dim), np.uint16 if grid.is_small else np.uint64)
 
 
 class UpdateMasks(NamedTuple):
@@ -46,25 +62,65 @@ class UpdateMasks(NamedTuple):
 
     Attributes:
         roster: of the attempt that they are for. members: clients that have shared, whose updates may be in the sum.
-        total: uint64, shape (D,): the sum of all masks of this client. No two vectors are masked with it.
+        total: as of :func:`zeros`: the sum of all masks of this client. No two vectors are masked with it.
+        positions: of the roster.
     """
 
     roster: Roster
     members: int
-    total: NDArray[np.uint64]
+    total: Words
+    positions: NDArray[np.int64] | None = None
 
 
-def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -> memoryview:
-    """The bytes of a masked update.
+def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -> tuple[memoryview, Tensor | None]:
+    """The bytes of a masked update, and the residual that its client keeps: float32, shape (D,), what the grid of the
+    attempt leaves out; None: nothing but the rounding to 2^-30.
 
     Args:
-        update: the client's own, as of its codec. base: float32, shape (D,): the model that it started from.
+        update: the client's own, as of its codec; on another grid than that of the exact sum a difference in full, with
+            the residual before. base: float32, shape (D,): the model that it started from.
         masks: are used up. num_samples: that it was trained on; the roster says what that weighs.
 
     Raises:
-        TooLarge: times its weight, a value leaves no room for those of the others.
+        TooLarge: times its weight, a value leaves no room for those of the others. Small integers are clamped instead.
     """
-    rounding, members, weight = GridRounding(), masks.members, masks.roster.weight(num_samples)
+    roster, residual = masks.roster, None
+    grid, weight = roster.grid, roster.weight(num_samples)
+    if grid != EXACT:
+        change, positions = _difference(update), masks.positions
+        if grid.is_small:
+            rounded, residual = round_to_grid(change, weight, grid, positions)
+            data = _begun(masks, len(rounded), SMALL_BYTES, weight)
+            np.add(rounded.view(np.uint16), masks.total, out=np.frombuffer(data, "<u2", len(rounded), _HEADER.size))
+            return data, residual
+        assert positions is not None, "a grid that is not the exact one"
+        sent, base = change[torch.from_numpy(positions)], torch.empty(0)
+        residual = change.index_fill(0, torch.from_numpy(positions), 0.0)
+        update = parse(get("fp32").encode(sent), expected_dim=len(positions))
+    return _exactly(update, base, masks, weight), residual
+
+
+def _difference(update: Parsed) -> Tensor:
+    """The values of an update, float32, shape (D,)."""
+    if not update.is_delta or update.is_sparse:
+        raise ValueError(f"an update of {update.codec} for a common grid: expected a difference with all values")
+    found = torch.empty(update.dim)
+    for block in update.blocks(_BLOCK_ELEMS):
+        assert isinstance(block, DenseBlock), "it is not sparse"
+        found[block.start : block.start + block.values.numel()] = block.values
+    return found
+
+
+def _begun(masks: UpdateMasks, count: int, value_bytes: int, weight: int) -> memoryview:
+    """Memory for a message, with its header."""
+    data = np.empty(size_of(count, value_bytes), np.uint8).data
+    _HEADER.pack_into(data, 0, MAGIC, VERSION, value_bytes, 0, masks.roster.attempt.number, 0, count, weight)
+    return data
+
+
+def _exactly(update: Parsed, base: Tensor, masks: UpdateMasks, weight: int) -> memoryview:
+    """The message with the integers of the exact sum."""
+    rounding, members = GridRounding(), masks.members
     limit = 2.0 ** (BITS - 1) / members
     bound = rounding.bound(update, base, weight)
     if not bound < limit:
@@ -73,10 +129,8 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
             f"sum of {members} clients: at most {limit / 2**30:,.0f} for samples times value. Lower the learning rate, "
             f"or set limits.cap_samples"
         )
-    dim = base.numel()
-    data = np.empty(size_of(dim), np.uint8).data
-    _HEADER.pack_into(data, 0, MAGIC, VERSION, VALUE_BYTES, 0, masks.roster.attempt.number, 0, dim, weight)
-    places = _places(data, dim)
+    data = _begun(masks, update.dim, VALUE_BYTES, weight)
+    places = _places(data, update.dim)
     scratch = np.empty(_BLOCK_ELEMS, np.uint64)
     for place, integers in rounding.blocks(update, base, weight, bound):
         assert isinstance(place, slice), "an update of every value"
@@ -108,21 +162,22 @@ class MaskedValues:
     """A masked update whose header has been checked.
 
     Attributes:
-        dim: number of values. attempt: at the round. weight: what its client has multiplied it by.
+        count: of its values. value_bytes: of each. attempt: at the round. weight: what its client has multiplied it by.
     """
 
-    dim: int
+    count: int
+    value_bytes: int
     attempt: int
     weight: int
     data: memoryview
 
     @classmethod
-    def parse(cls, payload: Payload, *, expected_dim: int) -> MaskedValues:
-        """Check the header and the length.
+    def parse(cls, payload: Payload, *, expected_dim: int, value_bytes: int = VALUE_BYTES) -> MaskedValues:
+        """Check the header and the length. ``expected_dim``: values that are expected, of so many bytes.
 
         Raises:
             DimMismatchError: of a model of another size.
-            CodecError: it is no masked update, or of another version or length.
+            CodecError: it is no masked update, or of another version, width or length.
         """
         view = as_view(payload)
         if len(view) < _HEADER.size or view[:4] != MAGIC:
@@ -130,19 +185,25 @@ class MaskedValues:
                 f"update of {len(view)} bytes that begins with {bytes(view[:4])!r}: with federated.secure_aggregation "
                 f"masked ones are expected, {MAGIC!r}"
             )
-        _, version, width, flags, attempt, reserved, dim, weight = _HEADER.unpack_from(view)
-        if (version, width, flags, reserved) != (VERSION, VALUE_BYTES, 0, 0):
-            raise CodecError(f"masked update of version {version} with {width} bytes a value: unknown here")
-        if dim != expected_dim:
-            raise DimMismatchError(f"masked update of {dim:,} values, the model has {expected_dim:,}")
-        if len(view) != size_of(dim):
-            raise CodecError(f"masked update of {len(view)} bytes: expected {size_of(dim)}")
-        return cls(dim, attempt, weight, view)
+        _, version, width, flags, attempt, reserved, count, weight = _HEADER.unpack_from(view)
+        if (version, width, flags, reserved) != (VERSION, value_bytes, 0, 0):
+            raise CodecError(
+                f"masked update of version {version} with {width} bytes a value and flags {flags:#x}: expected version "
+                f"{VERSION} with {value_bytes} and no flags in this attempt"
+            )
+        if count != expected_dim:
+            raise DimMismatchError(f"masked update of {count:,} values: expected {expected_dim:,}")
+        if len(view) != size_of(count, width):
+            raise CodecError(f"masked update of {len(view)} bytes: expected {size_of(count, width)}")
+        return cls(count, width, attempt, weight, view)
 
-    def add_to(self, total: NDArray[np.uint64]) -> None:
-        """Add the values to uint64, shape (D,), in place, modulo 2^64."""
-        places, scratch = _places(self.data, self.dim), np.zeros(_BLOCK_ELEMS, "<u8")
-        for start in range(0, self.dim, _BLOCK_ELEMS):
+    def add_to(self, total: Words) -> None:
+        """Add the values to those of :func:`zeros`, in place, modulo 2^64 or 2^16."""
+        if self.value_bytes == SMALL_BYTES:
+            np.add(total, np.frombuffer(self.data, "<u2", self.count, _HEADER.size), out=total)
+            return
+        places, scratch = _places(self.data, self.count), np.zeros(_BLOCK_ELEMS, "<u8")
+        for start in range(0, self.count, _BLOCK_ELEMS):
             own = total[start : start + _BLOCK_ELEMS]
             values = scratch[: len(own)]
             for part, place in zip(_parts(values), places, strict=True):
@@ -170,3 +231,13 @@ class SignedIntegers:
     def largest(self) -> int:
         """Return a bound on the absolute values."""
         return 1 << (BITS - 1)
+
+
+def integers_of(total: Words, grid: CommonGrid, positions: NDArray[np.int64] | None, dim: int) -> Integers:
+    """What an unmasked sum stands for in a model of ``dim`` values, in units of 2^-30."""
+    sent: Integers
+    if grid.is_small:
+        sent = GridIntegers(total.view(np.int16), grid, positions)
+    else:
+        sent = SignedIntegers(total.astype(np.uint64, copy=False))
+    return sent if positions is None else SpreadIntegers(sent, positions, dim)

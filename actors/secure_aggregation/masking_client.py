@@ -12,11 +12,9 @@ import itertools
 import secrets
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from numpy.typing import NDArray
 
 from gradbus.actors.secure_aggregation.keys import (
     MIN_MEMBERS,
@@ -30,7 +28,7 @@ from gradbus.actors.secure_aggregation.keys import (
     derived,
     pair_seed,
 )
-from gradbus.actors.secure_aggregation.masks import SEED_BYTES, add_masks
+from gradbus.actors.secure_aggregation.masks import SEED_BYTES, Words, add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, split
 
 _NONCE = bytes(12)  # each key seals one message
@@ -133,9 +131,9 @@ class MaskingClient:
             opened[sender] = both[:SHARE_BYTES], both[SHARE_BYTES:]
         self._shares, self.senders = opened, senders
 
-    def mask(self, values: NDArray[np.uint64], should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Phase 2: add the own mask and those of all pairs to the values, uint64, in place. Once. Added to zeros, it
-        gives the sum of all masks, which may be made before there are values, and is then added to them, once.
+    def mask(self, values: Words, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Phase 2: add the own mask and those of all pairs to the values, uint64 or uint16, in place. Once. Added to
+        zeros, it gives the sum of all masks, which may be made before there are values, and is then added to them, once.
 
         Raises:
             Stopped: ``should_stop`` was true; the values are of no use.

@@ -11,10 +11,9 @@ import functools
 import hmac
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from numpy.typing import NDArray
 
+from gradbus.actors.aggregation.common_grid import EXACT, CommonGrid
 from gradbus.actors.secure_aggregation.keys import (
     MAX_MEMBERS,
     MIN_MEMBERS,
@@ -30,7 +29,7 @@ from gradbus.actors.secure_aggregation.keys import (
     derived,
     pair_seed,
 )
-from gradbus.actors.secure_aggregation.masks import Stopped, add_masks
+from gradbus.actors.secure_aggregation.masks import Stopped, Words, add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares, Interpolation
 
 # Answers that come too late are on the bus all the same.
@@ -49,18 +48,19 @@ class MaskingServer:
     """
 
     def __init__(
-        self, attempt: Attempt, threshold: int | float, *, cap: int = 0, least_members: int = MIN_MEMBERS
-    ) -> None:
+        self, attempt: Attempt, threshold: int | float, *, cap: int = 0, grid: CommonGrid = EXACT,
+        least_members: int = MIN_MEMBERS,
+    ) -> None:  # fmt: skip
         """An attempt that has not begun.
 
         Args:
             threshold: a number of clients, or, as a float, a share of those that have advertised keys. More than half
                 of them are needed in any case, and ``least_members``.
-            cap: of the roster.
+            cap, grid: of the roster.
         """
         self.attempt = attempt
         self._least = max(MIN_MEMBERS, least_members)
-        self._cap = cap
+        self._cap, self._grid = cap, grid
         self._threshold = threshold
         self._tried = X25519PrivateKey.generate()  # of no other use
         self._keys: dict[int, bytes] = {}
@@ -101,7 +101,7 @@ class MaskingServer:
         needed = max(needed, self._least)
         self._check_enough(self._keys, needed, "advertised keys")
         members = tuple(RosterEntry.of(one, self._keys[one]) for one in sorted(self._keys))
-        self.roster = Roster(self.attempt, needed, members, self._cap)
+        self.roster = Roster(self.attempt, needed, members, self._cap, self._grid)
         return self.roster
 
     # Phase 1
@@ -159,8 +159,8 @@ class MaskingServer:
         """Whether enough have answered."""
         return len(self._shares) >= self._entered().threshold
 
-    def unmask(self, total: NDArray[np.uint64], should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Take all masks off the sum of the survivors' masked values, uint64, in place, modulo 2^64.
+    def unmask(self, total: Words, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Take all masks off the sum of the survivors' masked values, in place, modulo 2^64 or 2^16.
 
         Raises:
             Stopped: ``should_stop`` was true. The sum is then unusable.

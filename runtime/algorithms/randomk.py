@@ -11,7 +11,6 @@ scaled by n / k, which error feedback makes up for. The mean delay of an entry i
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradbus.codecs.base import are_finite
+from gradbus.codecs.sparse import random_k
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import entries_of, mean_of, split_by_size
@@ -71,15 +71,5 @@ class RandomK(Algorithm):
 
     def chosen(self, name: str, numel: int, step: int) -> Tensor:
         """The entries of a tensor that a step sends, ascending: int64, shape (k,), equal on all ranks."""
-        text = f"{self.options.seed} {step} {name}".encode()
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        generator = torch.Generator().manual_seed(seed)
-        k = entries_of(self.options.density, numel)
-        if not k:
-            return torch.empty(0, dtype=torch.int64)
-        at, (width, longer) = torch.arange(k), divmod(numel, k)
-        drawn = torch.rand(k, generator=generator, dtype=torch.float64) * (width + (at < longer))
-        first = at * width + at.clamp(max=longer)  # of each part
-        entries = first + drawn.long().clamp_(max=width - 1 + (at < longer).long())
-        turn = torch.randint(numel, (), generator=generator)  # else those of the shorter parts are sent more often
-        return ((entries + turn) % numel).sort().values
+        seed = f"{self.options.seed} {step} {name}".encode()
+        return random_k(numel, entries_of(self.options.density, numel), seed)

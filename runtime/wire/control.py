@@ -297,6 +297,8 @@ class MaskRoster:
     Attributes:
         threshold: clients that it takes to unmask. cap: samples that more count as, 0: there is none.
         members: of each client its id, two public keys and a commitment, 100 bytes, by ascending id.
+        sent: values of an update, at positions that the round chooses, 0: all.
+        block_elems: values of the model that share a step. steps: int8, the exponent of each block; none: 2^-30.
     """
 
     run_id: U64
@@ -305,6 +307,9 @@ class MaskRoster:
     threshold: Annotated[int, Field(ge=2, le=255)]
     cap: U64
     members: Binary
+    sent: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    block_elems: Annotated[int, Field(ge=0, le=1 << 30)] = 0
+    steps: Annotated[bytes, Field(max_length=MAX_BINARY // 2)] = b""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -45,7 +45,7 @@ def test_three_sums_of_which_each_two_would_do_are_too_much() -> None:
 
 def test_the_same_updates_with_other_weights_are_not_unmasked() -> None:
     answer(answered := AnsweredSets(), {1, 2, 3}, cap=0)
-    with pytest.raises(NotInProtocol, match="the cap 20 on samples, after one with 0"):
+    with pytest.raises(NotInProtocol, match="with another cap on samples, or in other steps"):
         answer(answered, {1, 2, 3}, cap=20)
 
 

@@ -51,7 +51,8 @@ def test_the_unmasked_sum_is_the_exact_sum(data: list[list[float]], samples: lis
     for values, num_samples in zip(data, samples, strict=False):
         update = parsed(torch.tensor(values), version)
         masks = np.random.default_rng(num_samples).integers(0, 2**64, 5, np.uint64, endpoint=False)
-        payload = encode(update, base, masks_of(masks), num_samples)
+        payload, residual = encode(update, base, masks_of(masks), num_samples)
+        assert residual is None
         expected.add(update, base=base, num_samples=num_samples)
         found = MaskedValues.parse(payload, expected_dim=5)
         assert (found.attempt, found.weight, len(payload)) == (4, num_samples, size_of(5))
@@ -68,7 +69,7 @@ def test_the_unmasked_sum_is_the_exact_sum(data: list[list[float]], samples: lis
 
 def test_the_bytes_are_those_of_the_page() -> None:
     masks = np.array([0, 2**64 - 1, 5], np.uint64)
-    payload = bytes(encode(parsed(torch.tensor([1.0, -2.0, 0.0])), torch.zeros(3), masks_of(masks, cap=2), 7))
+    payload = bytes(encode(parsed(torch.tensor([1.0, -2.0, 0.0])), torch.zeros(3), masks_of(masks, cap=2), 7)[0])
     integers = [2 * 2**30, (-4 * 2**30 - 1) % 2**56, 5]  # the cap of 2 samples, and not 7
     head = b"GBXM" + struct.pack("<BBHIIQQ", 1, 7, 0, 4, 0, 3, 2)
     low = struct.pack("<3I", *(one % 2**32 for one in integers))
@@ -81,7 +82,8 @@ def test_blocks_of_more_than_one_piece_are_added_whole() -> None:
     vector = torch.randn(dim, generator=torch.Generator().manual_seed(1))
     masks = np.random.default_rng(0).integers(0, 2**64, dim, np.uint64, endpoint=False)
     total = np.zeros(dim, np.uint64) - masks
-    MaskedValues.parse(encode(parsed(vector), torch.zeros(dim), masks_of(masks), 3), expected_dim=dim).add_to(total)
+    payload, _ = encode(parsed(vector), torch.zeros(dim), masks_of(masks), 3)
+    MaskedValues.parse(payload, expected_dim=dim).add_to(total)
     found = torch.cat([values.clone() for _, values in SignedIntegers(total).blocks()])
     assert torch.equal(found, (vector.double() * 3 * 2**30).round().long())
     assert int(found.abs().max()) < SignedIntegers(total).largest() == 2**55
@@ -95,7 +97,7 @@ def test_the_largest_values_of_all_members_have_room_and_larger_ones_are_refused
     )
     fits *= 1 - 2**-20
     masks = masks_of(np.zeros(1, np.uint64), members=members)
-    payload = encode(parsed(fits), torch.zeros(1), masks, 1)
+    payload, _ = encode(parsed(fits), torch.zeros(1), masks, 1)
     total = np.zeros(1, np.uint64)
     for _ in range(members):
         MaskedValues.parse(payload, expected_dim=1).add_to(total)
@@ -116,9 +118,9 @@ def test_any_bytes_are_a_masked_update_or_a_codec_error(data: bytes) -> None:
 
 
 def test_what_is_not_a_masked_update_of_this_model_is_refused_by_name() -> None:
-    payload = bytearray(encode(parsed(torch.ones(3)), torch.zeros(3), masks_of(np.zeros(3, np.uint64)), 1))
+    payload = bytearray(encode(parsed(torch.ones(3)), torch.zeros(3), masks_of(np.zeros(3, np.uint64)), 1)[0])
     for at, value, why in (
-        (0, 0, "masked ones are expected"), (4, 2, "version 2"), (5, 8, "8 bytes a value"), (6, 1, "unknown"),
+        (0, 0, "masked ones are expected"), (4, 2, "version 2"), (5, 8, "8 bytes a value"), (6, 1, "flags 0x1"),
         (16, 4, "4 values"),
     ):  # fmt: skip
         wrong = payload.copy()

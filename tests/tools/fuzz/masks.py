@@ -46,7 +46,7 @@ def _mask_seeds() -> list[bytes]:
     rosters = [_roster(clients)[0] for clients in (2, 3, 9)]
     zeros = torch.zeros(_DIM)
     update = codecs.parse(codecs.get("fp32").encode(torch.ones(_DIM)), expected_dim=_DIM)
-    masked = encode(update, zeros, UpdateMasks(rosters[0], 2, np.arange(_DIM, dtype=np.uint64)), 5)
+    masked, _ = encode(update, zeros, UpdateMasks(rosters[0], 2, np.arange(_DIM, dtype=np.uint64)), 5)
     return [*(bytes([one.threshold]) + one.to_bytes() for one in rosters), b"\0" + bytes(masked)]
 
 

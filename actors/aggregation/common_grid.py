@@ -1,0 +1,217 @@
+"""One grid for the updates of all clients of a round, so that small integers add up to their sum.
+
+Each codec that compresses takes a scale, and a choice of entries, from the update that it encodes. The sum of such
+updates is no integer, and what each of them chose would show something of it. With secure aggregation all clients
+therefore round to the same steps, at the same positions, which are known before anybody has trained:
+
+    q_i = clamp(round_half_even(n_i * p_i / 2^e), -127, 127)        p_i = delta_i + residual_i
+
+with ``n_i`` samples and the exponent ``e`` of the value's block. The sum over clients is ``2^e * sum(q_i)``: a multiple
+of 2^-30, as e >= -30, so it goes into the exact sum (:mod:`.exact_sum`) as it is, and divided by ``sum(n_i)`` it is the
+weighted mean. Whatever rounding and clamping take away stays with the client, ``p_i - q_i * 2^e / n_i``, and is added
+to its next update, as with any codec (:mod:`gradbus.codecs.feedback`). Weights are exact: a client of few samples has
+coarser steps for its own update, and what it lacks now comes later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, Integers
+from gradbus.codecs import random_k
+from gradbus.codecs.quantize import Q_MAX, num_chunks
+
+MIN_EXPONENT = -FRACTION_BITS
+MAX_EXPONENT = 16  # 255 clients of 127 steps of it stay below 2^61 in the exact sum, which takes less than 2^62
+MAX_SCALES = 16 * 1024  # one byte each, in a control message
+MAX_BLOCK_ELEMS = 1 << 30
+MAX_ADDENDS = 255  # times 127 is below 2^15
+_MAX_SENT = 1 << 40
+_BLOCK_ELEMS = 30 * 1024  # as in the exact sum
+
+
+@dataclass(frozen=True, slots=True)
+class CommonGrid:
+    """Which values all clients of an attempt send, and in which steps. By default all of them, in steps of 2^-30.
+
+    Attributes:
+        sent: number of values, at positions that a seed chooses; 0: all.
+        block_elems: neighbouring values of the model that share a step; 0: all steps are 2^-30.
+        exponents: int8, one for each block: its step is 2^exponent, of samples times value.
+    """
+
+    sent: int = 0
+    block_elems: int = 0
+    exponents: bytes = b""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: out of the limits that hold for every model."""
+        if not 0 <= self.sent <= _MAX_SENT:
+            raise ValueError(f"a grid with {self.sent} values: expected 0 to {_MAX_SENT}")
+        if bool(self.block_elems) != bool(self.exponents) or not 0 <= self.block_elems <= MAX_BLOCK_ELEMS:
+            raise ValueError(
+                f"a grid with {len(self.exponents)} steps for blocks of {self.block_elems} values: expected both or "
+                f"none, and at most {MAX_BLOCK_ELEMS} values"
+            )
+        if len(self.exponents) > MAX_SCALES:
+            raise ValueError(f"a grid with {len(self.exponents)} steps: expected at most {MAX_SCALES}")
+        if self.exponents and not MIN_EXPONENT <= min(self._signed) <= max(self._signed) <= MAX_EXPONENT:
+            raise ValueError(
+                f"a grid with steps of 2^{min(self._signed)} to 2^{max(self._signed)}: expected exponents of "
+                f"{MIN_EXPONENT} to {MAX_EXPONENT}"
+            )
+
+    @property
+    def _signed(self) -> NDArray[np.int8]:
+        return np.frombuffer(self.exponents, np.int8)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether values are integers of 8 bits, whose sums have 16."""
+        return bool(self.exponents)
+
+    @property
+    def largest(self) -> int:
+        """A bound on the absolute sum of up to 255 clients, in units of 2^-30."""
+        return (1 << 15) << (int(self._signed.max()) + FRACTION_BITS)
+
+    def check(self, dim: int) -> None:
+        """Raises ValueError: it is of a model of another size than ``dim`` values."""
+        if self.sent > dim:
+            raise ValueError(f"a grid with {self.sent} values of a model of {dim}")
+        if self.is_small and len(self.exponents) != num_chunks(dim, self.block_elems):
+            raise ValueError(
+                f"a grid with {len(self.exponents)} steps for blocks of {self.block_elems} values: expected "
+                f"{num_chunks(dim, self.block_elems)} for a model of {dim}"
+            )
+
+    def count(self, dim: int) -> int:
+        """Number of values in an update of a model of ``dim``."""
+        return self.sent or dim
+
+    def positions(self, dim: int, seed: bytes) -> NDArray[np.int64] | None:
+        """Where the values are in the model, ascending, int64, shape (count,); None: everywhere."""
+        return random_k(dim, self.sent, seed).numpy() if self.sent else None
+
+    def by_value(
+        self, table: NDArray[Any], start: int, stop: int, positions: NDArray[np.int64] | None
+    ) -> NDArray[Any]:  # fmt: skip
+        """For the values ``start .. stop`` of an update what ``table`` has for their blocks, shape (stop - start,)."""
+        if positions is not None:
+            found: NDArray[Any] = table[positions[start:stop] // self.block_elems]
+            return found
+        first, last = start // self.block_elems, -(-stop // self.block_elems)
+        ends = np.minimum(np.arange(first + 1, last + 1) * self.block_elems, stop)
+        return np.repeat(table[first:last], np.diff(ends, prepend=start))
+
+    def steps(self) -> NDArray[np.float64]:
+        """The step of each block, of samples times value."""
+        return np.ldexp(1.0, self._signed.astype(np.int32))
+
+
+EXACT = CommonGrid()
+"""All values, in the steps of the exact sum."""
+
+
+def pieces(count: int) -> Iterator[tuple[int, int]]:
+    """Ranges of values that stay in the cache."""
+    return ((start, min(start + _BLOCK_ELEMS, count)) for start in range(0, count, _BLOCK_ELEMS))
+
+
+def round_to_grid(
+    change: Tensor, weight: int, grid: CommonGrid, positions: NDArray[np.int64] | None
+) -> tuple[NDArray[np.int16], Tensor]:
+    """Round one client's update to the steps of the grid.
+
+    Args:
+        change: float32, shape (D,), finite: the difference to the base model, with the residual. weight: its samples.
+        positions: of the grid, for D values.
+
+    Returns:
+        int16, shape (count,), within -127 .. 127; and the new residual, float32, shape (D,).
+    """
+    values = change.numpy()
+    residual = values.copy()
+    count = len(values) if positions is None else len(positions)
+    rounded, scratch = np.empty(count, np.int16), np.empty((2, _BLOCK_ELEMS))
+    down, up = weight / grid.steps(), grid.steps() / weight
+    for start, stop in pieces(count):
+        place: Any = slice(start, stop) if positions is None else positions[start:stop]
+        exact, whole = scratch[:, : stop - start]
+        exact[:] = values[place]
+        np.multiply(exact, grid.by_value(down, start, stop, positions), out=whole)
+        np.clip(np.rint(whole, out=whole), -Q_MAX, Q_MAX, out=whole)
+        rounded[start:stop] = whole
+        np.multiply(whole, grid.by_value(up, start, stop, positions), out=whole)
+        residual[place] = np.subtract(exact, whole, out=whole)
+    return rounded, torch.from_numpy(residual)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GridIntegers:
+    """A sum of small integers as the multiples of 2^-30 that it stands for.
+
+    Attributes:
+        values: int16, shape (count,): the sum over clients. grid, positions: of these values.
+    """
+
+    values: NDArray[np.int16]
+    grid: CommonGrid
+    positions: NDArray[np.int64] | None
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Place among the values that were sent, and int64 values, block by block. The tensor is reused."""
+        scratch = np.empty(_BLOCK_ELEMS, np.int64)
+        units = (self.grid.steps() * 2.0**FRACTION_BITS).astype(np.int64)
+        for start, stop in pieces(len(self.values)):
+            block = scratch[: stop - start]
+            block[:] = self.values[start:stop]
+            np.multiply(block, self.grid.by_value(units, start, stop, self.positions), out=block)
+            yield slice(start, stop), torch.from_numpy(block)
+
+    def largest(self) -> int:
+        """A bound on the absolute values."""
+        return self.grid.largest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpreadIntegers:
+    """Integers at some positions of a model, and zeros everywhere else.
+
+    Attributes:
+        sent: the integers that are not zero. positions: of each, int64, ascending. dim: of the model.
+    """
+
+    sent: Integers
+    positions: NDArray[np.int64]
+    dim: int
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Place in the model and int64 values, block by block. The tensor is reused for the next block."""
+        values, scratch = np.empty(len(self.positions), np.int64), np.empty(_BLOCK_ELEMS, np.int64)
+        for place, block in self.sent.blocks():
+            values[place] = block.numpy()
+        for start, stop in pieces(self.dim):
+            first, last = np.searchsorted(self.positions, [start, stop])
+            spread = scratch[: stop - start]
+            spread.fill(0)
+            spread[self.positions[first:last] - start] = values[first:last]
+            yield slice(start, stop), torch.from_numpy(spread)
+
+    def largest(self) -> int:
+        """The largest absolute value, or a number that is no lower."""
+        return self.sent.largest()
+
+
+def exponent_for(largest: float) -> int:
+    """The exponent of the least step of which 127 reach so far: samples times value, more than 0."""
+    _, exponent = math.frexp(largest / Q_MAX)  # below 2^exponent, and no less than half of it
+    return min(MAX_EXPONENT, max(MIN_EXPONENT, exponent))
