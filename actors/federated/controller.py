@@ -43,7 +43,7 @@ from gradbus.actors.federated.liveness import (
     claim_job,
     tolerate_write_timeout,
 )
-from gradbus.actors.federated.masked_attempt import MaskedAttempt
+from gradbus.actors.federated.masked_attempt import AttemptTerms, MaskedAttempt
 from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport, round_report
@@ -538,7 +538,7 @@ class Controller:
         caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
         cap = min((cap for cap in caps if cap is not None), default=0)
         return MaskedAttempt(
-            self._context, round_, next(self._mask_numbers), dim=self._model.dim, cap=cap, grid=self._strategy.grid,
+            self._context, round_, next(self._mask_numbers), AttemptTerms(self._model.dim, cap, self._strategy.grid),
             is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
         )  # fmt: skip
 

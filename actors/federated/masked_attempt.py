@@ -15,6 +15,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,19 @@ DECLINED = "does not mask with these members"
 log = get_logger("controller")
 
 
+class AttemptTerms(NamedTuple):
+    """What all clients of an attempt are told of its updates. It has to be the same in all attempts at a round.
+
+    Attributes:
+        dim: values of the model. cap: samples that an update of more counts as; 0: there is none.
+        grid: to which they round.
+    """
+
+    dim: int
+    cap: int
+    grid: CommonGrid
+
+
 class MaskedAttempt:
     """One attempt. All methods are called on the loop, but for :meth:`add`.
 
@@ -49,14 +63,12 @@ class MaskedAttempt:
     """
 
     def __init__(
-        self, context: RunContext, round_: Round, number: int, *, dim: int, cap: int, grid: CommonGrid,
+        self, context: RunContext, round_: Round, number: int, terms: AttemptTerms, *,
         is_here: Callable[[int, int], bool], changed: Callable[[], None],
     ) -> None:  # fmt: skip
         """An attempt that has not begun.
 
         Args:
-            dim: values of the model. cap: samples that an update of more counts as; 0: there is none.
-            grid: to which all clients round; it has to be the same in all attempts at a round.
             is_here: whether this start of a client is still registered.
             changed: called when clients of the round are no longer waited for.
         """
@@ -68,9 +80,11 @@ class MaskedAttempt:
         self.number = number
         attempt = Attempt(context.bus.job, context.run_id, context.identity.incarnation, round_.round_id, number)
         least = context.config.clients.min
-        self._server = MaskingServer(attempt, self._settings.threshold, cap=cap, grid=grid, least_members=least)
-        self._dim, self._grid = dim, grid
-        self._total = zeros(grid, dim)
+        self._server = MaskingServer(
+            attempt, self._settings.threshold, cap=terms.cap, grid=terms.grid, least_members=least
+        )
+        self._terms = terms
+        self._total = zeros(terms.grid, terms.dim)
         self._positions: NDArray[np.int64] | None = None
         self._weights: dict[int, int] = {}
         self._incarnations: dict[int, int] = {}  # of those that have advertised keys: no later start has them
@@ -112,7 +126,7 @@ class MaskedAttempt:
             server.close_shares()
             round_.require(roster.threshold)
             self.keep_to_members()
-            self._positions = await self._context.compute.run(roster.positions, self._dim)
+            self._positions = await self._context.compute.run(roster.positions, self._terms.dim)
         except TooFewMembers as error:
             self.fail(str(error))
             return
@@ -202,7 +216,7 @@ class MaskedAttempt:
         Raises:
             CodecError: it is none, or not of this attempt, or of another weight.
         """
-        width = SMALL_BYTES if self._grid.is_small else VALUE_BYTES
+        width = SMALL_BYTES if self._terms.grid.is_small else VALUE_BYTES
         values = MaskedValues.parse(payload, expected_dim=len(self._total), value_bytes=width)
         roster = self._server.roster
         assert roster is not None, "updates are taken from members alone"
@@ -242,7 +256,7 @@ class MaskedAttempt:
         num_samples = sum(self._weights[one] for one in survivors)
         summary = SumSummary(num_samples, len(survivors), ranges_of(survivors), (), 0)
         total, self._total = self._total, np.zeros(0, np.uint64)  # 8 bytes a value: it is not kept beside the next one
-        return PartialSum(summary, integers_of(total, self._grid, self._positions, self._dim), None)
+        return PartialSum(summary, integers_of(total, self._terms.grid, self._positions, self._terms.dim), None)
 
     def _to_answer(self, wanted: int = 0) -> set[int]:
         """Clients whose answers are waited for; none, once there are so many, or, by default, enough."""

@@ -132,8 +132,8 @@ class MaskingClient:
         self._shares, self.senders = opened, senders
 
     def mask(self, values: Words, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Phase 2: add the own mask and those of all pairs to the values, uint64 or uint16, in place. Once. Added to
-        zeros, it gives the sum of all masks, which may be made before there are values, and is then added to them, once.
+        """Phase 2: add the own mask and those of all pairs to the values, in place. Once. Added to zeros, it gives the
+        sum of all masks, which may be made before there are values, and is then added to them, once.
 
         Raises:
             Stopped: ``should_stop`` was true; the values are of no use.

@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from dds_domains import new_domain
 from masking_scene import Scene
+from secure_runs import DIM, Moving, Observer, Run, delta_of, plain_weights, restarted
 from structlog.testing import capture_logs
-from torch import Tensor, nn
+from torch import Tensor
 from trees import DIM as TREE_DIM
 from trees import UnequalTask, rules, site_of, tree
 
@@ -48,132 +46,7 @@ from gradbus.runtime.wire.control import (
     UploadRequest,
 )
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity
-
-DIM = 5000
-_jobs = itertools.count()
-
-
-def delta_of(client_id: int, round_id: int) -> Tensor:
-    """What training changes: normal, other for each client and round."""
-    generator = torch.Generator().manual_seed(1000 * client_id + round_id)
-    return torch.randn(DIM, generator=generator) * 0.01
-
-
-class Vector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.zeros(DIM))
-
-
-class Moving:
-    """Training that adds :func:`delta_of`, with some more samples for each client. ``trained``: (client, round)."""
-
-    def __init__(self) -> None:
-        self.trained: list[tuple[int, int]] = []
-
-    def build_model(self) -> nn.Module:
-        return Vector()
-
-    def prepare(self, client_id: int, num_clients: int) -> None:
-        pass
-
-    def train(self, model: Any, *, client_id: int, round_id: int, **_: Any) -> TrainResult:
-        self.trained.append((client_id, round_id))
-        with torch.no_grad():
-            model.vector.add_(delta_of(client_id, round_id))
-        return TrainResult(20 + client_id, 1.25)
-
-    def evaluate(self, model: Any) -> None:
-        return None
-
-
-class QuittingMasks(ClientMasking):
-    """Calls ``quit`` instead of doing its part in a phase: 0 keys, 1 shares, 2 the masked update, 3 unmasking."""
-
-    phase = -1
-    quit: Callable[[], object]
-
-    def _answer(self, own: Any, phase: int, data: bytes, group: Any) -> None:
-        if phase == self.phase and phase != 2:
-            self.quit()
-        else:
-            super()._answer(own, phase, data, group)
-
-    async def take(self, *arguments: Any) -> Any:
-        masks = await super().take(*arguments)
-        if self.phase == 2:
-            self.quit()
-            await asyncio.sleep(60)  # until it is cancelled
-        return masks
-
-
-class Run:
-    """A controller and clients that have not started. ``quits``: phase by client."""
-
-    def __init__(
-        self, ids: Iterable[int], *, quits: dict[int, int] | None = None, secure: bool = True,
-        client: dict[str, Any] | None = None, shared_memory: bool = True, **settings: Any,
-    ) -> None:  # fmt: skip
-        self.ids, self.quits, self.client = list(ids), quits or {}, client or {}
-        clients = {"num": len(self.ids), "min": 2, "dead_after_s": 30.0, **settings.pop("clients", {})}
-        masked = {"enabled": secure, **settings.pop("secure_aggregation", {})}
-        self.config = gradbus.FederatedConfig(
-            **{"clients": clients, "eval_every": 0, "rounds": 1, "secure_aggregation": masked, **settings}
-        )
-        self.job, self.domain = f"secure-{os.getpid()}-{next(_jobs)}", new_domain()
-        self.connect = functools.partial(
-            gradbus.connect, job=self.job, domain=self.domain, shared_memory=shared_memory
-        )  # fmt: skip
-        self.task = Moving()
-        self.make_controller: Callable[..., gradbus.Controller] = gradbus.Controller
-        self.make_client: Callable[..., Client] = Client
-
-    async def one_client(self, client_id: int) -> None:
-        async with self.connect() as bus:
-            client = self.make_client(
-                bus, self.task, client_id=client_id, config=gradbus.ClientConfig(**self.client)
-            )  # fmt: skip
-            running = asyncio.create_task(client.run())
-            if client_id in self.quits:
-                masking = QuittingMasks(bus, client._identity, least_members=0)
-                masking.phase, masking.quit = self.quits[client_id], running.cancel
-                client._masking = masking
-            try:
-                await running
-            except asyncio.CancelledError:
-                if client_id not in self.quits or not running.cancelled():
-                    raise
-            finally:
-                running.cancel()
-
-    async def main(self) -> gradbus.Controller:
-        async with asyncio.timeout(60), self.connect() as bus, asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.one_client(client_id)) for client_id in self.ids]
-            try:
-                controller = await self.control(bus)
-                await asyncio.wait(tasks, timeout=10.0)
-            finally:
-                for task in tasks:
-                    task.cancel()
-        return controller
-
-    async def control(self, bus: Any) -> gradbus.Controller:
-        controller = self.make_controller(bus, self.task, self.config)
-        await controller.run()
-        return controller
-
-    def __call__(self) -> gradbus.Controller:
-        try:
-            return asyncio.run(self.main())
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-
-
-@functools.cache
-def plain_weights(count: int, rounds: int = 1, strategy: str = "fedavg") -> Tensor:
-    """Of a run without secure aggregation, of the first clients."""
-    return Run(range(count), secure=False, rounds=rounds, strategy=strategy)().weights.clone()
+from gradbus.runtime.wire.messages import Control, Identity
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["in memory", "over DDS"])
@@ -237,41 +110,6 @@ def test_after_an_attempt_with_too_few_nothing_of_it_counts_and_the_next_one_mas
     assert (report.clients, report.attempt) == ((0, 1, 2), 2)
     assert torch.equal(controller.weights, plain_weights(3))
     assert sorted(run.task.trained) == [(one, 1) for one in range(5)], "nobody trains twice for a round"
-
-
-class Observer:
-    """Everything on the bus of a run. ``on_message``: called with each control message."""
-
-    def __init__(self, run: Run, on_message: Callable[[Any, Control], object] = lambda *_: None) -> None:
-        self.controls: list[Control] = []
-        self.frames: list[bytes] = []
-        self._on_message = on_message
-        main = run.main
-
-        async def observed() -> gradbus.Controller:
-            async with run.connect() as bus:
-                with bus.subscribe(Control, ClientUpdate) as inbox:
-                    reading = asyncio.create_task(self._read(bus, inbox))
-                    try:
-                        return await main()
-                    finally:
-                        await asyncio.sleep(0.2)  # what was sent last
-                        reading.cancel()
-
-        run.main = observed  # type: ignore[method-assign]
-
-    async def _read(self, bus: Any, inbox: Any) -> None:
-        async for message in inbox:
-            if isinstance(message, ClientUpdate):
-                self.frames.append(bytes(message.frame.data))
-            elif isinstance(message, Control):
-                self.controls.append(message)
-                self._on_message(bus, message)
-
-    def all(self, kind: type[Any], phase: int | None = None) -> list[tuple[Control, Any]]:
-        """Control messages of a kind, with their bodies."""
-        found = [(one, one.body) for one in self.controls if isinstance(one.body, kind)]
-        return [each for each in found if phase is None or each[1].phase == phase]
 
 
 def test_fewer_than_the_threshold_end_the_run_with_a_clear_error_and_nobody_is_asked_for_shares() -> None:
@@ -410,57 +248,6 @@ def check_shares(job: str, observer: Observer, asked: int) -> None:
             is_seed = commitment(secret) == member.commitment
             is_key = X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw() == member.masking
             assert is_seed != is_key
-
-
-class Dying(gradbus.Controller):
-    """Ends when it knows the sum, before anything is committed; or, with ``phase``, at a first answer of that phase."""
-
-    phase = -1
-
-    def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
-        super().mask_answered(client_id, incarnation, answer)
-        if answer.phase == self.phase:
-            self.has_died.set()
-
-    async def _until_over(self, *arguments: Any) -> Any:
-        return await self._or_die(super()._until_over(*arguments))
-
-    async def _unmask(self, *arguments: Any) -> bool:
-        done = await self._or_die(super()._unmask(*arguments))
-        if self.phase == -1:
-            raise RuntimeError("killed")
-        return bool(done)
-
-    async def _or_die(self, work: Any) -> Any:
-        self.has_died = asyncio.Event()
-        death, done = asyncio.ensure_future(self.has_died.wait()), asyncio.ensure_future(work)
-        await asyncio.wait([death, done], return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            done.cancel()
-            await asyncio.wait([done])
-            raise RuntimeError("killed")
-        death.cancel()
-        return done.result()
-
-
-def restarted(
-    run: Run, phase: int = -1, *, meanwhile: Callable[[], object] = lambda: None, grace_s: float = 10.0
-) -> None:
-    """Have the Controller of a run end in mid-round, and be started again. ``grace_s``: it then waits so long for more
-    clients than the least number."""
-
-    async def twice(bus: Any) -> gradbus.Controller:
-        first = Dying(bus, run.task, run.config)
-        first.phase = phase
-        with pytest.raises(RuntimeError, match="killed"):
-            await first.run()
-        meanwhile()
-        clients = run.config.clients.model_copy(update={"start_grace_s": grace_s})
-        controller = gradbus.Controller(bus, run.task, run.config.model_copy(update={"clients": clients}))
-        await controller.run()
-        return controller
-
-    run.control = twice  # type: ignore[method-assign]
 
 
 def test_a_controller_that_is_started_again_in_mid_round_makes_new_keys_and_comes_to_the_same_model(
