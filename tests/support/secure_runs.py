@@ -60,27 +60,31 @@ class Moving:
 
 
 class QuittingMasks(ClientMasking):
-    """Calls ``quit`` instead of doing its part in a phase: 0 keys, 1 shares, 2 the masked update, 3 unmasking."""
+    """Calls ``quit`` instead of doing its part in a phase of a round: 0 keys, 1 shares, 2 the masked update, 3
+    unmasking."""
 
     phase = -1
+    in_round = 1
     quit: Callable[[], object]
 
     def _answer(self, own: Any, phase: int, data: bytes, group: Any) -> None:
-        if phase == self.phase and phase != 2:
+        if phase == self.phase and phase != 2 and own.client.attempt.round_id == self.in_round:
             self.quit()
         else:
             super()._answer(own, phase, data, group)
 
-    async def take(self, *arguments: Any) -> Any:
-        masks = await super().take(*arguments)
-        if self.phase == 2:
+    async def take(self, round_id: int, *arguments: Any) -> Any:
+        masks = await super().take(round_id, *arguments)
+        if self.phase == 2 and round_id == self.in_round:
             self.quit()
             await asyncio.sleep(60)  # until it is cancelled
         return masks
 
 
 class Run:
-    """A controller and clients that have not started. ``quits``: phase by client."""
+    """A controller and clients that have not started. ``quits``: phase by client, in the round ``quits_in``."""
+
+    quits_in = 1
 
     def __init__(
         self, ids: Iterable[int], *, quits: dict[int, int] | None = None, secure: bool = True,
@@ -108,7 +112,7 @@ class Run:
             running = asyncio.create_task(client.run())
             if client_id in self.quits:
                 masking = QuittingMasks(bus, client._identity, least_members=0)
-                masking.phase, masking.quit = self.quits[client_id], running.cancel
+                masking.phase, masking.in_round, masking.quit = self.quits[client_id], self.quits_in, running.cancel
                 client._masking = masking
             try:
                 await running
@@ -183,13 +187,15 @@ class Observer:
 
 
 class Dying(gradbus.Controller):
-    """Ends when it knows the sum, before anything is committed; or, with ``phase``, at a first answer of that phase."""
+    """Ends when it knows the sum of a round, before it is committed; or, with ``phase``, at a first answer of that
+    phase."""
 
     phase = -1
+    in_round = 1
 
     def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
         super().mask_answered(client_id, incarnation, answer)
-        if answer.phase == self.phase:
+        if answer.phase == self.phase and answer.round_id == self.in_round:
             self.has_died.set()
 
     async def _until_over(self, *arguments: Any) -> Any:
@@ -197,7 +203,7 @@ class Dying(gradbus.Controller):
 
     async def _unmask(self, *arguments: Any) -> bool:
         done = await self._or_die(super()._unmask(*arguments))
-        if self.phase == -1:
+        if self.phase == -1 and self.progress.round_id == self.in_round:
             raise RuntimeError("killed")
         return bool(done)
 
@@ -214,14 +220,19 @@ class Dying(gradbus.Controller):
 
 
 def restarted(
-    run: Run, phase: int = -1, *, meanwhile: Callable[[], object] = lambda: None, grace_s: float = 10.0
+    run: Run,
+    phase: int = -1,
+    *,
+    round_id: int = 1,
+    meanwhile: Callable[[], object] = lambda: None,
+    grace_s: float = 10.0,
 ) -> None:
     """Have the Controller of a run end in mid-round, and be started again. ``grace_s``: it then waits so long for more
     clients than the least number."""
 
     async def twice(bus: Any) -> gradbus.Controller:
         first = Dying(bus, run.task, run.config)
-        first.phase = phase
+        first.phase, first.in_round = phase, round_id
         with pytest.raises(RuntimeError, match="killed"):
             await first.run()
         meanwhile()

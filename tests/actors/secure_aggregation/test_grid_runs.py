@@ -1,0 +1,289 @@
+"""Whole runs with secure aggregation and a codec that compresses: the model has the bits of the plain sum of the same
+integers on the common grid, worked out here by NumPy alone, whoever drops out and whoever is started again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from secure_runs import DIM, Moving, Observer, Run, delta_of, restarted
+from torch import Tensor
+
+import gradbus
+from gradbus.actors.federated.masked_attempt import MaskedAttempt
+from gradbus.actors.federated.update_masks import ClientMasking
+from gradbus.actors.secure_aggregation.keys import TooFewMembers
+from gradbus.codecs import random_k
+from gradbus.models.task import TrainResult
+from gradbus.runtime.wire.control import MaskAnswer, MaskRoster
+
+CHUNK = 512
+Q8: dict[str, Any] = {"name": "q8", "chunk_elems": CHUNK}
+SQ8: dict[str, Any] = {"name": "sq8", "chunk_elems": CHUNK, "density": 0.1}
+S4: dict[str, Any] = {"name": "s4", "density": 0.1}
+HEADER = 32
+
+
+def peaks_of(total: NDArray[np.float64]) -> list[float]:
+    return [float(np.abs(total[at : at + CHUNK]).max()) for at in range(0, DIM, CHUNK)]
+
+
+class Oracle:
+    """The rounds of a run with a common grid, step by step as the module common_grid describes them."""
+
+    def __init__(self, codec: Mapping[str, Any], run_id: int, change: Any = delta_of) -> None:
+        self.weights = np.zeros(DIM, np.float32)
+        self.residuals: dict[int, NDArray[np.float32]] = {}
+        self._is_small, self._density = codec["name"] != "s4", codec.get("density")
+        self._exponents: list[int] | None = None
+        self._run_id, self._change = run_id, change
+        self.clamped = 0
+
+    def round(self, round_id: int, clients: Sequence[int]) -> None:
+        where = np.arange(DIM)
+        if self._density:
+            seed = b"gradbus positions 1" + self._run_id.to_bytes(8, "little") + round_id.to_bytes(4, "little")
+            where = random_k(DIM, math.ceil(DIM * self._density), seed).numpy()
+        steps = np.full(DIM, 2.0**-30)
+        if self._exponents is not None:
+            steps = 2.0 ** np.repeat(self._exponents, CHUNK)[:DIM]
+        total, samples = np.zeros(DIM), 0
+        for one in clients:
+            weight = 20 + one
+            trained = self.weights + self._change(one, round_id).numpy()
+            p = trained - self.weights + self.residuals.get(one, np.float32(0))
+            q = np.rint(p.astype(np.float64) * weight / steps)
+            if self._exponents is not None:
+                q = np.clip(q, -127, 127)
+                self.clamped += int((np.abs(q[where]) == 127).sum())
+                left = (p - q * (steps / weight)).astype(np.float32)
+            else:
+                left = np.zeros(DIM, np.float32)
+            self.residuals[one] = p.copy()
+            self.residuals[one][where] = left[where]
+            total[where] += (q * steps)[where]
+            samples += weight
+        mean = total * 2.0**30 * (1.0 / (samples * 2.0**30))
+        self.weights = (mean + self.weights).astype(np.float32)
+        if self._is_small:
+            reach = 4.0 / math.sqrt(len(clients))
+            wanted = [math.frexp(reach * peak / 127)[1] if peak else -30 for peak in peaks_of(total)]
+            before = self._exponents or [-31] * len(wanted)
+            self._exponents = [max(pair) for pair in zip(wanted, (e - 1 for e in before), strict=True)]
+
+
+def oracle_of(controller: Any, codec: Mapping[str, Any], rounds: Sequence[Sequence[int]], **more: Any) -> Oracle:
+    oracle = Oracle(codec, controller.run_id, **more)
+    for number, clients in enumerate(rounds, 1):
+        oracle.round(number, clients)
+    return oracle
+
+
+@pytest.mark.parametrize(
+    ("codec", "first", "then"),
+    [(Q8, 7 * DIM, 2 * DIM), (SQ8, 7 * DIM // 10, 2 * DIM // 10), (S4, 7 * DIM // 10, 7 * DIM // 10)],
+    ids=["q8", "sq8", "s4"],
+)
+@pytest.mark.parametrize("strategy", ["fedavg"])
+def test_the_model_is_that_of_the_plain_sum_of_the_same_integers(
+    codec: dict[str, Any], first: int, then: int, strategy: str
+) -> None:
+    ids = tuple(range(5))
+    controller = Run(ids, rounds=4, codec=codec, strategy=strategy)()
+    oracle = oracle_of(controller, codec, [ids] * 4)
+    assert np.array_equal(controller.weights.numpy(), oracle.weights)
+    assert [report.bytes_up for report in controller.progress.reports] == [
+        5 * (size + HEADER) for size in (first, then, then, then)
+    ]
+    assert all(one.residual_norm is None for report in controller.progress.reports for one in report.timeline)
+    if codec is Q8:  # else most of what was trained has not been sent yet
+        mean = sum((20 + one) * delta_of(one, number) for one in ids for number in range(1, 5)) / 110
+        assert float((controller.weights - mean).norm()) < 0.03 * float(mean.norm())  # of the last round
+
+
+@pytest.mark.parametrize("phase", [0, 1, 2, 3])
+def test_where_two_of_five_drop_out_it_is_that_of_those_whose_updates_came(phase: int) -> None:
+    run = Run(range(5), rounds=3, codec=Q8, quits={3: phase, 4: phase}, secure_aggregation={"threshold": 0.6})
+    run.quits_in = 3  # which is on the grid
+    controller = run()
+    assert [report.attempt for report in controller.progress.reports] == [1, 1, 1]
+    third = range(5 if phase == 3 else 3)
+    oracle = oracle_of(controller, Q8, [range(5), range(5), third])
+    assert [report.clients for report in controller.progress.reports][2] == tuple(third)
+    assert np.array_equal(controller.weights.numpy(), oracle.weights)
+
+
+class Bursting(Moving):
+    """Changes a hundred times as much in the second round as in the first, and nothing after that."""
+
+    @staticmethod
+    def change(client_id: int, round_id: int) -> Tensor:
+        return delta_of(client_id, round_id) * {1: 1.0, 2: 100.0}.get(round_id, 0.0)
+
+    def train(self, model: Any, *, client_id: int, round_id: int, **_: Any) -> TrainResult:
+        with torch.no_grad():
+            model.vector.add_(self.change(client_id, round_id))
+        return TrainResult(20 + client_id, 1.25)
+
+
+def test_values_beyond_the_reach_are_clamped_and_what_is_missing_comes_in_later_rounds() -> None:
+    run = Run(range(5), rounds=6, codec=Q8)
+    run.task = Bursting()
+    controller = run()
+    oracle = oracle_of(controller, Q8, [range(5)] * 6, change=Bursting.change)
+    assert oracle.clamped > DIM
+    assert np.array_equal(controller.weights.numpy(), oracle.weights)
+    mean = sum((20 + one) * Bursting.change(one, number) for one in range(5) for number in (1, 2)) / 110
+    assert float((controller.weights - mean).norm()) < 0.01 * float(mean.norm())
+
+
+@pytest.mark.parametrize("codec", [Q8, SQ8], ids=["q8", "sq8"])
+def test_after_an_attempt_that_came_to_nothing_the_residual_is_that_before_the_round(
+    codec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmask, failed = MaskedAttempt.unmask, list[int]()
+
+    async def fails_in_the_second_round(attempt: MaskedAttempt) -> Any:
+        if attempt._round.round_id == 2 and not failed:
+            failed.append(attempt.number)
+            raise TooFewMembers("none")
+        return await unmask(attempt)
+
+    monkeypatch.setattr(MaskedAttempt, "unmask", fails_in_the_second_round)
+    controller = Run(range(3), rounds=3, codec=codec)()
+    assert [report.attempt for report in controller.progress.reports] == [1, 2, 1]
+    assert np.array_equal(controller.weights.numpy(), oracle_of(controller, codec, [range(3)] * 3).weights)
+
+
+def test_a_client_whose_update_does_not_count_keeps_the_residual_before_it() -> None:
+    class Slow(ClientMasking):
+        """Has no masks in time in the second round."""
+
+        async def take(self, round_id: int, check: Any) -> Any:
+            masks = await super().take(round_id, check)
+            if round_id == 2:
+                while check():
+                    await self._changed.wait()
+                    self._changed.clear()
+                return None
+            return masks
+
+    def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Any:
+        client = gradbus.Client(bus, task, client_id=client_id, config=config)
+        if client_id == 3:
+            client._masking = Slow(bus, client._identity, least_members=0)
+        return client
+
+    run = Run(range(4), rounds=3, codec=Q8, round={"quorum": 0.7, "grace_s": 0.3})
+    run.make_client = make_client
+    controller = run()
+    rounds = [range(4), range(3), range(4)]
+    assert [report.clients for report in controller.progress.reports] == [tuple(one) for one in rounds]
+    assert np.array_equal(controller.weights.numpy(), oracle_of(controller, Q8, rounds).weights)
+
+
+def test_a_controller_that_is_started_again_in_mid_round_has_the_same_grid_and_comes_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    run = Run(range(3), rounds=3, codec=Q8, checkpoint={"dir": tmp_path})
+    observer = Observer(run)
+    restarted(run, round_id=3)
+    controller = run()
+    assert np.array_equal(controller.weights.numpy(), oracle_of(controller, Q8, [range(3)] * 3).weights)
+    of_third = {(one.incarnation, body.steps) for one, body in observer.all(MaskRoster) if body.round_id == 3}
+    assert len(of_third) == 2
+    assert len({steps for _, steps in of_third}) == 1
+
+
+def test_on_the_bus_is_no_small_integer_of_a_single_client() -> None:
+    run = Run(range(3), rounds=2, codec=Q8, shared_memory=False)
+    observer = Observer(run)
+    controller = run()
+    seen = b"".join(observer.frames)
+    assert len(observer.frames) == 6
+    first = Oracle(Q8, controller.run_id)
+    first.round(1, range(3))
+    exponents = first._exponents
+    assert exponents is not None
+    assert [np.frombuffer(body.steps, np.int8).tolist() for _, body in observer.all(MaskRoster)][-1] == exponents
+    at = slice(DIM // 2, DIM // 2 + 16)
+    for one in range(3):
+        change = (first.weights + delta_of(one, 2).numpy()) - first.weights + first.residuals[one]
+        q = np.clip(
+            np.rint(change.astype(np.float64) * (20 + one) / 2.0 ** np.repeat(exponents, CHUNK)[:DIM]), -127, 127
+        )
+        assert q[at].any()
+        assert q[at].astype("<i2").tobytes() not in seen
+        assert q[at].astype(np.int8).tobytes() not in seen
+
+
+def test_the_steps_tell_nothing_that_the_sums_do_not() -> None:
+    """Two runs whose sums are the same, of updates that are not, have the same steps."""
+
+    class Shared(Moving):
+        """The same sum in other shares: client 0 sends more, and client 1 as much less."""
+
+        def __init__(self, share: float) -> None:
+            super().__init__()
+            self.share = share
+
+        def train(self, model: Any, *, client_id: int, round_id: int, **_: Any) -> TrainResult:
+            factor = {0: 1.0 + self.share, 1: 1.0 - self.share}.get(client_id, 1.0)
+            with torch.no_grad():
+                model.vector.add_(torch.round(delta_of(9, round_id) * 2.0**12) * 2.0**-12 * factor)
+            return TrainResult(16, 1.25)
+
+    found = []
+    for share in (0.0, 0.5):
+        run = Run(range(4), rounds=2, codec=Q8)
+        run.task = Shared(share)
+        observer = Observer(run)
+        run()
+        found.append(observer.all(MaskRoster)[-1][1].steps)
+    assert found[0] == found[1] != b""
+
+
+def test_a_client_takes_no_part_with_a_grid_of_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(gradbus.Controller):
+        """Sends steps of a model that is ten times as large."""
+
+        async def _collect(self, *arguments: Any) -> Any:
+            self._strategy._block_elems = CHUNK
+            self._strategy._exponents = np.zeros(100, np.int8)
+            return await super()._collect(*arguments)
+
+    run = Run(range(3), codec=Q8, round={"max_attempts": 1})
+    run.make_controller = Odd
+    observer = Observer(run)
+    with pytest.raises(Exception, match="0 clients have shared their secrets"):
+        run()
+    assert {body.data for _, body in observer.all(MaskAnswer, 1)} == {b""}
+    assert not observer.frames, "no update has been masked"
+
+
+def test_an_update_in_the_width_of_another_round_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradbus.actors.federated import local_training
+
+    encode = local_training.masked_values.encode
+
+    def too_wide(update: Any, base: Tensor, masks: Any, num_samples: int) -> Any:
+        if masks.roster.grid.is_small and num_samples == 22:
+            exact = masks._replace(total=np.zeros(DIM, np.uint64))
+            return local_training.masked_values._exactly(update, base, exact, 22), torch.zeros(DIM)
+        return encode(update, base, masks, num_samples)
+
+    monkeypatch.setattr(local_training.masked_values, "encode", too_wide)
+    run = Run(range(3), rounds=2, codec=Q8)
+    controller = run()
+    second = controller.progress.reports[1]
+    assert second.clients == (0, 1)
+    assert second.strikes[0].client_id == 2
+    assert np.array_equal(
+        controller.weights.numpy(), oracle_of(controller, Q8, [range(3), range(2)]).weights
+    )  # fmt: skip
