@@ -127,32 +127,26 @@ def pieces(count: int) -> Iterator[tuple[int, int]]:
 
 
 def round_to_grid(
-    change: Tensor, weight: int, grid: CommonGrid, positions: NDArray[np.int64] | None
-) -> tuple[NDArray[np.int16], Tensor]:
+    change: Tensor, weight: int, grid: CommonGrid, positions: NDArray[np.int64] | None, out: NDArray[np.int16]
+) -> None:
     """Round one client's update to the steps of the grid.
 
     Args:
-        change: float32, shape (D,), finite: the difference to the base model, with the residual. weight: its samples.
-        positions: of the grid, for D values.
-
-    Returns:
-        int16, shape (count,), within -127 .. 127; and the new residual, float32, shape (D,).
+        change: float32, shape (D,), finite: the difference to the base model, with the residual. It becomes the new
+            residual, in place. weight: its samples. positions: of the grid, for D values.
+        out: int16, shape (count,): the integers, within -127 .. 127.
     """
-    values = change.numpy()
-    residual = values.copy()
-    count = len(values) if positions is None else len(positions)
-    rounded, scratch = np.empty(count, np.int16), np.empty((2, _BLOCK_ELEMS))
+    values, scratch = change.numpy(), np.empty((2, _BLOCK_ELEMS))
     down, up = weight / grid.steps(), grid.steps() / weight
-    for start, stop in pieces(count):
+    for start, stop in pieces(len(out)):
         place: Any = slice(start, stop) if positions is None else positions[start:stop]
         exact, whole = scratch[:, : stop - start]
         exact[:] = values[place]
         np.multiply(exact, grid.by_value(down, start, stop, positions), out=whole)
         np.clip(np.rint(whole, out=whole), -Q_MAX, Q_MAX, out=whole)
-        rounded[start:stop] = whole
+        out[start:stop] = whole
         np.multiply(whole, grid.by_value(up, start, stop, positions), out=whole)
-        residual[place] = np.subtract(exact, whole, out=whole)
-    return rounded, torch.from_numpy(residual)
+        values[place] = np.subtract(exact, whole, out=whole)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -89,13 +89,15 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
     if grid != EXACT:
         change, positions = _difference(update), masks.positions
         if grid.is_small:
-            rounded, residual = round_to_grid(change, weight, grid, positions)
-            data = _begun(masks, len(rounded), SMALL_BYTES, weight)
-            np.add(rounded.view(np.uint16), masks.total, out=np.frombuffer(data, "<u2", len(rounded), _HEADER.size))
-            return data, residual
+            count = len(masks.total)
+            data = _begun(masks, count, SMALL_BYTES, weight)
+            values = np.frombuffer(data, "<i2", count, _HEADER.size)
+            round_to_grid(change, weight, grid, positions, values)
+            np.add(values.view("<u2"), masks.total, out=values.view("<u2"))
+            return data, change
         assert positions is not None, "a grid that is not the exact one"
         sent, base = change[torch.from_numpy(positions)], torch.empty(0)
-        residual = change.index_fill(0, torch.from_numpy(positions), 0.0)
+        residual = change.index_fill_(0, torch.from_numpy(positions), 0.0)
         update = parse(get("fp32").encode(sent), expected_dim=len(positions))
     return _exactly(update, base, masks, weight), residual
 
