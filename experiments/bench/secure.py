@@ -6,11 +6,16 @@ and masks are made meanwhile. The clients of one process train one after the oth
 
 from __future__ import annotations
 
+import asyncio
+import os
 import statistics
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+import gradbus
+from gradbus import models
+from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import Rounds, run_rounds
 from gradbus.experiments.bench.timing import by_turns
@@ -21,33 +26,38 @@ LAUNCHES, ROUNDS = 3, 14
 
 
 class SecureCase(NamedTuple):
-    """``clients``: in so many ``processes``. ``at_most_ms``: that secure aggregation may add to a round."""
+    """``clients``: in so many ``processes``. ``at_most_ms``: that secure aggregation may add to a round. ``codec``: of
+    the updates, of the plain ones as well."""
 
     clients: int
     processes: int
     at_most_ms: float | None
+    codec: str = "fp32"
 
 
-CASES = (SecureCase(2, 2, 50.0), SecureCase(10, 5, 50.0))
+CASES = (
+    SecureCase(2, 2, 50.0), SecureCase(10, 5, 50.0), SecureCase(10, 5, 50.0, "q8"), SecureCase(10, 5, 50.0, "sq8")
+)  # fmt: skip
 
 
 def launch(case: SecureCase, dim: int, rounds: int, *, secure: bool) -> Rounds:
     """One run."""
     return run_rounds(
         dim, clients=case.clients, processes=case.processes, rounds=rounds, train_s=TRAIN_S,
-        min_clients=2, secure_aggregation={"enabled": secure},
+        min_clients=2, codec=case.codec, secure_aggregation={"enabled": secure},
     )  # fmt: skip
 
 
 def measure(
     dim: int = DIM, launches: int = LAUNCHES, rounds: int = ROUNDS, cases: tuple[SecureCase, ...] = CASES
 ) -> Iterator[Measurement]:
-    """Time, processor time and bytes of a round, beside those of a plain one."""
+    """Time, processor time and bytes of a round, beside those of a plain one with the same codec."""
     for case in cases:
         run = partial(launch, case, dim, rounds)
         taken = by_turns({"plain": partial(run, secure=False), "secure": partial(run, secure=True)}, launches)
         plain, secure = taken["plain"], taken["secure"]
         what = f"{4 * dim / 1e6:.3g} MB, {case.clients} clients in {case.processes} processes"
+        what += f", {case.codec}" * (case.codec != "fp32")
         periods = {name: [1e3 * statistics.median(one.overheads_s) for one in runs] for name, runs in taken.items()}
         added = [one - other for one, other in zip(periods["secure"], periods["plain"], strict=True)]
         note = f"beside training: {' '.join(f'{one:.0f}' for one in periods['plain'])} ms of a plain round"
@@ -62,3 +72,62 @@ def measure(
             f"bytes of updates with secure aggregation, {what}", "MB", [one.bytes_up / 1e6 for one in secure],
             against=("plain", [one.bytes_up / 1e6 for one in plain]), at_most=2.0,
         )  # fmt: skip
+
+
+class MaskedTraining(NamedTuple):
+    """A training whose accuracy is compared: ``clients`` with Dirichlet shares of the first ``samples``."""
+
+    clients: int = 10
+    samples: int = 12_000
+    rounds: int = 20
+    alpha: float = 0.5
+    source: str = "mnist"
+    test_samples: int | None = None
+
+
+TRAINING = MaskedTraining()
+
+
+def accuracy(setting: MaskedTraining, codec: str, seed: int, *, secure: bool) -> float:
+    """Test accuracy in percent after one run, with all of its actors in a process of their own."""
+    with Processes() as running:
+        running.start("training", _train, setting, codec, seed, secure)
+        (found,) = running.results(600.0)
+    return float(found)
+
+
+async def _train(setting: MaskedTraining, codec: str, seed: int, secure: bool) -> float:
+    split = models.load(setting.source, download=False)  # type: ignore[arg-type]
+    parts = ((split.train, setting.samples), (split.test, setting.test_samples))
+    train, test = (models.Dataset(one.name, one.images[:count], one.labels[:count]) for one, count in parts)
+    task = models.ClassificationTask(
+        partial(models.mnist_mlp, hidden=64), models.DataSplit(train, test),
+        {"kind": "dirichlet", "alpha": setting.alpha}, setting.clients, batch_size=32, momentum=0.9, seed=seed,
+    )  # fmt: skip
+    config = gradbus.FederatedConfig(
+        rounds=setting.rounds, seed=seed, eval_every=setting.rounds, codec=codec, training={"lr": 0.05},
+        clients={"num": setting.clients, "min": setting.clients}, secure_aggregation={"enabled": secure},
+    )  # fmt: skip
+    connect = partial(gradbus.connect, f"bench-{os.getpid()}", domain=DOMAIN, lease_s=LEASE_S)
+
+    async def take_part(client_id: int) -> None:
+        async with connect() as bus:
+            await gradbus.Client(bus, task, client_id=client_id).run()
+
+    async with connect() as bus, asyncio.TaskGroup() as group:
+        for client_id in range(setting.clients):
+            group.create_task(take_part(client_id), name=f"client {client_id}")
+        reports = await gradbus.Controller(bus, task, config).run()
+    return 100.0 * (reports[-1].accuracy or 0.0)
+
+
+def measure_accuracy(setting: MaskedTraining = TRAINING, seeds: int = 3) -> Iterator[Measurement]:
+    """Codecs on the common grid of secure aggregation, beside the same ones without. A sample is a seed."""
+    what = f"{setting.clients} clients, Dirichlet {setting.alpha:g}, {setting.rounds} rounds"
+    for codec in ("q8", "sq8"):
+        plain, masked = (
+            [accuracy(setting, codec, seed, secure=secure) for seed in range(seeds)] for secure in (False, True)
+        )
+        note = f"{' '.join(f'{one:.2f}' for one in masked)} %, plain {' '.join(f'{one:.2f}' for one in plain)} %"
+        below = [one - other for one, other in zip(plain, masked, strict=True)]
+        yield measurement(f"accuracy below plain {codec} with secure aggregation, {what}", "points", below, note=note)

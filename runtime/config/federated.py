@@ -328,7 +328,7 @@ class SecureAggregationSettings(Settings):
 
     enabled: bool = False
     """Whether clients mask their updates. With a strategy that needs their mean alone, such as fedavg, the codec fp32,
-    `clients.min` of 2 or more, and at most 255 clients in a round."""
+    q8, s4 or sq8, `clients.min` of 2 or more, and at most 255 clients in a round."""
     threshold: Annotated[float, Field(gt=0.5, le=1)] = 2 / 3
     """Share of the clients of a round whose keys came in time that have to stay until its end, `clients.min` of them at
     least: with fewer there is no sum. A lower one tolerates more that drop out. Where some clients work for the

@@ -21,7 +21,8 @@ SECURE: dict[str, Any] = {"secure_aggregation": {"enabled": True}, "clients": {"
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad"])
 def test_strategies_that_need_the_sum_alone_are_fine(strategy: str) -> None:
-    check_combination(gradbus.FederatedConfig(**SECURE, strategy=strategy))
+    for codec in ("fp32", "q8", "s4", "sq8"):
+        check_combination(gradbus.FederatedConfig(**SECURE, strategy=strategy, codec=codec))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,8 @@ def test_strategies_that_need_the_sum_alone_are_fine(strategy: str) -> None:
     [
         ({"strategy": "median"}, "strategy median needs the updates of single clients"),
         ({"strategy": "scaffold", "training": {"rule": "scaffold"}}, "strategy scaffold needs"),
-        ({"codec": "q8"}, "codec q8: .* Use fp32"),
+        ({"codec": "q4"}, "codec q4: its scales are of each update by itself, .* Use fp32, or q8, s4 or sq8"),
+        ({"codec": {"name": "q8", "version": 1}}, "codec q8 of version 1: .* Leave codec.version out"),
         ({"mode": "asynchronous"}, "Use mode = synchronous"),
         ({"clients": {"num": 3, "min": 2, "kind": "sites"}}, "Set it at the sites"),
         ({"limits": {"clip_norm": 1.0}}, "the controller sees none. Leave it out"),

@@ -63,7 +63,7 @@ EXAMPLES: list[Body] = [
     Grant(7, 1 << 60, 3, 1),
     Receipt(7, 1 << 60, 5, 3, 1, False, "non-finite"),
     RetransmitRequest(7, 1 << 60, 3, 1, [0, 5, (1 << 20) - 1]),
-    MaskRoster(5, 3, 1, 2, 2400, bytes(range(200))),
+    MaskRoster(5, 3, 1, 2, 2400, bytes(range(200)), 500, 8192, b"\xe2\x00\x10"),
     MaskShares(7, 1 << 60, 5, 3, 1, [3, 7], bytes(range(82))),
     MaskSurvivors(5, 3, 1, [3, 7]),
     MaskAnswer(5, 3, 1, 0, bytes(range(96))),
@@ -162,6 +162,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "dropped": {},
     },
     RunEnded: {"final": False},
+    MaskRoster: {"sent": 0, "block_elems": 0, "steps": b""},
     GroupView: {"traits": {}, "host": ""},
     UploadRequest: {
         "memory": "",
@@ -285,6 +286,9 @@ NOT_WRONG: dict[str, list[Any]] = {
 OUT_OF_RANGE = [
     ("MaskRoster", "members", bytes(32 * 1024 + 1)),
     ("MaskRoster", "threshold", 1),
+    ("MaskRoster", "sent", (1 << 40) + 1),
+    ("MaskRoster", "block_elems", (1 << 30) + 1),
+    ("MaskRoster", "steps", bytes(16 * 1024 + 1)),
     ("MaskShares", "attempt", 0),
     ("MaskSurvivors", "clients", list(range(257))),
     ("MaskAnswer", "phase", 4),

@@ -1,4 +1,4 @@
-"""Target: what secure aggregation reads of others: a roster, sealed shares, and masked updates."""
+"""Target: what secure aggregation reads of others: a roster with its grid, sealed shares, and masked updates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from fuzz.target import Target, must
 from gradbus import codecs
+from gradbus.actors.aggregation.common_grid import MAX_ADDENDS, CommonGrid, GridIntegers
 from gradbus.actors.secure_aggregation.keys import Attempt, NotInProtocol, Roster
-from gradbus.actors.secure_aggregation.masked_values import MaskedValues, UpdateMasks, encode
+from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, MaskedValues, UpdateMasks, encode
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masking_server import MaskingServer
 
@@ -27,7 +28,7 @@ def _roster(clients: int) -> tuple[Roster, dict[int, MaskingClient]]:
 
 
 def _read_masks(data: bytes) -> None:
-    """The first byte is the threshold; then comes a roster, or a masked update."""
+    """The first byte is the threshold; then comes a roster, or a masked update, or the steps of a grid."""
     if not data:
         return
     with contextlib.suppress(NotInProtocol):
@@ -41,13 +42,27 @@ def _read_masks(data: bytes) -> None:
         values.add_to(total := np.zeros(_DIM, np.uint64))
         must(int(total.max()) < 2**56, "more than 56 bits")
 
+    with contextlib.suppress(codecs.CodecError):
+        small = MaskedValues.parse(data[1:], expected_dim=_DIM, value_bytes=SMALL_BYTES)
+        small.add_to(np.zeros(_DIM, np.uint16))
+    with contextlib.suppress(ValueError):
+        grid = CommonGrid(data[0] // 2, 1 + data[0] % 8, data[1 : 1 + _DIM])
+        grid.check(_DIM)
+        positions = grid.positions(_DIM, b"round")
+        integers = GridIntegers(np.full(grid.count(_DIM), 127 * MAX_ADDENDS, np.int16), grid, positions)
+        largest = max(int(values.max()) for _, values in integers.blocks())
+        must(0 < largest <= integers.largest() < 2**62, "more than the exact sum has room for")
+
 
 def _mask_seeds() -> list[bytes]:
     rosters = [_roster(clients)[0] for clients in (2, 3, 9)]
     zeros = torch.zeros(_DIM)
     update = codecs.parse(codecs.get("fp32").encode(torch.ones(_DIM)), expected_dim=_DIM)
     masked, _ = encode(update, zeros, UpdateMasks(rosters[0], 2, np.arange(_DIM, dtype=np.uint64)), 5)
-    return [*(bytes([one.threshold]) + one.to_bytes() for one in rosters), b"\0" + bytes(masked)]
+    small = bytes(masked[:5]) + b"\2" + bytes(masked[6 : 32 + 2 * _DIM])
+    steps = [bytes([chosen, 226, 250, 0, 16, 240]) for chosen in (7, 39)]
+    updates = (b"\0" + one for one in (bytes(masked), small))
+    return [*(bytes([one.threshold]) + one.to_bytes() for one in rosters), *updates, *steps]
 
 
 TARGETS = {"masks": Target(_read_masks, 1 << 20, _mask_seeds, max_len=1 << 15)}
