@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus import codecs
+from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.aggregation.partial_sum import PartialSum, SumSummary
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, RosterEntry
@@ -130,3 +132,62 @@ def test_what_is_not_a_masked_update_of_this_model_is_refused_by_name() -> None:
     for wrong in (payload[:-1], payload + b"\0", codecs.get("fp32").encode(torch.ones(3))):
         with pytest.raises(CodecError):
             MaskedValues.parse(wrong, expected_dim=3)
+
+
+def small_masks(total: list[int], exponent: int, *, sent: int = 0, cap: int = 0) -> UpdateMasks:
+    dim = sent or len(total)
+    grid = CommonGrid(sent, 10, bytes([exponent % 256]))
+    roster = dataclasses.replace(masks_of(np.zeros(dim, np.uint64), cap=cap).roster, grid=grid)
+    return UpdateMasks(roster, MEMBERS, np.array(total, np.uint16), roster.positions(4) if sent else None)
+
+
+def test_the_bytes_of_small_integers_are_those_of_the_page() -> None:
+    update = parsed(torch.tensor([1.0, -2.0, 100.0, 0.3125]))
+    payload, residual = encode(update, torch.zeros(4), small_masks([0, 2**16 - 1, 5, 7], -1, cap=2), 7)
+    integers = [4, (-8 - 1) % 2**16, 127 + 5, 1 + 7]  # twice the value, in steps of a half; the third one is clamped
+    head = b"GBXM" + struct.pack("<BBHIIQQ", 1, 2, 0, 4, 0, 4, 2)
+    assert bytes(payload) == head + struct.pack("<4H", *integers)
+    assert residual is not None
+    assert torch.equal(residual, torch.tensor([0.0, 0.0, 100.0 - 127 / 4, 0.0625]))
+
+
+def test_at_the_positions_of_a_round_are_the_values_of_the_page() -> None:
+    masks = small_masks([0, 0], -1, sent=2)
+    update = parsed(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    seed = b"gradbus positions 1" + struct.pack("<QI", 1, 3)  # of the run and the round
+    first, second = codecs.random_k(4, 2, seed).tolist()
+    payload, residual = encode(update, torch.zeros(4), masks, 1)
+    assert bytes(payload)[32:] == struct.pack("<2H", 2 * (first + 1), 2 * (second + 1))
+    assert residual is not None
+    assert residual[[first, second]].tolist() == [0.0, 0.0]
+    exact = UpdateMasks(
+        dataclasses.replace(masks.roster, grid=CommonGrid(2)), MEMBERS, np.zeros(2, np.uint64), masks.positions
+    )  # fmt: skip
+    payload, of_exact = encode(update, torch.zeros(4), exact, 1)
+    MaskedValues.parse(payload, expected_dim=2).add_to(total := np.zeros(2, np.uint64))
+    assert total.tolist() == [(first + 1) << 30, (second + 1) << 30]
+    assert of_exact is not None
+    assert torch.equal(of_exact, residual)
+
+
+def test_small_integers_are_read_where_they_are_expected_and_nowhere_else() -> None:
+    payload, _ = encode(parsed(torch.ones(3)), torch.zeros(3), small_masks([0, 0, 0], 0), 1)
+    found = MaskedValues.parse(payload, expected_dim=3, value_bytes=2)
+    total = np.array([2**16 - 1, 0, 5], np.uint16)
+    found.add_to(total)
+    assert total.tolist() == [0, 1, 6]
+    with pytest.raises(CodecError, match=r"version 1 with 2 bytes a value and flags 0x0: expected version 1 with 7"):
+        MaskedValues.parse(payload, expected_dim=3)
+    wide, _ = encode(parsed(torch.ones(3)), torch.zeros(3), masks_of(np.zeros(3, np.uint64)), 1)
+    with pytest.raises(CodecError, match=r"7 bytes a value .* expected version 1 with 2"):
+        MaskedValues.parse(wide, expected_dim=3, value_bytes=2)
+    with pytest.raises(CodecError, match="expected 38"):
+        MaskedValues.parse(bytes(payload) + b"\0", expected_dim=3, value_bytes=2)
+
+
+def test_keys_are_bound_to_the_grid() -> None:
+    rosters = [
+        small_masks([0] * 4, 1).roster, small_masks([0] * 4, 2).roster, small_masks([0] * 2, 1, sent=2).roster,
+        masks_of(np.zeros(4, np.uint64)).roster,
+    ]  # fmt: skip
+    assert len({roster.digest for roster in rosters}) == 4
