@@ -11,6 +11,10 @@ of 2^-30, as e >= -30, so it goes into the exact sum (:mod:`.exact_sum`) as it i
 weighted mean. Whatever rounding and clamping take away stays with the client, ``p_i - q_i * 2^e / n_i``, and is added
 to its next update, as with any codec (:mod:`gradbus.codecs.feedback`). Weights are exact: a client of few samples has
 coarser steps for its own update, and what it lacks now comes later.
+
+Differs from error feedback: of a value whose position is not chosen in a round half is kept. Its client trains from the
+same global value again, and finds most of that change again: with all of it, a value that is sent every tenth time
+would move ten times as far as any of its trainings.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ MIN_EXPONENT = -FRACTION_BITS
 MAX_EXPONENT = 16  # 255 clients of 127 steps of it stay below 2^61 in the exact sum, which takes less than 2^62
 MAX_SCALES = 16 * 1024  # one byte each, in a control message
 MAX_BLOCK_ELEMS = 1 << 30
+KEPT_SHARE = 0.5  # of a value that waits for its turn
 MAX_ADDENDS = 255  # times 127 is below 2^15
 _MAX_SENT = 1 << 40
 _BLOCK_ELEMS = 30 * 1024  # as in the exact sum
@@ -132,21 +137,20 @@ def round_to_grid(
     """Round one client's update to the steps of the grid.
 
     Args:
-        change: float32, shape (D,), finite: the difference to the base model, with the residual. It becomes the new
-            residual, in place. weight: its samples. positions: of the grid, for D values.
+        change: float32, shape (count,), finite: the values that are sent, of the difference to the base model with the
+            residual. They become the new residual, in place. weight: its samples. positions: of the values.
         out: int16, shape (count,): the integers, within -127 .. 127.
     """
     values, scratch = change.numpy(), np.empty((2, _BLOCK_ELEMS))
     down, up = weight / grid.steps(), grid.steps() / weight
     for start, stop in pieces(len(out)):
-        place: Any = slice(start, stop) if positions is None else positions[start:stop]
         exact, whole = scratch[:, : stop - start]
-        exact[:] = values[place]
+        exact[:] = values[start:stop]
         np.multiply(exact, grid.by_value(down, start, stop, positions), out=whole)
         np.clip(np.rint(whole, out=whole), -Q_MAX, Q_MAX, out=whole)
         out[start:stop] = whole
         np.multiply(whole, grid.by_value(up, start, stop, positions), out=whole)
-        values[place] = np.subtract(exact, whole, out=whole)
+        values[start:stop] = np.subtract(exact, whole, out=whole)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

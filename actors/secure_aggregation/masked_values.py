@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.common_grid import (
     EXACT,
+    KEPT_SHARE,
     CommonGrid,
     GridIntegers,
     SpreadIntegers,
@@ -84,22 +85,24 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
     Raises:
         TooLarge: times its weight, a value leaves no room for those of the others. Small integers are clamped instead.
     """
-    roster, residual = masks.roster, None
-    grid, weight = roster.grid, roster.weight(num_samples)
+    grid, weight = masks.roster.grid, masks.roster.weight(num_samples)
     if grid != EXACT:
         change, positions = _difference(update), masks.positions
+        sent = change if positions is None else change[torch.from_numpy(positions)]
         if grid.is_small:
             count = len(masks.total)
             data = _begun(masks, count, SMALL_BYTES, weight)
             values = np.frombuffer(data, "<i2", count, _HEADER.size)
-            round_to_grid(change, weight, grid, positions, values)
+            round_to_grid(sent, weight, grid, positions, values)
             np.add(values.view("<u2"), masks.total, out=values.view("<u2"))
-            return data, change
-        assert positions is not None, "a grid that is not the exact one"
-        sent, base = change[torch.from_numpy(positions)], torch.empty(0)
-        residual = change.index_fill_(0, torch.from_numpy(positions), 0.0)
-        update = parse(get("fp32").encode(sent), expected_dim=len(positions))
-    return _exactly(update, base, masks, weight), residual
+        else:
+            update = parse(get("fp32").encode(sent), expected_dim=len(sent))
+            data = _exactly(update, torch.empty(0), masks, weight)
+            sent.zero_()
+        if positions is not None:
+            change.mul_(KEPT_SHARE)[torch.from_numpy(positions)] = sent
+        return data, change
+    return _exactly(update, base, masks, weight), None
 
 
 def _difference(update: Parsed) -> Tensor:

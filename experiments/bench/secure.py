@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gradbus
 from gradbus import models
@@ -19,6 +19,7 @@ from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import Rounds, run_rounds
 from gradbus.experiments.bench.timing import by_turns
+from gradbus.experiments.bench.training import Data
 
 DIM = 1_199_882
 TRAIN_S = 0.2
@@ -81,14 +82,13 @@ class MaskedTraining(NamedTuple):
     samples: int = 12_000
     rounds: int = 20
     alpha: float = 0.5
-    source: str = "mnist"
-    test_samples: int | None = None
+    data: Data = "mnist"
 
 
 TRAINING = MaskedTraining()
 
 
-def accuracy(setting: MaskedTraining, codec: str, seed: int, *, secure: bool) -> float:
+def accuracy(setting: MaskedTraining, codec: Any, seed: int, *, secure: bool) -> float:
     """Test accuracy in percent after one run, with all of its actors in a process of their own."""
     with Processes() as running:
         running.start("training", _train, setting, codec, seed, secure)
@@ -96,12 +96,13 @@ def accuracy(setting: MaskedTraining, codec: str, seed: int, *, secure: bool) ->
     return float(found)
 
 
-async def _train(setting: MaskedTraining, codec: str, seed: int, secure: bool) -> float:
-    split = models.load(setting.source, download=False)  # type: ignore[arg-type]
-    parts = ((split.train, setting.samples), (split.test, setting.test_samples))
-    train, test = (models.Dataset(one.name, one.images[:count], one.labels[:count]) for one, count in parts)
+async def _train(setting: MaskedTraining, codec: Any, seed: int, secure: bool) -> float:
+    split = models.load(setting.data, download=False)
+    train = models.Dataset(
+        split.train.name, split.train.images[: setting.samples], split.train.labels[: setting.samples]
+    )
     task = models.ClassificationTask(
-        partial(models.mnist_mlp, hidden=64), models.DataSplit(train, test),
+        partial(models.mnist_mlp, hidden=64), models.DataSplit(train, split.test),
         {"kind": "dirichlet", "alpha": setting.alpha}, setting.clients, batch_size=32, momentum=0.9, seed=seed,
     )  # fmt: skip
     config = gradbus.FederatedConfig(
@@ -124,10 +125,11 @@ async def _train(setting: MaskedTraining, codec: str, seed: int, secure: bool) -
 def measure_accuracy(setting: MaskedTraining = TRAINING, seeds: int = 3) -> Iterator[Measurement]:
     """Codecs on the common grid of secure aggregation, beside the same ones without. A sample is a seed."""
     what = f"{setting.clients} clients, Dirichlet {setting.alpha:g}, {setting.rounds} rounds"
-    for codec in ("q8", "sq8"):
+    chosen: dict[str, Any] = {"q8": "q8", "sq8 of density 0.25": {"name": "sq8", "density": 0.25}}
+    for name, codec in chosen.items():
         plain, masked = (
             [accuracy(setting, codec, seed, secure=secure) for seed in range(seeds)] for secure in (False, True)
         )
         note = f"{' '.join(f'{one:.2f}' for one in masked)} %, plain {' '.join(f'{one:.2f}' for one in plain)} %"
         below = [one - other for one, other in zip(plain, masked, strict=True)]
-        yield measurement(f"accuracy below plain {codec} with secure aggregation, {what}", "points", below, note=note)
+        yield measurement(f"accuracy below plain {name} with secure aggregation, {what}", "points", below, note=note)

@@ -56,7 +56,9 @@ def test_the_sum_of_the_integers_is_that_of_what_clients_have_sent_and_the_rest_
         change = torch.randn(DIM, generator=torch.Generator().manual_seed(number)) * 0.01
         before = change.numpy().astype(np.float64)
         rounded = np.empty(grid.count(DIM), np.int16)
-        round_to_grid(change, weight, grid, positions, rounded)
+        chosen = change[torch.from_numpy(is_sent)]
+        round_to_grid(chosen, weight, grid, positions, rounded)
+        change[torch.from_numpy(is_sent)] = chosen
         q = np.where(is_sent, np.clip(np.rint(before * weight / steps), -127, 127), 0.0)
         assert np.array_equal(rounded, q[is_sent].astype(np.int16))
         assert np.array_equal(change.numpy(), (before - q * (steps / weight)).astype(np.float32))

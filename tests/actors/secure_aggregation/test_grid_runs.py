@@ -65,7 +65,7 @@ class Oracle:
                 left = (p - q * (steps / weight)).astype(np.float32)
             else:
                 left = np.zeros(DIM, np.float32)
-            self.residuals[one] = p.copy()
+            self.residuals[one] = p * np.float32(0.5)  # of what is not sent
             self.residuals[one][where] = left[where]
             total[where] += (q * steps)[where]
             samples += weight

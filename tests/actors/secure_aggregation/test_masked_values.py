@@ -159,7 +159,7 @@ def test_at_the_positions_of_a_round_are_the_values_of_the_page() -> None:
     payload, residual = encode(update, torch.zeros(4), masks, 1)
     assert bytes(payload)[32:] == struct.pack("<2H", 2 * (first + 1), 2 * (second + 1))
     assert residual is not None
-    assert residual[[first, second]].tolist() == [0.0, 0.0]
+    assert residual.tolist() == [0.0 if at in (first, second) else (at + 1) / 2 for at in range(4)]
     exact = UpdateMasks(
         dataclasses.replace(masks.roster, grid=CommonGrid(2)), MEMBERS, np.zeros(2, np.uint64), masks.positions
     )  # fmt: skip
