@@ -78,8 +78,7 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
     attempt leaves out; None: nothing but the rounding to 2^-30.
 
     Args:
-        update: the client's own, as of its codec; on another grid than that of the exact sum a difference in full, with
-            the residual before. base: float32, shape (D,): the model that it started from.
+        update: the client's own, with every value; with a codec that compresses it has the residual before. base: float32, shape (D,): the model that it started from.
         masks: are used up. num_samples: that it was trained on; the roster says what that weighs.
 
     Raises:
@@ -87,7 +86,7 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
     """
     grid, weight = masks.roster.grid, masks.roster.weight(num_samples)
     if grid != EXACT:
-        change, positions = _difference(update), masks.positions
+        change, positions = _difference(update, base), masks.positions
         sent = change if positions is None else change[torch.from_numpy(positions)]
         if grid.is_small:
             count = len(masks.total)
@@ -105,15 +104,13 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
     return _exactly(update, base, masks, weight), None
 
 
-def _difference(update: Parsed) -> Tensor:
-    """The values of an update, float32, shape (D,)."""
-    if not update.is_delta or update.is_sparse:
-        raise ValueError(f"an update of {update.codec} for a common grid: expected a difference with all values")
+def _difference(update: Parsed, base: Tensor) -> Tensor:
+    """What an update changes, float32, shape (D,)."""
     found = torch.empty(update.dim)
     for block in update.blocks(_BLOCK_ELEMS):
-        assert isinstance(block, DenseBlock), "it is not sparse"
+        assert isinstance(block, DenseBlock), "an update of every value"
         found[block.start : block.start + block.values.numel()] = block.values
-    return found
+    return found if update.is_delta else found.sub_(base)
 
 
 def _begun(masks: UpdateMasks, count: int, value_bytes: int, weight: int) -> memoryview:

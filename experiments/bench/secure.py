@@ -36,9 +36,7 @@ class SecureCase(NamedTuple):
     codec: str = "fp32"
 
 
-CASES = (
-    SecureCase(2, 2, 50.0), SecureCase(10, 5, 50.0), SecureCase(10, 5, 50.0, "q8"), SecureCase(10, 5, 50.0, "sq8")
-)  # fmt: skip
+CASES = (SecureCase(2, 2, 50.0), SecureCase(10, 5, 50.0), SecureCase(10, 5, 50.0, "q8"))
 
 
 def launch(case: SecureCase, dim: int, rounds: int, *, secure: bool) -> Rounds:
