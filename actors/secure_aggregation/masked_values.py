@@ -78,7 +78,8 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
     attempt leaves out; None: nothing but the rounding to 2^-30.
 
     Args:
-        update: the client's own, with every value; with a codec that compresses it has the residual before. base: float32, shape (D,): the model that it started from.
+        update: the client's own, with every value; with a codec that compresses it has the residual before.
+        base: float32, shape (D,): the model that it started from.
         masks: are used up. num_samples: that it was trained on; the roster says what that weighs.
 
     Raises:
