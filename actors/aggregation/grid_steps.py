@@ -1,10 +1,12 @@
 """The steps of the common grid in the next round, from the sum of the last one.
 
-The first round is exact, in steps of 2^-30. From then on a block reaches 4 / sqrt(N) times as far as the largest value
-of its last sum over N clients. Were their updates independent, that is four times what each of them has sent; where one
-client alone has changed a value, it still fits with 16 clients, and comes in several rounds with more. A block reaches
-further at once, and less far by a factor of 2 in each round: updates differ from round to round, and a step that is too
-small costs more than one that is too large. Clients that come out at the limit, all of them, make it reach further.
+The first round is exact, in steps of 2^-30. From then on a block reaches 8 / sqrt(N) times as far as the largest value
+of its last sum over N clients. Were their updates independent, that is eight times what each of them has sent; where
+one client alone has changed a value, it still fits with 64 clients, and comes in several rounds with more. A block
+reaches further at once, and less far by a factor of 2 in each round: updates differ from round to round, and a step
+that is too small costs more than one that is too large. Clients that come out at the limit, all of them, make it reach
+further. Where the updates of clients cancel in the sum, as near an optimum of very unequal clients, some are clamped
+until what they lack shows in a sum.
 
 Nothing enters but the sum, which the Controller has in any case, and whoever has two models in a row, with a strategy
 that adds it to the model. The steps are part of the checkpoint: a round that is repeated has the same ones.
@@ -38,7 +40,7 @@ from gradbus.runtime.errors import ConfigError
 
 STEPS = "grid_steps"  # in a checkpoint
 MASKED_CODECS = ("fp32", "q8", "s4", "sq8")  # whose updates can be masked
-_REACH = 4.0
+_REACH = 8.0
 
 
 class CommonSteps(WrappedStrategy):

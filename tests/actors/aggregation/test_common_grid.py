@@ -142,9 +142,9 @@ def test_the_step_for_a_value_is_the_least_power_of_two_of_which_127_reach_so_fa
 
 def test_steps_grow_at_once_and_shrink_by_half_in_a_round() -> None:
     peaks = np.array([127.0, 127.0, 127e6, 0.0])
-    first = next_exponents(np.zeros(0, np.int8), peaks, 16)  # a reach of 4 / sqrt(16)
+    first = next_exponents(np.zeros(0, np.int8), peaks, 64)  # a reach of 8 / sqrt(64)
     assert first.tolist() == [1, 1, 16, 1], "a block without changes is no coarser than any other"
-    assert next_exponents(first, peaks * [1.0, 100.0, 1e-9, 0.0], 16).tolist() == [1, 7, 15, 0]
+    assert next_exponents(first, peaks * [1.0, 100.0, 1e-9, 0.0], 64).tolist() == [1, 7, 15, 0]
     low = np.full(4, MIN_EXPONENT, np.int8)
     assert next_exponents(low, np.zeros(4), 16).tolist() == [MIN_EXPONENT] * 4
     none = np.zeros(0, np.int8)
@@ -167,7 +167,7 @@ def test_the_steps_are_part_of_the_checkpoint_and_change_with_the_model_alone() 
     strategy = CommonSteps(FedAvg(dim), dim, block_elems=chunk)
     assert strategy.grid == EXACT
     found = steps_after(strategy, values, CommonGrid(0, dim, bytes(1)))
-    expected = [exponent_for(2.0 * peak) for peak in (100, 70, 127)]  # a reach of 4 / sqrt(4)
+    expected = [exponent_for(4.0 * peak) for peak in (100, 70, 127)]  # a reach of 8 / sqrt(4)
     assert np.frombuffer(found.exponents, np.int8).tolist() == expected
     strategy.begin(2, torch.zeros(dim))
     facts = [Facts(client_id=0, num_samples=1)]

@@ -76,7 +76,7 @@ class Oracle:
         mean = total * 2.0**30 * (1.0 / (samples * 2.0**30))
         self.weights = (mean + self.weights).astype(np.float32)
         if self._is_small:
-            reach = 4.0 / math.sqrt(len(clients))
+            reach = 8.0 / math.sqrt(len(clients))
             wanted = [math.frexp(reach * peak / 127)[1] if peak else -30 for peak in peaks_of(total)]
             before = self._exponents or [-31] * len(wanted)
             self._exponents = [max(pair) for pair in zip(wanted, (e - 1 for e in before), strict=True)]
@@ -105,7 +105,7 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_integers(codec: dict[str
     assert all(one.residual_norm is None for report in controller.progress.reports for one in report.timeline)
     if codec is Q8:  # else most of what was trained has not been sent yet
         mean = sum((20 + one) * delta_of(one, number) for one in ids for number in range(1, 5)) / 110
-        assert float((controller.weights - mean).norm()) < 0.03 * float(mean.norm())  # of the last round
+        assert float((controller.weights - mean).norm()) < 0.06 * float(mean.norm())  # of the last round
 
 
 @pytest.mark.parametrize("phase", [0, 1, 2, 3])
@@ -141,7 +141,28 @@ def test_values_beyond_the_reach_are_clamped_and_what_is_missing_comes_in_later_
     assert oracle.clamped > DIM
     assert np.array_equal(controller.weights.numpy(), oracle.weights)
     mean = sum((20 + one) * Bursting.change(one, number) for one in range(5) for number in (1, 2)) / 110
-    assert float((controller.weights - mean).norm()) < 0.01 * float(mean.norm())
+    assert float((controller.weights - mean).norm()) < 0.02 * float(mean.norm())
+
+
+class Approaching(Moving):
+    """Goes half of the way to a target of each client, so that each round corrects the last one."""
+
+    def train(self, model: Any, *, client_id: int, round_id: int, **_: Any) -> TrainResult:
+        with torch.no_grad():
+            model.vector.lerp_(100.0 * delta_of(client_id, 0), 0.5)
+        return TrainResult(20 + client_id, 1.25)
+
+
+def test_training_comes_as_close_to_its_optimum_as_with_the_plain_codec() -> None:
+    optimum = sum((20 + one) * 100.0 * delta_of(one, 0) for one in range(4)) / 86
+    left: dict[str, float] = {}
+    for name, codec, secure in (("plain q8", Q8, False), ("q8", Q8, True), ("sq8", {**SQ8, "density": 0.25}, True)):
+        run = Run(range(4), rounds=10, codec=codec, secure=secure)
+        run.task = Approaching()
+        left[name] = float((run().weights - optimum).norm() / optimum.norm())
+    assert left["plain q8"] < 0.01
+    assert left["q8"] < 0.03, "clients that pull in different directions at the optimum, by far more than their sum"
+    assert left["sq8"] < 0.35, "a value has had its turn two or three times"
 
 
 @pytest.mark.parametrize("codec", [Q8, SQ8], ids=["q8", "sq8"])
