@@ -209,8 +209,10 @@ class LocalTraining:
         if privacy is not None:
             change, noted = self._protected(privacy, inputs, end)
             facts |= noted
-        encode = self._encode_in_full if self._feeds_back else self._encode
-        encoded, residual = encode(codec, base, residual_before, change)
+        if self._feeds_back:
+            encoded, residual = self._encode_in_full(base, residual_before, change), None
+        else:
+            encoded, residual = self._encode(codec, base, residual_before, change)
         update_norm = l2_distance(self._model.read(), base) if change is None else l2_norm(change)
         self._check(encoded, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
@@ -416,14 +418,12 @@ class LocalTraining:
             ) from None
 
     @torch.no_grad()
-    def _encode_in_full(
-        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None = None
-    ) -> tuple[bytes, None]:
-        """The difference that training made plus the residual, float32 in full: what ``codec`` names is done when it is
-        masked, on the grid of the attempt. ``change``: in place of what training changed."""
+    def _encode_in_full(self, base: Tensor, residual: Tensor | None, change: Tensor | None) -> bytes:
+        """Return the difference that training made plus the residual, float32 in full: what the codec of the run names
+        is done when it is masked, on the grid of the attempt. ``change``: in place of what training changed."""
         vector = self._model.read() - base if change is None else change
         vector = vector if residual is None else vector + residual
-        return self._encode(codecs.get("fp32"), base, None, vector)[0], None
+        return self._encode(codecs.get("fp32"), base, None, vector)[0]
 
     def _check_loss(self, loss: float | None) -> None:
         """Raises NonFiniteResult: it is not finite."""

@@ -187,7 +187,7 @@ BENCHMARK = Benchmark(
         "sealing": Part(lambda _: sealing.measure(sealing.CASES["round"], 3), "with a key and without", 20),
         "secure": Part(lambda _: secure.measure(), "with secure aggregation and without", 120),
         "secure-accuracy": Part(
-            lambda _: secure.measure_accuracy(), "q8 and sq8 masked, beside plain ones", 240, needs_mnist=True
+            lambda _: secure.measure_accuracy(), "q8 and sq8 masked, beside plain ones", 360, needs_mnist=True
         ),
         "accuracy": Part(lambda _: measure_accuracy(), "24 runs of 10 rounds on MNIST", 1200, needs_mnist=True),
         "asynchronous": Part(
