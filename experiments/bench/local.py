@@ -73,14 +73,15 @@ def text_recipes(intervals: Sequence[int], dense_steps: int) -> list[TextRecipe]
     most = {20: 1.01, 100: 1.03}
     found = [_DENSE_TEXT]
     for first, steps in itertools.product((0, dense_steps), intervals):
-        found.append(_text_recipe(steps, 0.7, 0.5, first, most.get(steps)))
+        found.append(_text_recipe(steps, 0.7, 0.7, first, most.get(steps)))
     return found
 
 
 def tuned_text_recipes(dense_steps: int) -> list[TextRecipe]:
-    """The options of ``diloco`` that were compared, at the longest interval."""
-    tried = ((0.7, 0.5, 0), (1.0, 0.0, 0), (0.7, 0.5, dense_steps))
-    return [_DENSE_TEXT, *(_text_recipe(100, *one) for one in tried)]
+    """The options of ``diloco`` that were compared."""
+    tried = [(20, *one) for one in ((1.0, 0.0, 0), (1.0, 0.5, 0), (0.5, 0.8, 0), (0.7, 0.7, 0))]
+    tried += [(steps, *one, dense_steps) for steps in (20, 100) for one in ((0.7, 0.7), (0.8, 0.6))]
+    return [_DENSE_TEXT, *(_text_recipe(*one) for one in tried)]
 
 
 def tuned_recipes() -> list[Recipe]:

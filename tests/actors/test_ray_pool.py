@@ -257,7 +257,7 @@ def test_an_actor_that_does_not_stop_is_killed_and_replaced(
                 async with pool.borrow(work) as process:
                     await process.train(work, Identity(0, 1), 1)
 
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(110):  # an actor that is started in its place loads torch
                 training = asyncio.create_task(train())
                 assert await asyncio.to_thread(began.read_text) == "now"
                 pool.stop(work)
