@@ -7,10 +7,10 @@ the sum, as near an optimum of very unequal clients, each is larger than their s
 fits. A sum as large as the limit of one client may be of one that was clamped, and makes its block reach eight times as
 far. None reaches more than 16 times as far in the next round, so one false value leaves steps that are of use.
 
-A block reaches less far by a factor of 2 in each round, or at once as far as its sum asks for where that is an eighth or
-less: too coarse a step holds back what all have trained, and lets it go together. A sum of zeros says that no value was
-larger than what is rounded to 0, or that nobody trains the block: it comes down to the block of those that have changed
-which reaches least far, and stays there, to be found when somebody changes it again.
+A block reaches less far by a factor of 2 in each round, or at once as far as its sum asks for where that is an eighth
+or less: too coarse a step holds back what all have trained, and lets it go together. A sum of zeros says that no value
+was larger than what is rounded to 0, or that nobody trains the block: it comes down to that of the other blocks which
+reaches least far, and stays there, to be found when somebody changes it again.
 
 Nothing enters but the sum, which the Controller has in any case, and whoever has two models in a row, with a strategy
 that adds it to the model. What comes out is part of the checkpoint: a round that is repeated has the same grid.
@@ -44,6 +44,9 @@ from gradbus.codecs.s4 import TopKCodec
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.logs import get_logger
+
+log = get_logger("controller")
 
 STEPS = "grid_steps"  # in a checkpoint
 MASKED_CODECS = ("fp32", "q8", "s4", "sq8")  # whose updates can be masked
@@ -98,6 +101,18 @@ class CommonSteps(WrappedStrategy):
         super().add_masked(partial, facts)
         if self._block_elems and not self._is_uncapped(facts):
             self._next = next_exponents(self._exponents, self._peaks(partial.low), len(facts))
+            self._note(self._next)
+
+    def _note(self, found: NDArray[np.int8]) -> None:
+        """Log where much may have been clamped."""
+        risen = int((found > self._exponents).sum()) if len(self._exponents) else 0
+        largest = int((found == MAX_EXPONENT).sum())
+        if risen or largest:
+            note = log.warning if largest else log.info
+            note(
+                "values reach further than the common grid", blocks=len(found), made_coarser=risen,
+                at_the_largest_step=largest, effect="what was clamped comes in later rounds",
+            )  # fmt: skip
 
     def _is_uncapped(self, facts: Sequence[Facts]) -> bool:
         """Whether the first round has counted a client for more than it will from now on. One more is exact then: with
@@ -136,15 +151,15 @@ class CommonSteps(WrappedStrategy):
             exponents = found.numpy()
             if not MIN_EXPONENT <= exponents.min() <= exponents.max() <= MAX_EXPONENT:
                 raise CheckpointError(
-                    f"{STEPS} of {exponents.min()} to {exponents.max()}: expected {MIN_EXPONENT} to {MAX_EXPONENT}. The "
-                    f"checkpoint is damaged: start from another one"
+                    f"{STEPS} of {exponents.min()} to {exponents.max()}: expected {MIN_EXPONENT} to {MAX_EXPONENT}. "
+                    f"The checkpoint is damaged: start from another one"
                 )
             self._exponents = exponents.copy()
 
 
 def shape_of(codec: Codec, dim: int) -> tuple[int, int]:
-    """Values that are sent of a model of ``dim`` values on the common grid of a codec, 0: all; and how many neighbouring
-    ones share a reach once there is one, 0: there never is."""
+    """Values that are sent of a model of ``dim`` values on the common grid of a codec, 0: all; and how many
+    neighbouring ones share a reach once there is one, 0: there never is."""
     if codec.lossless:
         return 0, 0
     return codec.count_v2(dim) if isinstance(codec, TopKCodec) else 0, int(getattr(codec, "chunk_elems", 0))

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,6 +132,11 @@ class Roster:
     def limit(self) -> int:
         """The largest integer of a member; 0: there is none but the room in the sum."""
         return limit_for(len(self.members)) if self.grid.is_small else 0
+
+    @property
+    def terms(self) -> Hashable:
+        """What the integers of an update depend on, beside the update."""
+        return self.cap, self.grid, self.limit
 
     def weight(self, num_samples: int) -> int:
         """Return the weight of an update of so many samples."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from gradbus.actors.aggregation.common_grid import (
     EXACT,
-    MAX_ADDENDS,
     MAX_EXPONENT,
     MAX_SCALES,
     MIN_EXPONENT,
@@ -77,7 +76,9 @@ def test_the_sum_of_the_integers_is_that_of_what_clients_have_sent_and_the_rest_
         assert np.array_equal(rounded, q[is_sent].astype(np.int16))
         assert np.array_equal(change.numpy(), (before - q * (steps / weight)).astype(np.float32))
         fits = is_sent & (np.abs(q) < LIMIT)
-        assert (np.abs(change.numpy()[fits]) <= 0.9376 * steps[fits] / weight).all(), "more than 15/16 of a step is lost"
+        assert (np.abs(change.numpy()[fits]) <= 0.9376 * steps[fits] / weight).all(), (
+            "more than 15/16 of a step is lost"
+        )
         total += rounded
         expected += q * steps
     integers: Integers = GridIntegers(total, grid, positions, MEMBERS)

@@ -100,7 +100,7 @@ class Found(NamedTuple):
 
 
 def simulated(kind: Kind) -> Found:
-    clients, limit = len(kind.weights), limit_for(len(kind.weights))
+    clients = len(kind.weights)
     residuals = torch.zeros(clients, DIM)
     exponents = np.zeros(0, np.int8)
     missing, trained, errors, shares = np.zeros(DIM), np.zeros(DIM), [], []
