@@ -279,7 +279,7 @@ class LocalTraining:
         if self._feeds_back:  # none: the residual before has gone out, and no older one may come back
             residual = torch.zeros_like(base) if residual is None else residual
             state = {**state, RESIDUAL: residual}
-            self._unsent.note((update.key.run_id, request.round_id), masks.roster.terms, residual)
+            self._unsent.note((request.run_id, request.round_id), masks.roster.terms, residual)
             self._warn_of_unsent(request.round_id, residual, clamped)
         request = replace(
             request, transfer=transfer, total_bytes=len(payload), attempt=masks.roster.attempt.number,

@@ -3,7 +3,9 @@ integers on the common grid, worked out here by NumPy alone, whoever drops out a
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,29 @@ def peaks_of(total: NDArray[np.float64]) -> list[float]:
     return [float(np.abs(total[at : at + CHUNK]).max()) for at in range(0, DIM, CHUNK)]
 
 
+def dither_of(run_id: int, round_id: int, client_id: int, count: int) -> NDArray[np.float64]:
+    name = struct.pack("<QII", run_id, round_id, client_id)
+    key = hashlib.blake2b(b"gradbus dither 1" + name, digest_size=16).digest()
+    raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(-(-count // 4))
+    return raw.astype("<u8").view("<i2")[:count] * (7 / 8 / 65536)
+
+
+def next_reach(reach: float, peak: float, now: int | None) -> int:
+    assert peak, "all blocks change here"
+    wanted = max(-23, math.frexp(reach * peak)[1])
+    if now is None:
+        return wanted
+    if abs(peak / 2.0**now - 1) <= 1 / 16:
+        wanted = max(wanted, now + 3)
+    return wanted if wanted <= now - 3 else min(max(wanted, now - 1), now + 4)
+
+
 class Oracle:
     """The rounds of a run with a common grid, step by step as the module common_grid describes them."""
 
-    def __init__(self, codec: Mapping[str, Any], run_id: int, change: Any = delta_of) -> None:
+    def __init__(self, codec: Mapping[str, Any], run_id: int, change: Any = delta_of, members: int = 0) -> None:
+        """``members``: clients of each roster, where those are more than have an update in the sum."""
+        self._all = members
         self.weights = np.zeros(DIM, np.float32)
         self.residuals: dict[int, NDArray[np.float32]] = {}
         self._is_small, self._density = codec["name"] != "s4", codec.get("density")
@@ -50,13 +71,13 @@ class Oracle:
         self.clamped = 0
 
     def round(self, round_id: int, clients: Sequence[int]) -> None:
-        where = np.arange(DIM)
+        where, self._members = np.arange(DIM), self._all or len(clients)
         if self._density:
             seed = b"gradbus positions 1" + self._run_id.to_bytes(8, "little") + round_id.to_bytes(4, "little")
             where = random_k(DIM, math.ceil(DIM * self._density), seed).numpy()
-        steps = np.full(DIM, 2.0**-30)
+        steps, bits = np.full(DIM, 2.0**-30), 15 - (self._members - 1).bit_length()
         if self._exponents is not None:
-            steps = 2.0 ** np.repeat(self._exponents, CHUNK)[:DIM]
+            steps = 2.0 ** (np.repeat(self._exponents, CHUNK)[:DIM] - bits)
         total, samples = np.zeros(DIM), 0
         for one in clients:
             weight = 20 + one
@@ -64,8 +85,10 @@ class Oracle:
             p = trained - self.weights + self.residuals.get(one, np.float32(0))
             q = np.rint(p.astype(np.float64) * weight / steps)
             if self._exponents is not None:
-                q = np.clip(q, -127, 127)
-                self.clamped += int((np.abs(q[where]) == 127).sum())
+                dither, limit = np.zeros(DIM), 2**bits - 1
+                dither[where] = dither_of(self._run_id, round_id, one, len(where))
+                q = np.clip(np.rint(p.astype(np.float64) * (weight / steps) + dither), -limit, limit)
+                self.clamped += int((np.abs(q[where]) == limit).sum())
                 left = (p - q * (steps / weight)).astype(np.float32)
             else:
                 left = np.zeros(DIM, np.float32)
@@ -76,10 +99,10 @@ class Oracle:
         mean = total * 2.0**30 * (1.0 / (samples * 2.0**30))
         self.weights = (mean + self.weights).astype(np.float32)
         if self._is_small:
-            reach = 8.0 / math.sqrt(len(clients))
-            wanted = [math.frexp(reach * peak / 127)[1] if peak else -30 for peak in peaks_of(total)]
-            before = self._exponents or [-31] * len(wanted)
-            self._exponents = [max(pair) for pair in zip(wanted, (e - 1 for e in before), strict=True)]
+            limit = 2 ** (15 - (len(clients) - 1).bit_length()) - 1
+            reach, peaks = max(9 / 8, limit / 128 / math.sqrt(len(clients))), peaks_of(total)
+            before = self._exponents or [None] * len(peaks)
+            self._exponents = [next_reach(reach, peak, now) for peak, now in zip(peaks, before, strict=True)]
 
 
 def oracle_of(controller: Any, codec: Mapping[str, Any], rounds: Sequence[Sequence[int]], **more: Any) -> Oracle:
