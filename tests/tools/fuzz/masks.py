@@ -6,6 +6,7 @@ import contextlib
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fuzz.target import Target, must
 from gradbus import codecs
@@ -50,9 +51,9 @@ def _read_masks(data: bytes) -> None:
         grid.check(_DIM)
         positions = grid.positions(_DIM, b"round")
         members = 2 + data[0] % (MAX_ADDENDS - 1)
-        total = np.full(grid.count(_DIM), limit_for(members) * members, np.int16)
-        must(int(total[0]) == limit_for(members) * members, "no room in 16 bits")
-        integers = GridIntegers(total, grid, positions, members)
+        most: NDArray[np.int16] = np.full(grid.count(_DIM), limit_for(members) * members, np.int16)
+        must(int(most[0]) == limit_for(members) * members, "no room in 16 bits")
+        integers = GridIntegers(most, grid, positions, members)
         largest = max(int(values.max()) for _, values in integers.blocks())
         must(0 < largest <= integers.largest() < 2**62, "more than the exact sum has room for")
 
