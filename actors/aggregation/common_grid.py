@@ -29,7 +29,6 @@ would move ten times as far as any of its trainings.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +41,7 @@ from torch import Tensor
 from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, Integers
 from gradbus.codecs import random_k
 from gradbus.codecs.quantize import num_chunks
+from gradbus.codecs.seeded_stream import SeededStream
 
 SUM_BITS = 15  # and the sign
 MIN_EXPONENT = 7 - FRACTION_BITS  # of a reach of 127 steps: none is finer than 2^-30
@@ -150,17 +150,15 @@ def limit_for(members: int) -> int:
 
 
 class Dither:
-    """What is added before rounding: numbers between -7/16 and 7/16 from a specified stream (Philox 4x64-10, Salmon et
-    al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), equal for equal seeds."""
+    """What is added before rounding: numbers between -7/16 and 7/16, equal for equal seeds."""
 
     def __init__(self, seed: bytes) -> None:
         """``seed``: any bytes: of the run, the round and the client."""
-        key = hashlib.blake2b(seed, digest_size=16).digest()
-        self._stream = np.random.Philox(key=int.from_bytes(key, "little"))
+        self._stream = SeededStream(seed)
 
     def next(self, out: NDArray[np.float64]) -> None:
         """Fill with the next ones, four of each 8 bytes; what is left of four is not used."""
-        drawn = self._stream.random_raw(-(-len(out) // 4)).astype("<u8", copy=False).view("<i2")[: len(out)]
+        drawn = self._stream.words(-(-len(out) // 4)).view("<i2")[: len(out)]
         np.multiply(drawn, (1 - 2 * DEAD_ZONE) / (1 << 16), out=out)
 
 
