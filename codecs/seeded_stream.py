@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 class SeededStream:
     """The words of Philox 4x64-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011).
 
-    Its key are the 16 bytes of BLAKE2b of the seed, little-endian, and its counter begins at 0. NumPy keeps the words of
-    a bit generator as they are, in distinction to what its distributions, and those of PyTorch, make of them.
+    Its key are the 16 bytes of BLAKE2b of the seed, little-endian, and its counter begins at 0. NumPy keeps the words
+    of a bit generator as they are, in distinction to what its distributions, and those of PyTorch, make of them.
     """
 
     def __init__(self, seed: bytes) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from gradbus.actors.aggregation.common_grid import (
     EXACT,
@@ -243,3 +244,14 @@ def test_steps_are_not_taken_from_a_first_round_that_counts_a_client_for_more_th
 def test_more_steps_than_can_be_sent_are_refused_with_the_chunk_that_would_do() -> None:
     with pytest.raises(ConfigError, match=r"codec.chunk_elems is 8: .* makes 16,385, .* Set it to 9 or more"):
         CommonSteps(FedAvg(1), 8 * MAX_SCALES + 1, block_elems=8)
+
+
+def test_the_log_says_how_many_blocks_came_to_their_limit() -> None:
+    strategy, grid = CommonSteps(FedAvg(8), 8, block_elems=4), CommonGrid(0, 4, bytes([23, 0]))
+    strategy.load_state({STEPS: torch.tensor([23, 0], dtype=torch.int8)})
+    with capture_logs() as lines:
+        steps_after(strategy, np.array([8191, 0, 0, 0, 8191, 0, 0, 0]), grid)
+    (found,) = lines
+    assert (found["log_level"], found["blocks"], found["made_coarser"], found["at_the_largest_step"]) == (
+        "warning", 2, 1, 1,
+    )  # fmt: skip
