@@ -134,6 +134,15 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_integers(codec: dict[str
         assert float((controller.weights - mean).norm()) < 0.06 * float(mean.norm())  # of the last round
 
 
+def test_so_it_is_with_more_clients_which_have_fewer_bits_each() -> None:
+    controller = Run(
+        range(17), rounds=3, codec=Q8, secure_aggregation={"keys_timeout_s": 20.0, "shares_timeout_s": 20.0}
+    )()
+    assert [report.clients for report in controller.progress.reports] == [tuple(range(17))] * 3
+    oracle = oracle_of(controller, Q8, [range(17)] * 3)
+    assert np.array_equal(controller.weights.numpy(), oracle.weights)
+
+
 @pytest.mark.parametrize("phase", [0, 1, 2, 3])
 def test_where_two_of_five_drop_out_it_is_that_of_those_whose_updates_came(phase: int) -> None:
     run = Run(range(5), rounds=3, codec=Q8, quits={3: phase, 4: phase}, secure_aggregation={"threshold": 0.6})
