@@ -20,7 +20,7 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, NonFiniteResult, RoundInputs, codec_of
+from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import (
@@ -302,7 +302,7 @@ class Client:
             case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
                 self._take_request(body)
             case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation and current.welcome:
-                self._masking.on_request(body, codec_of(current.welcome), self._shape.dim, group)
+                self._masking.on_request(body, current.welcome, self._shape.dim, group)
             case ModelAvailable() if session == current.incarnation:
                 self._models.on_notice(session, body)
             case RunEnded() if body.run_id == current.run_id and body.ok:

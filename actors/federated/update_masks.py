@@ -14,18 +14,18 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.grid_steps import shape_of
+from gradbus.actors.federated.local_training import codec_of
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
 from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, Roster
 from gradbus.actors.secure_aggregation.masked_values import UpdateMasks, zeros
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masks import Stopped
-from gradbus.codecs import Codec
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import MaskAnswer, MaskRoster, MaskShares, MaskSurvivors
+from gradbus.runtime.wire.control import MaskAnswer, MaskRoster, MaskShares, MaskSurvivors, Welcome
 from gradbus.runtime.wire.messages import Identity
 
 _MAX_ROUNDS = 64
@@ -102,9 +102,9 @@ class ClientMasking:
         """Check at once whether masks are still wanted."""
         self._changed.set()
 
-    def on_request(self, request: MaskRequest, codec: Codec, dim: int, group: asyncio.TaskGroup) -> None:
-        """A request of the controller, answered by a task of ``group``. ``codec``: of its Welcome. ``dim``: values of
-        the model."""
+    def on_request(self, request: MaskRequest, welcome: Welcome, dim: int, group: asyncio.TaskGroup) -> None:
+        """A request of the controller, answered by a task of ``group``. ``welcome``: says which codec the
+        updates have. ``dim``: values of the model."""
         own, attempt = self._own, self.attempt
         if own is None or attempt is None:
             return
@@ -113,16 +113,16 @@ class ClientMasking:
         if not own.working:  # else it is repeated
             own.working = True
             name = f"client-{self._identity.sender}-masks"
-            group.create_task(self._handle(own, request, codec, dim, group), name=name)
+            group.create_task(self._handle(own, request, welcome, dim, group), name=name)
 
     async def _handle(
-        self, own: _OwnPart, request: MaskRequest, codec: Codec, dim: int, group: asyncio.TaskGroup
+        self, own: _OwnPart, request: MaskRequest, welcome: Welcome, dim: int, group: asyncio.TaskGroup
     ) -> None:
         client = own.client
         try:
             match request:
                 case MaskRoster():
-                    sealed = await self._compute.run(self._share, client, request, codec, dim)
+                    sealed = await self._compute.run(self._share, client, request, welcome, dim)
                     self._answer(own, 1, b"".join(sealed), group)
                 case MaskShares():
                     pieces = [
@@ -148,10 +148,11 @@ class ClientMasking:
             own.working = False
 
     @staticmethod
-    def _share(client: MaskingClient, request: MaskRoster, codec: Codec, dim: int) -> list[bytes]:
+    def _share(client: MaskingClient, request: MaskRoster, welcome: Welcome, dim: int) -> list[bytes]:
         try:
             grid = CommonGrid(request.sent, request.block_elems, request.steps)
             grid.check(dim)  # before anything of its size is made
+            codec = codec_of(welcome)
         except ValueError as error:
             raise NotInProtocol(str(error)) from None
         sent, block_elems = shape_of(codec, dim)

@@ -26,12 +26,11 @@ from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.secure_aggregation.keys import ENTRY_BYTES, Attempt, NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
-from gradbus.codecs import get as get_codec
 from gradbus.codecs import random_k
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import RoundTimeout
 from gradbus.runtime.wire import control
-from gradbus.runtime.wire.control import MaskAnswer, MaskRoster
+from gradbus.runtime.wire.control import MaskAnswer, MaskRoster, Welcome
 
 CHUNK = 512
 Q8: dict[str, Any] = {"name": "q8", "chunk_elems": CHUNK}
@@ -377,6 +376,7 @@ def test_what_a_client_has_helped_to_unmask_goes_out_in_no_later_round_though_th
         ("fp32", (500, 0, b""), "500 values and blocks of 0: the codec fp32"),
         ("s4", (1, 0, b""), "1 values and blocks of 0: the codec s4 of this run has 500 and 0"),
         ("q8", (0, 1, b"\0" * DIM), "0 values and blocks of 1: the codec q8 of this run has 0 and 512"),
+        ("q9", (0, 0, b""), "there is no codec 'q9'"),
         ("sq8", (0, 512, b"\0" * 10), "0 values and blocks of 512: the codec sq8 of this run has 500 and 512"),
     ],
 )
@@ -384,11 +384,10 @@ def test_a_client_takes_no_grid_that_is_not_of_the_codec_of_its_welcome(
     name: str, grid: tuple[int, int, bytes], why: str
 ) -> None:
     """With another one a single value could be sent, or what is rounded away would be lost."""
-    settings = {"chunk_elems": CHUNK} if name in ("q8", "sq8") else {}
-    codec = get_codec(name, **settings, **({"density": 0.1} if name in ("s4", "sq8") else {}))
+    welcome = Welcome(1, 1, 1, 1, name, 0.1, CHUNK, 2, 3, 1.0, masked=True)
     client = MaskingClient(Attempt("job", 1, 2, 3, 4), 1)
     with pytest.raises(NotInProtocol, match=why):
-        ClientMasking._share(client, MaskRoster(1, 3, 4, 2, 0, b"", *grid), codec, DIM)
+        ClientMasking._share(client, MaskRoster(1, 3, 4, 2, 0, b"", *grid), welcome, DIM)
 
 
 class Steady(Moving):

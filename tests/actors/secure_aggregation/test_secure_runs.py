@@ -25,7 +25,6 @@ from trees import DIM as TREE_DIM
 from trees import UnequalTask, rules, site_of, tree
 
 import gradbus
-from gradbus import codecs
 from gradbus.actors.federated import updates_out
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
@@ -46,6 +45,7 @@ from gradbus.runtime.wire.control import (
     MaskSurvivors,
     TrainingFailure,
     UploadRequest,
+    Welcome,
 )
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity
@@ -434,7 +434,7 @@ def test_masks_of_an_attempt_that_is_over_are_not_begun_and_none_are_given_once_
             assert own.masks is not None
             assert masking.is_open(own.client.attempt)
             survivors = MaskSurvivors(7, 3, 1, [1, 2, 3])
-            masking.on_request(survivors, codecs.get("fp32"), 10, group)
+            masking.on_request(survivors, Welcome(1, 5, 7, 3, "fp32", 1.0, 1, 2, 3, 1.0), 10, group)
             await asyncio.sleep(0)
             assert own.masks is None
             assert not masking.is_open(own.client.attempt)
