@@ -245,12 +245,12 @@ class MaskedAttempt:
         compute, until_s = self._context.compute, time.monotonic() + self._settings.unmask_timeout_s
         await self._ask([request], self._to_answer, self._settings.unmask_timeout_s)
         while True:
+            count = len(server.answered)  # one that comes meanwhile has not been tried
             try:
                 await compute.run(server.unmask, self._total, compute.should_stop)
                 break
             except BadShares as error:
                 log.warning("wrong shares", round=round_.round_id, attempt=self.number, reason=str(error))
-                count = len(server.answered)
                 await self._ask([request], functools.partial(self._to_answer, count + 1), until_s - time.monotonic())
                 if len(server.answered) == count:
                     raise
