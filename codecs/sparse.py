@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradbus.codecs.base import check_finite
+from gradbus.codecs.seeded_stream import SeededStream
 
 _MAGNITUDE_BITS = 0x7FFF_FFFF  # all of a float32 but its sign
 _INFINITY_BITS = 0x7F80_0000  # NaNs lie above
@@ -115,12 +115,10 @@ def random_k(numel: int, k: int, seed: bytes) -> Tensor:
         raise ValueError(f"k must be 0 .. {numel}, got {k}")
     if not k:
         return torch.empty(0, dtype=torch.int64)
-    number = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") >> 1
-    generator = torch.Generator().manual_seed(number)
-    at, (width, longer) = torch.arange(k), divmod(numel, k)
-    drawn = torch.rand(k, generator=generator, dtype=torch.float64) * (width + (at < longer))
-    first = at * width + at.clamp(max=longer)  # of each part
-    entries = first + drawn.long().clamp_(max=width - 1 + (at < longer).long())
-    turn = int(torch.randint(numel, (), generator=generator))  # else those of shorter parts are chosen more often
-    beyond = int(torch.searchsorted(entries, numel - turn))  # from here on they come round to the front
-    return torch.cat((entries[beyond:] + (turn - numel), entries[:beyond] + turn))
+    words, at, (width, longer) = SeededStream(seed).words(k + 1), np.arange(k), divmod(numel, k)
+    widths = width + (at < longer)
+    drawn = (words[:k] >> np.uint64(11)) * 2.0**-53 * widths  # which rounding may bring to the width itself
+    entries = at * width + np.minimum(at, longer) + np.minimum(drawn.astype(np.int64), widths - 1)
+    turn = int(words[k]) % numel  # else those of shorter parts are chosen more often
+    beyond = int(np.searchsorted(entries, numel - turn))  # from here on they come round to the front
+    return torch.from_numpy(np.concatenate((entries[beyond:] + (turn - numel), entries[:beyond] + turn)))

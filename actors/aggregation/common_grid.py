@@ -4,13 +4,23 @@ Each codec that compresses takes a scale, and a choice of entries, from the upda
 updates is no integer, and what each of them chose would show something of it. With secure aggregation all clients
 therefore round to the same steps, at the same positions, which are known before anybody has trained:
 
-    q_i = clamp(round_half_even(n_i * p_i / 2^e), -127, 127)        p_i = delta_i + residual_i
+    q_i = clamp(round_half_even(n_i * p_i / 2^e + u_i), -L, L)        p_i = delta_i + residual_i
 
 with ``n_i`` samples and the exponent ``e`` of the value's block. The sum over clients is ``2^e * sum(q_i)``: a multiple
 of 2^-30, as e >= -30, so it goes into the exact sum (:mod:`.exact_sum`) as it is, and divided by ``sum(n_i)`` it is the
 weighted mean. Whatever rounding and clamping take away stays with the client, ``p_i - q_i * 2^e / n_i``, and is added
 to its next update, as with any codec (:mod:`gradbus.codecs.feedback`). Weights are exact: a client of few samples has
 coarser steps for its own update, and what it lacks now comes later.
+
+The sum of N clients has 16 bits, so each has as many as are left: with ``N <= 2^b``, ``L = 2^(15 - b) - 1``, which is
+16383 with 2 clients, and 127 with 255. The grid says how far a block reaches, 2^r, and its step follows: ``e = r - 15 +
+b``. A power of two, so a roster of some clients more or less seldom makes other integers.
+
+``u_i`` is a dither (Schuchman, Dither Signals and Their Effect on Quantization Noise, 1964), drawn from the run, the
+round and the client. Clients that agree would all round in the same direction: with 255 of them a value of which each
+has 0.4 steps would be missing in the sum of a round, all 102 steps of it. Errors with a dither are independent, and in
+an attempt that is repeated they are the same. Differs from the paper: ``u_i`` is within -7/16 and 7/16, and not a half.
+So what is below 1/16 of a step is rounded to 0 and waits: where steps are by far too coarse, no value is one of them.
 
 Differs from error feedback: of a value whose position is not chosen in a round half is kept. Its client trains from the
 same global value again, and finds most of that change again: with all of it, a value that is sent every tenth time
@@ -19,7 +29,6 @@ would move ten times as far as any of its trainings.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +40,17 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, Integers
 from gradbus.codecs import random_k
-from gradbus.codecs.quantize import Q_MAX, num_chunks
+from gradbus.codecs.quantize import num_chunks
+from gradbus.codecs.seeded_stream import SeededStream
 
-MIN_EXPONENT = -FRACTION_BITS
-MAX_EXPONENT = 16  # 255 clients of 127 steps of it stay below 2^61 in the exact sum, which takes less than 2^62
+SUM_BITS = 15  # and the sign
+MIN_EXPONENT = 7 - FRACTION_BITS  # of a reach of 127 steps: none is finer than 2^-30
+MAX_EXPONENT = 23  # 255 clients of 127 steps of 2^16 stay below 2^61 in the exact sum, which takes less than 2^62
 MAX_SCALES = 16 * 1024  # one byte each, in a control message
 MAX_BLOCK_ELEMS = 1 << 30
 KEPT_SHARE = 0.5  # of a value that waits for its turn
-MAX_ADDENDS = 255  # times 127 is below 2^15
+MAX_ADDENDS = 255
+DEAD_ZONE = 1 / 16  # of a step: what is smaller is 0
 _MAX_SENT = 1 << 40
 _BLOCK_ELEMS = 30 * 1024  # as in the exact sum
 
@@ -50,7 +62,7 @@ class CommonGrid:
     Attributes:
         sent: number of values, at positions that a seed chooses; 0: all.
         block_elems: neighbouring values of the model that share a step; 0: all steps are 2^-30.
-        exponents: int8, one for each block: its step is 2^exponent, of samples times value.
+        exponents: int8, one for each block: it reaches 2^exponent, of samples times value.
     """
 
     sent: int = 0
@@ -70,7 +82,7 @@ class CommonGrid:
             raise ValueError(f"a grid with {len(self.exponents)} steps: expected at most {MAX_SCALES}")
         if self.exponents and not MIN_EXPONENT <= min(self._signed) <= max(self._signed) <= MAX_EXPONENT:
             raise ValueError(
-                f"a grid with steps of 2^{min(self._signed)} to 2^{max(self._signed)}: expected exponents of "
+                f"a grid that reaches 2^{min(self._signed)} to 2^{max(self._signed)}: expected exponents of "
                 f"{MIN_EXPONENT} to {MAX_EXPONENT}"
             )
 
@@ -80,13 +92,13 @@ class CommonGrid:
 
     @property
     def is_small(self) -> bool:
-        """Whether values are integers of 8 bits, whose sums have 16."""
+        """Whether values are small integers, whose sums have 16 bits."""
         return bool(self.exponents)
 
     @property
     def largest(self) -> int:
         """A bound on the absolute sum of up to 255 clients, in units of 2^-30."""
-        return (1 << 15) << (int(self._signed.max()) + FRACTION_BITS)
+        return (1 << SUM_BITS) << (int(self._signed.max()) - MIN_EXPONENT)
 
     def check(self, dim: int) -> None:
         """Raises ValueError: it is of a model of another size than ``dim`` values."""
@@ -117,13 +129,37 @@ class CommonGrid:
         ends = np.minimum(np.arange(first + 1, last + 1) * self.block_elems, stop)
         return np.repeat(table[first:last], np.diff(ends, prepend=start))
 
-    def steps(self) -> NDArray[np.float64]:
-        """The step of each block, of samples times value."""
-        return np.ldexp(1.0, self._signed.astype(np.int32))
+    def steps(self, members: int) -> NDArray[np.float64]:
+        """The step of each block, of samples times value, in a sum of so many clients."""
+        exponents = self._signed.astype(np.int32) - _bits_for(members)
+        return np.ldexp(1.0, np.maximum(exponents, -FRACTION_BITS))
 
 
 EXACT = CommonGrid()
 """All values, in the steps of the exact sum."""
+
+
+def _bits_for(members: int) -> int:
+    """Bits of an integer beside its sign, of which so many, 2 to 255, have room in the sum: 7 to 14."""
+    return SUM_BITS - (members - 1).bit_length()
+
+
+def limit_for(members: int) -> int:
+    """The largest integer of a client in a sum of so many: 127 to 16383."""
+    return (1 << _bits_for(members)) - 1
+
+
+class Dither:
+    """What is added before rounding: numbers between -7/16 and 7/16, equal for equal seeds."""
+
+    def __init__(self, seed: bytes) -> None:
+        """``seed``: any bytes: of the run, the round and the client."""
+        self._stream = SeededStream(seed)
+
+    def next(self, out: NDArray[np.float64]) -> None:
+        """Fill with the next ones, four of each 8 bytes; what is left of four is not used."""
+        drawn = self._stream.words(-(-len(out) // 4)).view("<i2")[: len(out)]
+        np.multiply(drawn, (1 - 2 * DEAD_ZONE) / (1 << 16), out=out)
 
 
 def pieces(count: int) -> Iterator[tuple[int, int]]:
@@ -131,26 +167,46 @@ def pieces(count: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + _BLOCK_ELEMS, count)) for start in range(0, count, _BLOCK_ELEMS))
 
 
-def round_to_grid(
-    change: Tensor, weight: int, grid: CommonGrid, positions: NDArray[np.int64] | None, out: NDArray[np.int16]
-) -> None:
-    """Round one client's update to the steps of the grid.
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounding:
+    """How one client rounds to a grid.
 
-    Args:
-        change: float32, shape (count,), finite: the values that are sent, of the difference to the base model with the
-            residual. They become the new residual, in place. weight: its samples. positions: of the values.
-        out: int16, shape (count,): the integers, within -127 .. 127.
+    Attributes:
+        grid, positions: of the values that it sends. members: clients of the attempt. weight: samples of this one.
+        seed: of its dither.
     """
-    values, scratch = change.numpy(), np.empty((2, _BLOCK_ELEMS))
-    down, up = weight / grid.steps(), grid.steps() / weight
-    for start, stop in pieces(len(out)):
-        exact, whole = scratch[:, : stop - start]
-        exact[:] = values[start:stop]
-        np.multiply(exact, grid.by_value(down, start, stop, positions), out=whole)
-        np.clip(np.rint(whole, out=whole), -Q_MAX, Q_MAX, out=whole)
-        out[start:stop] = whole
-        np.multiply(whole, grid.by_value(up, start, stop, positions), out=whole)
-        values[start:stop] = np.subtract(exact, whole, out=whole)
+
+    grid: CommonGrid
+    positions: NDArray[np.int64] | None
+    members: int
+    weight: int
+    seed: bytes
+
+    def round(self, change: Tensor, out: NDArray[np.int16]) -> int:
+        """Round one client's update to the steps of the grid. Returns the number of values that came to the limit.
+
+        Args:
+            change: float32, shape (count,), finite: the values that are sent, of the difference to the base model with
+                the residual. They become the new residual, in place.
+            out: int16, shape (count,): the integers, within the limit for so many members.
+        """
+        grid, limit, clamped = self.grid, limit_for(self.members), 0
+        values, dither = change.numpy(), Dither(self.seed)
+        scratch = np.empty((3, min(len(out), _BLOCK_ELEMS)))
+        steps = grid.steps(self.members)
+        down, up = self.weight / steps, steps / self.weight
+        for start, stop in pieces(len(out)):
+            exact, whole, drawn = scratch[:, : stop - start]
+            exact[:] = values[start:stop]
+            np.multiply(exact, grid.by_value(down, start, stop, self.positions), out=whole)
+            dither.next(drawn)
+            np.clip(np.rint(np.add(whole, drawn, out=whole), out=whole), -limit, limit, out=whole)
+            out[start:stop] = whole
+            np.multiply(whole, grid.by_value(up, start, stop, self.positions), out=whole)
+            values[start:stop] = np.subtract(exact, whole, out=whole)
+            if max(out[start:stop].max(), -out[start:stop].min()) == limit:
+                clamped += int(np.count_nonzero(np.abs(out[start:stop]) == limit))
+        return clamped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,17 +214,19 @@ class GridIntegers:
     """A sum of small integers as the multiples of 2^-30 that it stands for.
 
     Attributes:
-        values: int16, shape (count,): the sum over clients. grid, positions: of these values.
+        values: int16, shape (count,): the sum over clients. grid, positions: of these values. members: clients of the
+            attempt, with or without a value in the sum.
     """
 
     values: NDArray[np.int16]
     grid: CommonGrid
     positions: NDArray[np.int64] | None
+    members: int
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Place among the values that were sent, and int64 values, block by block. The tensor is reused."""
         scratch = np.empty(_BLOCK_ELEMS, np.int64)
-        units = (self.grid.steps() * 2.0**FRACTION_BITS).astype(np.int64)
+        units = (self.grid.steps(self.members) * 2.0**FRACTION_BITS).astype(np.int64)
         for start, stop in pieces(len(self.values)):
             block = scratch[: stop - start]
             block[:] = self.values[start:stop]
@@ -207,9 +265,3 @@ class SpreadIntegers:
     def largest(self) -> int:
         """The largest absolute value, or a number that is no lower."""
         return self.sent.largest()
-
-
-def exponent_for(largest: float) -> int:
-    """The exponent of the least step of which 127 reach so far: samples times value, more than 0."""
-    _, exponent = math.frexp(largest / Q_MAX)  # below 2^exponent, and no less than half of it
-    return min(MAX_EXPONENT, max(MIN_EXPONENT, exponent))

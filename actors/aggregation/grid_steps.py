@@ -1,15 +1,19 @@
-"""The steps of the common grid in the next round, from the sum of the last one.
+"""How far the common grid reaches in the next round, from the sum of the last one.
 
-The first round is exact, in steps of 2^-30. From then on a block reaches 8 / sqrt(N) times as far as the largest value
-of its last sum over N clients. Were their updates independent, that is eight times what each of them has sent; where
-one client alone has changed a value, it still fits with 64 clients, and comes in several rounds with more. A block
-reaches further at once, and less far by a factor of 2 in each round: updates differ from round to round, and a step
-that is too small costs more than one that is too large. Clients that come out at the limit, all of them, make it reach
-further. Where the updates of clients cancel in the sum, as near an optimum of very unequal clients, some are clamped
-until what they lack shows in a sum.
+The first round is exact, in steps of 2^-30. From then on a block reaches some times as far as the largest value of its
+last sum over N clients: so far that rounding still errs by about 1/256 of that value, which is 32 times with 4 clients,
+5 times with 10, and with more than 32 clients 9/8 times. The more, the better: where the updates of clients cancel in
+the sum, as near an optimum of very unequal clients, each is larger than their sum. What one client alone has changed
+fits. A sum as large as the limit of one client may be of one that was clamped, and makes its block reach eight times as
+far. None reaches more than 16 times as far in the next round, so one false value leaves steps that are of use.
+
+A block reaches less far by a factor of 2 in each round, or at once as far as its sum asks for where that is an eighth
+or less: too coarse a step holds back what all have trained, and lets it go together. A sum of zeros says that no value
+was larger than what is rounded to 0, or that nobody trains the block: it comes down to that of the other blocks which
+reaches least far, and stays there, to be found when somebody changes it again.
 
 Nothing enters but the sum, which the Controller has in any case, and whoever has two models in a row, with a strategy
-that adds it to the model. The steps are part of the checkpoint: a round that is repeated has the same ones.
+that adds it to the model. What comes out is part of the checkpoint: a round that is repeated has the same grid.
 """
 
 from __future__ import annotations
@@ -23,35 +27,49 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradbus.actors.aggregation.common_grid import (
+    DEAD_ZONE,
     MAX_ADDENDS,
+    MAX_EXPONENT,
     MAX_SCALES,
     MIN_EXPONENT,
     CommonGrid,
-    exponent_for,
+    limit_for,
 )
 from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, Integers, PartialSum
 from gradbus.actors.aggregation.strategies import Strategy, WrappedStrategy
 from gradbus.actors.aggregation.updates import Facts
+from gradbus.codecs import Codec
 from gradbus.codecs.quantize import num_chunks
 from gradbus.codecs.s4 import TopKCodec
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.logs import get_logger
+
+log = get_logger("controller")
 
 STEPS = "grid_steps"  # in a checkpoint
 MASKED_CODECS = ("fp32", "q8", "s4", "sq8")  # whose updates can be masked
-_REACH = 8.0
+_LEVELS = 128  # of the largest value of a sum, times the square root of the clients: errs by 1/256 of it
+_LEAST_REACH = 9 / 8
+_AT_LIMIT = 1 / 16  # from the reach, as a share
+_RISE_AT_LIMIT = 3  # bits: where no client was clamped, they are taken back at once
+_MOST_RISE = 4  # bits in a round
+_FAR_TOO_FAR = 3  # bits
 
 
 class CommonSteps(WrappedStrategy):
     """Chooses the common grid of each round in front of a strategy that takes sums."""
 
-    def __init__(self, inner: Strategy, dim: int, *, block_elems: int = 0, sent: int = 0) -> None:
+    def __init__(
+        self, inner: Strategy, dim: int, *, block_elems: int = 0, sent: int = 0, cap_times: float | None = None
+    ) -> None:
         """A first round without steps.
 
         Args:
-            dim: of the model. block_elems: neighbouring values that share a step; 0: no value is rounded to 8 bits.
-            sent: values of a round; 0: all.
+            dim: of the model. block_elems: neighbouring values that share a step; 0: no value is rounded to small
+                integers. sent: values of a round; 0: all.
+            cap_times: samples count as so many times the median at most, but in a first round; None: without a limit.
 
         Raises:
             ConfigError: that makes more steps than can be sent.
@@ -67,6 +85,7 @@ class CommonSteps(WrappedStrategy):
             )
         self._exponents = np.zeros(0, np.int8)  # none: the round is exact
         self._next = self._exponents
+        self._cap_times, self._has_waited = cap_times, False
 
     @property
     def grid(self) -> CommonGrid:  # type: ignore[override]
@@ -80,9 +99,29 @@ class CommonSteps(WrappedStrategy):
 
     def add_masked(self, partial: PartialSum, facts: Sequence[Facts]) -> None:
         super().add_masked(partial, facts)
-        if self._block_elems:
-            peaks = self._peaks(partial.low)
-            self._next = next_exponents(self._exponents, peaks, len(facts))
+        if self._block_elems and not self._is_uncapped(facts):
+            self._next = next_exponents(self._exponents, self._peaks(partial.low), len(facts))
+            self._note(self._next)
+
+    def _note(self, found: NDArray[np.int8]) -> None:
+        """Log where much may have been clamped."""
+        risen = int((found > self._exponents).sum()) if len(self._exponents) else 0
+        largest = int((found == MAX_EXPONENT).sum())
+        if risen or largest:
+            note = log.warning if largest else log.info
+            note(
+                "values reach further than the common grid", blocks=len(found), made_coarser=risen,
+                at_the_largest_step=largest, effect="what was clamped comes in later rounds",
+            )  # fmt: skip
+
+    def _is_uncapped(self, facts: Sequence[Facts]) -> bool:
+        """Whether the first round has counted a client for more than it will from now on. One more is exact then: with
+        what that client has sent all would round to steps that are too coarse by far."""
+        if self._cap_times is None or len(self._exponents) or self._has_waited:
+            return False
+        samples = sorted(one.num_samples for one in facts)
+        self._has_waited = samples[-1] > self._cap_times * samples[(len(samples) - 1) // 2]
+        return self._has_waited
 
     def _peaks(self, total: Integers) -> NDArray[np.float64]:
         """The largest absolute value of each block of the sum, of samples times value."""
@@ -103,35 +142,66 @@ class CommonSteps(WrappedStrategy):
         return {**super().state(), STEPS: torch.from_numpy(self._exponents.copy())}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Of another number of blocks, or of a run without, there are no steps: the next round is exact."""
+        """Of another number of blocks, or of a run without, there are no steps: the next round is exact. Raises
+        CheckpointError: there are, and they are out of the limits."""
         super().load_state(state)
         found = state.get(STEPS)
         count = num_chunks(self._dim, self._block_elems) if self._block_elems else 0
         if found is not None and found.dtype == torch.int8 and tuple(found.shape) == (count,):
-            self._exponents = found.numpy().copy()
+            exponents = found.numpy()
+            if not MIN_EXPONENT <= exponents.min() <= exponents.max() <= MAX_EXPONENT:
+                raise CheckpointError(
+                    f"{STEPS} of {exponents.min()} to {exponents.max()}: expected {MIN_EXPONENT} to {MAX_EXPONENT}. "
+                    f"The checkpoint is damaged: start from another one"
+                )
+            self._exponents = exponents.copy()
+
+
+def shape_of(codec: Codec, dim: int) -> tuple[int, int]:
+    """Values that are sent of a model of ``dim`` values on the common grid of a codec, 0: all; and how many
+    neighbouring ones share a reach once there is one, 0: there never is."""
+    if codec.lossless:
+        return 0, 0
+    return codec.count_v2(dim) if isinstance(codec, TopKCodec) else 0, int(getattr(codec, "chunk_elems", 0))
 
 
 def on_common_grid(strategy: Strategy, config: FederatedConfig, dim: int) -> Strategy:
     """The strategy, behind the grid of its rounds where updates are masked, with a codec that compresses them."""
-    codec = CODECS.make(config.codec)
+    codec, limits = CODECS.make(config.codec), config.limits
     if not config.secure_aggregation.enabled or codec.lossless or codec.name not in MASKED_CODECS:
         return strategy
-    sent = codec.count_v2(dim) if isinstance(codec, TopKCodec) else 0
-    return CommonSteps(strategy, dim, block_elems=getattr(codec, "chunk_elems", 0), sent=sent)
+    sent, block_elems = shape_of(codec, dim)
+    times = limits.cap_times_median if limits.cap_samples == "median" and strategy.weighs_samples else None
+    return CommonSteps(strategy, dim, block_elems=block_elems, sent=sent, cap_times=times)
 
 
 def next_exponents(before: NDArray[np.int8], peaks: NDArray[np.float64], clients: int) -> NDArray[np.int8]:
-    """The exponents of the next round: int8, shape (blocks,).
+    """The exponents of the reaches in the next round: int8, shape (blocks,).
 
     Args:
         before: of this round; shape (0,): it was exact. peaks: the largest absolute value of each block of the sum, of
-            samples times value, shape (blocks,). clients: whose updates are in it.
+            samples times value, shape (blocks,). clients: whose updates are in it, 1 to 255.
     """
-    reach = _REACH / math.sqrt(min(max(1, clients), MAX_ADDENDS))
-    wanted = np.array([exponent_for(reach * peak) if peak else MIN_EXPONENT for peak in peaks], np.int8)
-    if len(before):
-        return np.maximum(wanted, before - 1).clip(MIN_EXPONENT).astype(np.int8)
-    if peaks.any():  # blocks that nobody has changed, as yet: no coarser than any other
-        wanted[peaks == 0] = wanted[peaks > 0].min()
-        return wanted
-    return before
+    count = min(max(2, clients), MAX_ADDENDS)
+    limit = limit_for(count)
+    reach, is_still = max(_LEAST_REACH, limit / _LEVELS / math.sqrt(count)), peaks == 0
+    if not len(before) and is_still.all():
+        return before
+    wanted = _exponents_for(reach * peaks)
+    least = wanted[~is_still].min(initial=MAX_EXPONENT)
+    if not len(before):  # blocks that nobody has changed, as yet: they reach no further than any other
+        return np.where(is_still, least, wanted).astype(np.int8)
+    now = before.astype(np.int64)
+    unseen = _exponents_for(reach * count * DEAD_ZONE / (limit + 1) * np.ldexp(1.0, now))  # rounded to 0 by each
+    floor = least if not is_still.all() else MIN_EXPONENT
+    still = np.minimum(now, np.maximum(unseen, floor))
+    reached = np.abs(peaks / np.ldexp(1.0, now) - 1.0) <= _AT_LIMIT
+    wanted = np.where(reached, np.maximum(wanted, now + _RISE_AT_LIMIT), wanted)
+    changed = np.where(wanted <= now - _FAR_TOO_FAR, wanted, np.maximum(wanted, now - 1))
+    found = np.where(is_still, still, np.minimum(changed, now + _MOST_RISE))
+    return found.clip(MIN_EXPONENT, MAX_EXPONENT).astype(np.int8)
+
+
+def _exponents_for(largest: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The exponents of the least reaches that are larger, within the limits."""
+    return np.frexp(largest)[1].astype(np.int64).clip(MIN_EXPONENT, MAX_EXPONENT)

@@ -175,7 +175,7 @@ class Client:
             ready=self._prepared and matched, session=current.incarnation if current.welcome is not None else 0,
             phase=phase, phase_s=phase_s, round_id=current.command.round_id if current.command is not None else -1,
             model_round=self._models.replica.round_id, host=process_name(), memory=self._models.memory_here,
-            next_round=-1 if current.from_round is None else current.from_round, masks=True,
+            next_round=-1 if current.from_round is None else current.from_round, masks=True, grids=True,
             trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
             shared_dim=self._shape.dim if is_chosen else 0, shared_layout=self._shape.layout if is_chosen else 0,
         )  # fmt: skip
@@ -301,8 +301,8 @@ class Client:
                 self._take_terms(body, group)
             case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
                 self._take_request(body)
-            case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation:
-                self._masking.on_request(body, self._shape.dim, group)
+            case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation and current.welcome:
+                self._masking.on_request(body, current.welcome, self._shape.dim, group)
             case ModelAvailable() if session == current.incarnation:
                 self._models.on_notice(session, body)
             case RunEnded() if body.run_id == current.run_id and body.ok:
@@ -377,6 +377,7 @@ class Client:
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
             terms=self._session.terms, commanded_s=self._session.commanded_s,
+            spent=self._masking.turn_to(welcome.run_id, command.round_id),
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
 

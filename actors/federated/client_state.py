@@ -88,8 +88,11 @@ class ClientStateStore:
 
     def before(self, round_id: int) -> Mapping[str, Tensor]:
         """The state to start this round with; empty: there is none yet."""
-        earlier = [known for known in self._by_round if known < round_id]
-        return self._by_round[max(earlier)] if earlier else {}
+        return self._by_round.get(self.last_before(round_id), {})
+
+    def last_before(self, round_id: int) -> int:
+        """The round after which that state is; 0: there is none."""
+        return max((known for known in self._by_round if known < round_id), default=0)
 
     def after_newest(self) -> Mapping[str, Tensor]:
         """The state after the newest update that counts; empty: there is none yet."""

@@ -55,6 +55,10 @@ _MASKS_NOTHING = (
     "knows those of many clients, and older versions of gradbus know no masks. Use clients that are processes of their "
     "own, of this version"
 )
+_ROUNDS_TO_NO_GRID = (
+    "with federated.secure_aggregation and the codec {codec} all clients round to a common grid, which its version of "
+    "gradbus cannot do: update it, or use the codec fp32"
+)
 _SAME_SPEED = 0.2  # a change of the steps by less than this share is none
 
 log = get_logger("controller")
@@ -191,8 +195,8 @@ class Dispatcher:
         kind = self._context.config.clients.kind
         if hello.site is not (kind == "sites"):
             answer, why = HelloAnswer.REFUSE, _OTHER_KIND[kind]
-        elif not hello.masks and self._context.config.secure_aggregation.enabled:
-            answer, why = HelloAnswer.REFUSE, _MASKS_NOTHING
+        elif lacks := self._lacks_for_masks(hello):
+            answer, why = HelloAnswer.REFUSE, lacks
         elif hello.ids and self._context.config.mode == "asynchronous":
             answer, why = HelloAnswer.REFUSE, _HOST_AND_ASYNCHRONOUS
         elif hello.ids:
@@ -224,6 +228,17 @@ class Dispatcher:
             elif before is None:
                 log.info("client joined", client=client_id, host=hello.host, from_round=client.from_round)
             self._events.membership_changed()
+
+    def _lacks_for_masks(self, hello: Hello) -> str:
+        """Why a client cannot mask as this run asks for; empty: it can, or need not."""
+        config = self._context.config
+        if not config.secure_aggregation.enabled:
+            return ""
+        if not hello.masks:
+            return _MASKS_NOTHING
+        if not hello.grids and not CODECS.make(config.codec).lossless:
+            return _ROUNDS_TO_NO_GRID.format(codec=config.codec.name)
+        return ""
 
     def _is_ready(self, client: Member) -> bool:
         return client.hello.ready and client.hello.session == self._context.identity.incarnation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
 from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart, make_rule
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask, TrainOutcome
+from gradbus.actors.federated.unsent_residuals import UnsentResiduals
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
 from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
@@ -37,6 +38,7 @@ from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Wel
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
+_MUCH_UNSENT = 5.0  # times an update
 _OF_RULE, _OF_OPTIMIZER, _OF_OWN_OPTIMIZER = "rule.", "optimizer.", "own_optimizer."  # in the names of kept tensors
 
 
@@ -87,6 +89,8 @@ class RoundInputs:
         welcome: how to train. command: what the controller asks for; terms: what that has no field for.
         base: float32, shape (D,): the global model. broadcast: float32, what came behind it.
         commanded_s: when the command came, by ``time.perf_counter``.
+        spent: with secure aggregation: rounds whose sum may be known, with this client's update in it, and the terms on
+            which it was masked.
     """
 
     welcome: Welcome
@@ -95,6 +99,7 @@ class RoundInputs:
     broadcast: Tensor = field(default_factory=lambda: torch.empty(0))
     terms: RoundTerms | None = None
     commanded_s: float = 0.0
+    spent: Mapping[int, Hashable] = field(default_factory=dict)
 
     def options(self) -> dict[str, object]:
         """Options of the rule and of the optimizer in this round."""
@@ -139,11 +144,13 @@ class LocalTraining:
         self._memory = memory
         self._number = 0  # of the newest training: that of its round, or, where many are of one round, counted on
         self._counted = 0  # the newest one that counts
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_unsent = False
         self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
         self.keeps_local_model = False
         self._shared_memory = False  # the controller of the newest command reads this process's memory
         self._feeds_back = False  # what masking takes from the newest update is its residual
+        self._unsent = UnsentResiduals()
+        self._update_norm = 0.0  # of the newest training
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -202,8 +209,8 @@ class LocalTraining:
         self._model.check_frozen()
         end = rule.finish(self._keep_local_model(welcome.run_id))
         codec = codec_of(welcome)
-        residual_before = kept.get(RESIDUAL)
         self._feeds_back = welcome.masked and not codec.lossless
+        residual_before = self._residual_before(inputs, kept)
         change, facts = None, _finite(getattr(outcome, "metrics", {})) | _finite(end.metrics)
         num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, rule.steps
         if privacy is not None:
@@ -213,7 +220,7 @@ class LocalTraining:
             encoded, residual = self._encode_in_full(base, residual_before, change), None
         else:
             encoded, residual = self._encode(codec, base, residual_before, change)
-        update_norm = l2_distance(self._model.read(), base) if change is None else l2_norm(change)
+        update_norm = self._update_norm = l2_distance(self._model.read(), base) if change is None else l2_norm(change)
         self._check(encoded, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
@@ -264,18 +271,41 @@ class LocalTraining:
             TooLarge: it has no room in the sum of so many clients.
         """
         started_s, request = time.perf_counter(), update.request
-        payload, residual = masked_values.encode(
+        payload, residual, clamped = masked_values.encode(
             codecs.parse(update.payload, expected_dim=base.numel()), base, masks, request.num_samples
         )
         state = update.state
+        assert self._feeds_back or residual is None, "a roster with a grid is refused where the codec has none"
         if self._feeds_back:  # none: the residual before has gone out, and no older one may come back
-            state = {**state, RESIDUAL: torch.zeros_like(base) if residual is None else residual}
+            residual = torch.zeros_like(base) if residual is None else residual
+            state = {**state, RESIDUAL: residual}
+            self._unsent.note((request.run_id, request.round_id), masks.roster.terms, residual)
+            self._warn_of_unsent(request.round_id, residual, clamped)
         request = replace(
             request, transfer=transfer, total_bytes=len(payload), attempt=masks.roster.attempt.number,
             encode_s=request.encode_s + time.perf_counter() - started_s,
         )  # fmt: skip
         key = update.key._replace(transfer=transfer)
         return self._offered(replace(update, key=key, request=request, payload=payload, state=state))
+
+    def _residual_before(self, inputs: RoundInputs, kept: Mapping[str, Tensor]) -> Tensor | None:
+        """What earlier updates have left, float32, shape (D,); None: nothing."""
+        residual = kept.get(RESIDUAL)
+        if not self._feeds_back:
+            return residual
+        name, after = (inputs.welcome.run_id, inputs.command.round_id), self._kept.last_before(self._number)
+        return self._unsent.before(name, after, residual, inputs.spent)
+
+    def _warn_of_unsent(self, round_id: int, residual: Tensor, clamped: int) -> None:
+        """Log, once, that little of what is trained goes out."""
+        if not self._has_warned_of_unsent and (norm := l2_norm(residual)) > _MUCH_UNSENT * self._update_norm > 0.0:
+            self._has_warned_of_unsent = True
+            log.warning(
+                "most of what was trained has not gone out", client=self._identity.sender, round=round_id,
+                updates=round(norm / self._update_norm, 1), values_at_the_limit=clamped,
+                effect="it comes in later rounds, where the controller's steps let it",
+                remedy="if that goes on, look at docs/secure-aggregation.md, or use the codec fp32",
+            )  # fmt: skip
 
     def _begin(self, base: Tensor, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""

@@ -238,25 +238,26 @@ class MaskedAttempt:
             TooFewMembers: too few clients have answered in time. BadShares: an answer was wrong, and no further one
                 came in time to do without it.
         """
-        server, round_ = self._server, self._round
+        server, round_, roster = self._server, self._round, self._server.roster
+        assert roster is not None, "there are updates"
         survivors = server.close_inputs(round_.accepted)
         request = MaskSurvivors(*self._name, list(survivors))
         compute, until_s = self._context.compute, time.monotonic() + self._settings.unmask_timeout_s
         await self._ask([request], self._to_answer, self._settings.unmask_timeout_s)
         while True:
+            count = len(server.answered)  # one that comes meanwhile has not been tried
             try:
                 await compute.run(server.unmask, self._total, compute.should_stop)
                 break
             except BadShares as error:
                 log.warning("wrong shares", round=round_.round_id, attempt=self.number, reason=str(error))
-                count = len(server.answered)
                 await self._ask([request], functools.partial(self._to_answer, count + 1), until_s - time.monotonic())
                 if len(server.answered) == count:
                     raise
         num_samples = sum(self._weights[one] for one in survivors)
         summary = SumSummary(num_samples, len(survivors), ranges_of(survivors), (), 0)
         total, self._total = self._total, np.zeros(0, np.uint64)  # 8 bytes a value: it is not kept beside the next one
-        return PartialSum(summary, integers_of(total, self._terms.grid, self._positions, self._terms.dim), None)
+        return PartialSum(summary, integers_of(total, roster, self._positions, self._terms.dim), None)
 
     def _to_answer(self, wanted: int = 0) -> set[int]:
         """Clients whose answers are waited for; none, once there are so many, or, by default, enough."""

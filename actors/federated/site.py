@@ -122,7 +122,7 @@ class SiteMember(Client):
         return self._session.lost
 
     def _describe(self, matched: bool) -> Hello:
-        return replace(super()._describe(matched), site=True, masks=False)
+        return replace(super()._describe(matched), site=True, masks=False, grids=False)
 
     def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
         if isinstance(body, Status) and self.controller is not None:

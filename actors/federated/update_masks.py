@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from gradbus.actors.aggregation.common_grid import CommonGrid
+from gradbus.actors.aggregation.grid_steps import shape_of
+from gradbus.actors.federated.local_training import codec_of
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
 from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, Roster
@@ -22,8 +25,10 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import MaskAnswer, MaskRoster, MaskShares, MaskSurvivors
+from gradbus.runtime.wire.control import MaskAnswer, MaskRoster, MaskShares, MaskSurvivors, Welcome
 from gradbus.runtime.wire.messages import Identity
+
+_MAX_ROUNDS = 64
 
 MaskRequest = MaskRoster | MaskShares | MaskSurvivors
 
@@ -54,6 +59,7 @@ class ClientMasking:
         self._identity = identity
         self._least = max(MIN_MEMBERS, least_members)
         self._answered = AnsweredSets(self._least)  # also over starts of the controller
+        self._spent: OrderedDict[tuple[int, int], Hashable] = OrderedDict()  # by run and round
         self._compute = ComputeThread(f"client-{identity.sender}-masks")
         self._own: _OwnPart | None = None
         self._changed = asyncio.Event()
@@ -84,12 +90,21 @@ class ClientMasking:
         self._compute.stop_current()
         self._changed.set()
 
+    def turn_to(self, run_id: int, round_id: int) -> Mapping[int, Hashable]:
+        """A round begins: for no earlier one does this client answer any more. Returns the rounds of the run in which
+        it has helped to unmask a sum with its own update, whether there was a receipt or not, with the terms of the
+        roster: what it had kept until then has gone out."""
+        if (attempt := self.attempt) is not None and (attempt.run_id != run_id or attempt.round_id < round_id):
+            self.forget()
+        return {number: terms for (run, number), terms in self._spent.items() if run == run_id}
+
     def interrupt(self) -> None:
         """Check at once whether masks are still wanted."""
         self._changed.set()
 
-    def on_request(self, request: MaskRequest, dim: int, group: asyncio.TaskGroup) -> None:
-        """A request of the controller, answered by a task of ``group``. ``dim``: values of the model."""
+    def on_request(self, request: MaskRequest, welcome: Welcome, dim: int, group: asyncio.TaskGroup) -> None:
+        """A request of the controller, answered by a task of ``group``. ``welcome``: says which codec the
+        updates have. ``dim``: values of the model."""
         own, attempt = self._own, self.attempt
         if own is None or attempt is None:
             return
@@ -98,14 +113,16 @@ class ClientMasking:
         if not own.working:  # else it is repeated
             own.working = True
             name = f"client-{self._identity.sender}-masks"
-            group.create_task(self._handle(own, request, dim, group), name=name)
+            group.create_task(self._handle(own, request, welcome, dim, group), name=name)
 
-    async def _handle(self, own: _OwnPart, request: MaskRequest, dim: int, group: asyncio.TaskGroup) -> None:
+    async def _handle(
+        self, own: _OwnPart, request: MaskRequest, welcome: Welcome, dim: int, group: asyncio.TaskGroup
+    ) -> None:
         client = own.client
         try:
             match request:
                 case MaskRoster():
-                    sealed = await self._compute.run(self._share, client, request, dim)
+                    sealed = await self._compute.run(self._share, client, request, welcome, dim)
                     self._answer(own, 1, b"".join(sealed), group)
                 case MaskShares():
                     pieces = [
@@ -131,12 +148,19 @@ class ClientMasking:
             own.working = False
 
     @staticmethod
-    def _share(client: MaskingClient, request: MaskRoster, dim: int) -> list[bytes]:
+    def _share(client: MaskingClient, request: MaskRoster, welcome: Welcome, dim: int) -> list[bytes]:
         try:
             grid = CommonGrid(request.sent, request.block_elems, request.steps)
             grid.check(dim)  # before anything of its size is made
+            codec = codec_of(welcome)
         except ValueError as error:
             raise NotInProtocol(str(error)) from None
+        sent, block_elems = shape_of(codec, dim)
+        if grid.sent != sent or grid.block_elems not in (0, block_elems):
+            raise NotInProtocol(
+                f"a grid with {grid.sent} values and blocks of {grid.block_elems}: the codec {codec.name} of this run "
+                f"has {sent} and {block_elems}, 0 for all and for none"
+            )
         return client.share(Roster.parse(client.attempt, request.threshold, request.members, request.cap, grid))
 
     def _unmask(self, own: _OwnPart, survivors: Sequence[int]) -> bytes:
@@ -145,10 +169,14 @@ class ClientMasking:
         name = client.attempt.run_id, client.attempt.round_id
         if client.roster is None:
             raise NotInProtocol("there is no roster yet")
-        terms = client.roster.cap, client.roster.grid
+        terms = client.roster.terms
         self._answered.check(name, terms, survivors)
         shares = client.unmask(survivors)
         self._answered.note(name, terms, survivors)
+        if self._identity.sender in survivors:
+            self._spent[name] = terms
+        while len(self._spent) > _MAX_ROUNDS:
+            self._spent.popitem(last=False)
         own.masks = None
         return b"".join(shares)
 
@@ -166,7 +194,7 @@ class ClientMasking:
                 raise Stopped
             total = zeros(roster.grid, dim)
             client.mask(total, should_stop)
-            return UpdateMasks(roster, len(client.senders), total, roster.positions(dim))
+            return UpdateMasks(roster, self._identity.sender, len(client.senders), total, roster.positions(dim))
 
         with contextlib.suppress(Stopped, NotInProtocol):  # the latter: the sum was made without this client meanwhile
             made = await self._compute.run(masks)

@@ -38,8 +38,8 @@ def fewest_clients(sets: Sequence[Collection[int]]) -> int:
 
 @dataclass(slots=True)
 class _Answered:
-    """Holds the sets of one round. ``terms``: the cap on samples and the grid: with others the same updates have other
-    weights, or other roundings, and many of these would show how single ones lie."""
+    """Holds the sets of one round. ``terms``: of the roster: with others the same updates have other weights, other
+    roundings, or another limit, and many of these would show how single ones lie."""
 
     terms: Hashable
     sets: list[frozenset[int]] = field(default_factory=list)
@@ -55,14 +55,14 @@ class AnsweredSets:
 
     def check(self, name: Hashable, terms: Hashable, survivors: Collection[int]) -> None:
         """Raises NotInProtocol: with what was answered before in the round of this name, that shows too much.
-        ``terms``: the cap on samples and the grid of the attempt."""
+        ``terms``: of the roster of the attempt."""
         answered, found = self._rounds.get(name), frozenset(survivors)
         if answered is None:
             return
         if answered.terms != terms:
             raise NotInProtocol(
                 "a sum with another cap on samples, or in other steps, after one of the same round: both would show "
-                "single updates"
+                "single updates. Start this client again if the round has to go on with others"
             )
         if found in answered.sets:
             return

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from gradbus.actors.aggregation.common_grid import EXACT, MAX_ADDENDS, CommonGrid
+from gradbus.actors.aggregation.common_grid import EXACT, MAX_ADDENDS, CommonGrid, limit_for
 from gradbus.actors.secure_aggregation.shamir import MAX_POINTS, SHARE_BYTES
 
 KEY_BYTES = 32
@@ -34,7 +34,9 @@ _ENTRY = struct.Struct(f"<I{KEYS_BYTES}s")
 ENTRY_BYTES = _ENTRY.size
 _NAME = struct.Struct("<QQII")
 _ROUND = struct.Struct("<QI")
-_TERMS = struct.Struct("<IQQQ")
+_DITHER = struct.Struct("<QII")
+_TERMS = struct.Struct("<IQ")
+_GRID = struct.Struct("<QQ")
 
 
 class NotInProtocol(ValueError):
@@ -122,6 +124,20 @@ class Roster:
             dim, b"gradbus positions 1" + _ROUND.pack(self.attempt.run_id, self.attempt.round_id)
         )
 
+    def dither_seed(self, client_id: int) -> bytes:
+        """Of what a client rounds with. The same in all attempts at a round: its update has the same bits in each."""
+        return b"gradbus dither 1" + _DITHER.pack(self.attempt.run_id, self.attempt.round_id, client_id)
+
+    @property
+    def limit(self) -> int:
+        """The largest integer of a member; 0: there is none but the room in the sum."""
+        return limit_for(len(self.members)) if self.grid.is_small else 0
+
+    @property
+    def terms(self) -> Hashable:
+        """What the integers of an update depend on, beside the update."""
+        return self.cap, self.grid, self.limit
+
     def weight(self, num_samples: int) -> int:
         """Return the weight of an update of so many samples."""
         return min(num_samples, self.cap) if self.cap else num_samples
@@ -156,11 +172,12 @@ class Roster:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 over all of it."""
-        grid = self.grid
-        terms = _TERMS.pack(self.threshold, self.cap, grid.sent, grid.block_elems)
-        parts = [terms, hashlib.sha256(grid.exponents).digest(), self.to_bytes(), self.attempt.to_bytes()]
-        return hashlib.sha256(b"gradbus roster 1" + b"".join(parts)).digest()
+        """SHA-256 over all of it. Without a grid it is as before there were any."""
+        terms, named = _TERMS.pack(self.threshold, self.cap), self.to_bytes() + self.attempt.to_bytes()
+        if self.grid == EXACT:
+            return hashlib.sha256(b"gradbus roster 1" + terms + named).digest()
+        grid = _GRID.pack(self.grid.sent, self.grid.block_elems) + hashlib.sha256(self.grid.exponents).digest()
+        return hashlib.sha256(b"gradbus roster 2" + terms + grid + named).digest()
 
     def to_bytes(self) -> bytes:
         """The members; :meth:`parse` reads it."""

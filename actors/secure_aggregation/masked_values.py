@@ -4,7 +4,8 @@ An update of n samples is, value by value, n times the difference to the base mo
 as in the exact sum (:mod:`gradbus.actors.aggregation.exact_sum`), plus the masks. Where the integers of each of the
 members are below 2^55 divided by their number, their sum is the number that it is modulo 2^56: nothing is lost. Seven
 bytes for each value hold it, where a float32 takes four. With the small integers of a common grid
-(:mod:`gradbus.actors.aggregation.common_grid`) two do: 255 times 127 is below 2^15. docs/wire.md has the layout.
+(:mod:`gradbus.actors.aggregation.common_grid`) two do: they are as small as the number of members asks for.
+docs/wire.md has the layout.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from gradbus.actors.aggregation.common_grid import (
     KEPT_SHARE,
     CommonGrid,
     GridIntegers,
+    Rounding,
     SpreadIntegers,
-    round_to_grid,
 )
 from gradbus.actors.aggregation.exact_sum import GridRounding
 from gradbus.actors.aggregation.partial_sum import Integers
@@ -62,20 +63,34 @@ class UpdateMasks(NamedTuple):
     """The masks of one update.
 
     Attributes:
-        roster: of the attempt that they are for. members: clients that have shared, whose updates may be in the sum.
+        roster: of the attempt that they are for. client_id: whose they are. members: clients that have shared, whose
+            updates may be in the sum.
         total: as of :func:`zeros`: the sum of all masks of this client. No two vectors are masked with it.
         positions: of the roster.
     """
 
     roster: Roster
+    client_id: int
     members: int
     total: Words
     positions: NDArray[np.int64] | None = None
 
 
-def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -> tuple[memoryview, Tensor | None]:
-    """The bytes of a masked update, and the residual that its client keeps: float32, shape (D,), what the grid of the
-    attempt leaves out; None: nothing but the rounding to 2^-30.
+class Encoded(NamedTuple):
+    """A masked update.
+
+    Attributes:
+        data: its bytes. residual: that its client keeps: float32, shape (D,), what the grid of the attempt leaves out;
+            None: nothing but the rounding to 2^-30. clamped: values that came to the limit of small integers.
+    """
+
+    data: memoryview
+    residual: Tensor | None
+    clamped: int = 0
+
+
+def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -> Encoded:
+    """An update as it goes out.
 
     Args:
         update: the client's own, with every value; with a codec that compresses it has the residual before.
@@ -87,13 +102,15 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
     """
     grid, weight = masks.roster.grid, masks.roster.weight(num_samples)
     if grid != EXACT:
-        change, positions = _difference(update, base), masks.positions
+        change, positions, clamped = _difference(update, base), masks.positions, 0
         sent = change if positions is None else change[torch.from_numpy(positions)]
         if grid.is_small:
             count = len(masks.total)
             data = _begun(masks, count, SMALL_BYTES, weight)
             values = np.frombuffer(data, "<i2", count, _HEADER.size)
-            round_to_grid(sent, weight, grid, positions, values)
+            seed = masks.roster.dither_seed(masks.client_id)
+            rounding = Rounding(grid, positions, len(masks.roster.members), weight, seed)
+            clamped = rounding.round(sent, values)
             np.add(values.view("<u2"), masks.total, out=values.view("<u2"))
         else:
             update = parse(get("fp32").encode(sent), expected_dim=len(sent))
@@ -101,8 +118,8 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
             sent.zero_()
         if positions is not None:
             change.mul_(KEPT_SHARE)[torch.from_numpy(positions)] = sent
-        return data, change
-    return _exactly(update, base, masks, weight), None
+        return Encoded(data, change, clamped)
+    return Encoded(_exactly(update, base, masks, weight), None)
 
 
 def _difference(update: Parsed, base: Tensor) -> Tensor:
@@ -236,11 +253,11 @@ class SignedIntegers:
         return 1 << (BITS - 1)
 
 
-def integers_of(total: Words, grid: CommonGrid, positions: NDArray[np.int64] | None, dim: int) -> Integers:
-    """What an unmasked sum stands for in a model of ``dim`` values, in units of 2^-30."""
+def integers_of(total: Words, roster: Roster, positions: NDArray[np.int64] | None, dim: int) -> Integers:
+    """What an unmasked sum of an attempt stands for in a model of ``dim`` values, in units of 2^-30."""
     sent: Integers
-    if grid.is_small:
-        sent = GridIntegers(total.view(np.int16), grid, positions)
+    if roster.grid.is_small:
+        sent = GridIntegers(total.view(np.int16), roster.grid, positions, len(roster.members))
     else:
         sent = SignedIntegers(total.astype(np.uint64, copy=False))
     return sent if positions is None else SpreadIntegers(sent, positions, dim)

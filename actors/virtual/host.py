@@ -186,7 +186,7 @@ class ClientHost(Client):
         self._open_parts(self)
 
     def _describe(self, matched: bool) -> Hello:
-        return replace(super()._describe(matched), ids=self._text, masks=False)
+        return replace(super()._describe(matched), ids=self._text, masks=False, grids=False)
 
     # Messages
 

@@ -73,7 +73,7 @@ class Hello:
         site: it is the Controller of a site, whose updates are exact sums.
         ids: it speaks for the clients with these ids, which have its incarnation and its session; empty: for itself.
         shared_dim, shared_layout: dim and layout of what its Welcome's patterns share; 0: it has not been given any.
-        masks: it can mask its updates.
+        masks: it can mask its updates. grids: and round them to a common grid before.
     """
 
     protocol: U32
@@ -95,6 +95,7 @@ class Hello:
     shared_dim: U64 = 0
     shared_layout: U64 = 0
     masks: bool = False
+    grids: bool = False
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -298,7 +299,8 @@ class MaskRoster:
         threshold: clients that it takes to unmask. cap: samples that more count as, 0: there is none.
         members: of each client its id, two public keys and a commitment, 100 bytes, by ascending id.
         sent: values of an update, at positions that the round chooses, 0: all.
-        block_elems: values of the model that share a step. steps: int8, the exponent of each block; none: 2^-30.
+        block_elems: values of the model that share a step. steps: int8, the exponent of how far each block reaches, of
+            which its step is a part; none: all steps are 2^-30.
     """
 
     run_id: U64

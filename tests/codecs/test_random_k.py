@@ -14,11 +14,11 @@ from gradbus.codecs import random_k
 
 def test_a_seed_always_chooses_the_same_entries() -> None:
     """These are on the wire: nobody sends them, and all have to know them."""
-    assert random_k(20, 5, b"seed").tolist() == [4, 5, 9, 14, 19]
+    assert random_k(20, 5, b"seed").tolist() == [1, 3, 6, 12, 17]
     chosen = random_k(1_199_882, 119_989, b"gradbus")
-    assert chosen[:6].tolist() == [9, 21, 31, 38, 45, 54]
+    assert chosen[:6].tolist() == [6, 11, 19, 28, 43, 49]
     digest = hashlib.sha256(chosen.numpy().astype("<i8").tobytes()).hexdigest()
-    assert digest[:16] == "937e770f6df566bb"
+    assert digest[:16] == "ffb696a4aaad7b06"
 
 
 @settings(max_examples=100, deadline=None)

@@ -3,7 +3,10 @@ integers on the common grid, worked out here by NumPy alone, whoever drops out a
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from secure_runs import DIM, Moving, Observer, Run, delta_of, restarted
+from structlog.testing import capture_logs
 from torch import Tensor
 
 import gradbus
@@ -20,12 +24,13 @@ from gradbus.actors.aggregation.common_grid import MAX_SCALES
 from gradbus.actors.federated import local_training
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.update_masks import ClientMasking
-from gradbus.actors.secure_aggregation.keys import ENTRY_BYTES, TooFewMembers
+from gradbus.actors.secure_aggregation.keys import ENTRY_BYTES, Attempt, NotInProtocol, TooFewMembers
+from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.codecs import random_k
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import RoundTimeout
 from gradbus.runtime.wire import control
-from gradbus.runtime.wire.control import MaskAnswer, MaskRoster
+from gradbus.runtime.wire.control import MaskAnswer, MaskRoster, Welcome
 
 CHUNK = 512
 Q8: dict[str, Any] = {"name": "q8", "chunk_elems": CHUNK}
@@ -36,6 +41,23 @@ HEADER = 32
 
 def peaks_of(total: NDArray[np.float64]) -> list[float]:
     return [float(np.abs(total[at : at + CHUNK]).max()) for at in range(0, DIM, CHUNK)]
+
+
+def dither_of(run_id: int, round_id: int, client_id: int, count: int) -> NDArray[np.float64]:
+    name = struct.pack("<QII", run_id, round_id, client_id)
+    key = hashlib.blake2b(b"gradbus dither 1" + name, digest_size=16).digest()
+    raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(-(-count // 4))
+    return raw.astype("<u8").view("<i2")[:count] * (7 / 8 / 65536)
+
+
+def next_reach(reach: float, peak: float, now: int | None) -> int:
+    assert peak, "all blocks change here"
+    wanted = max(-23, math.frexp(reach * peak)[1])
+    if now is None:
+        return wanted
+    if abs(peak / 2.0**now - 1) <= 1 / 16:
+        wanted = max(wanted, now + 3)
+    return wanted if wanted <= now - 3 else min(max(wanted, now - 1), now + 4)
 
 
 class Oracle:
@@ -49,14 +71,15 @@ class Oracle:
         self._run_id, self._change = run_id, change
         self.clamped = 0
 
-    def round(self, round_id: int, clients: Sequence[int]) -> None:
+    def round(self, round_id: int, clients: Sequence[int], members: int = 0) -> None:
+        """``members``: of the roster, where those are more than have an update in the sum."""
         where = np.arange(DIM)
         if self._density:
             seed = b"gradbus positions 1" + self._run_id.to_bytes(8, "little") + round_id.to_bytes(4, "little")
             where = random_k(DIM, math.ceil(DIM * self._density), seed).numpy()
-        steps = np.full(DIM, 2.0**-30)
+        steps, bits = np.full(DIM, 2.0**-30), 15 - ((members or len(clients)) - 1).bit_length()
         if self._exponents is not None:
-            steps = 2.0 ** np.repeat(self._exponents, CHUNK)[:DIM]
+            steps = 2.0 ** (np.repeat(self._exponents, CHUNK)[:DIM] - bits)
         total, samples = np.zeros(DIM), 0
         for one in clients:
             weight = 20 + one
@@ -64,8 +87,10 @@ class Oracle:
             p = trained - self.weights + self.residuals.get(one, np.float32(0))
             q = np.rint(p.astype(np.float64) * weight / steps)
             if self._exponents is not None:
-                q = np.clip(q, -127, 127)
-                self.clamped += int((np.abs(q[where]) == 127).sum())
+                dither, limit = np.zeros(DIM), 2**bits - 1
+                dither[where] = dither_of(self._run_id, round_id, one, len(where))
+                q = np.clip(np.rint(p.astype(np.float64) * (weight / steps) + dither), -limit, limit)
+                self.clamped += int((np.abs(q[where]) == limit).sum())
                 left = (p - q * (steps / weight)).astype(np.float32)
             else:
                 left = np.zeros(DIM, np.float32)
@@ -76,10 +101,10 @@ class Oracle:
         mean = total * 2.0**30 * (1.0 / (samples * 2.0**30))
         self.weights = (mean + self.weights).astype(np.float32)
         if self._is_small:
-            reach = 8.0 / math.sqrt(len(clients))
-            wanted = [math.frexp(reach * peak / 127)[1] if peak else -30 for peak in peaks_of(total)]
-            before = self._exponents or [-31] * len(wanted)
-            self._exponents = [max(pair) for pair in zip(wanted, (e - 1 for e in before), strict=True)]
+            limit = 2 ** (15 - (len(clients) - 1).bit_length()) - 1
+            reach, peaks = max(9 / 8, limit / 128 / math.sqrt(len(clients))), peaks_of(total)
+            before = self._exponents or [None] * len(peaks)
+            self._exponents = [next_reach(reach, peak, now) for peak, now in zip(peaks, before, strict=True)]
 
 
 def oracle_of(controller: Any, codec: Mapping[str, Any], rounds: Sequence[Sequence[int]], **more: Any) -> Oracle:
@@ -108,6 +133,15 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_integers(codec: dict[str
         assert float((controller.weights - mean).norm()) < 0.06 * float(mean.norm())  # of the last round
 
 
+def test_so_it_is_with_more_clients_which_have_fewer_bits_each() -> None:
+    controller = Run(
+        range(17), rounds=3, codec=Q8, secure_aggregation={"keys_timeout_s": 20.0, "shares_timeout_s": 20.0}
+    )()
+    assert [report.clients for report in controller.progress.reports] == [tuple(range(17))] * 3
+    oracle = oracle_of(controller, Q8, [range(17)] * 3)
+    assert np.array_equal(controller.weights.numpy(), oracle.weights)
+
+
 @pytest.mark.parametrize("phase", [0, 1, 2, 3])
 def test_where_two_of_five_drop_out_it_is_that_of_those_whose_updates_came(phase: int) -> None:
     run = Run(range(5), rounds=3, codec=Q8, quits={3: phase, 4: phase}, secure_aggregation={"threshold": 0.6})
@@ -115,7 +149,8 @@ def test_where_two_of_five_drop_out_it_is_that_of_those_whose_updates_came(phase
     controller = run()
     assert [report.attempt for report in controller.progress.reports] == [1, 1, 1]
     third = range(5 if phase == 3 else 3)
-    oracle = oracle_of(controller, Q8, [range(5), range(5), third])
+    oracle = oracle_of(controller, Q8, [range(5), range(5)])
+    oracle.round(3, third, members=5 if phase else 3)
     assert [report.clients for report in controller.progress.reports][2] == tuple(third)
     assert np.array_equal(controller.weights.numpy(), oracle.weights)
 
@@ -138,7 +173,7 @@ def test_values_beyond_the_reach_are_clamped_and_what_is_missing_comes_in_later_
     run.task = Bursting()
     controller = run()
     oracle = oracle_of(controller, Q8, [range(5)] * 6, change=Bursting.change)
-    assert oracle.clamped > DIM
+    assert oracle.clamped > DIM // 2
     assert np.array_equal(controller.weights.numpy(), oracle.weights)
     mean = sum((20 + one) * Bursting.change(one, number) for one in range(5) for number in (1, 2)) / 110
     assert float((controller.weights - mean).norm()) < 0.02 * float(mean.norm())
@@ -237,9 +272,8 @@ def test_on_the_bus_is_no_small_integer_of_a_single_client() -> None:
     at = slice(DIM // 2, DIM // 2 + 16)
     for one in range(3):
         change = (first.weights + delta_of(one, 2).numpy()) - first.weights + first.residuals[one]
-        q = np.clip(
-            np.rint(change.astype(np.float64) * (20 + one) / 2.0 ** np.repeat(exponents, CHUNK)[:DIM]), -127, 127
-        )
+        exact = change.astype(np.float64) * (20 + one) / 2.0 ** (np.repeat(exponents, CHUNK)[:DIM] - 13)
+        q = np.rint(exact + dither_of(controller.run_id, 2, one, DIM))
         assert q[at].any()
         assert q[at].astype("<i2").tobytes() not in seen
         assert q[at].astype(np.int8).tobytes() not in seen
@@ -300,7 +334,8 @@ def test_an_update_in_the_width_of_another_round_is_refused(monkeypatch: pytest.
     def too_wide(update: Any, base: Tensor, masks: Any, num_samples: int) -> Any:
         if masks.roster.grid.is_small and num_samples == 22:
             exact = masks._replace(total=np.zeros(DIM, np.uint64))
-            return local_training.masked_values._exactly(update, base, exact, 22), torch.zeros(DIM)
+            data = local_training.masked_values._exactly(update, base, exact, 22)
+            return local_training.masked_values.Encoded(data, torch.zeros(DIM))
         return encode(update, base, masks, num_samples)
 
     monkeypatch.setattr(local_training.masked_values, "encode", too_wide)
@@ -309,6 +344,75 @@ def test_an_update_in_the_width_of_another_round_is_refused(monkeypatch: pytest.
     second = controller.progress.reports[1]
     assert second.clients == (0, 1)
     assert second.strikes[0].client_id == 2
-    assert np.array_equal(
-        controller.weights.numpy(), oracle_of(controller, Q8, [range(3), range(2)]).weights
-    )  # fmt: skip
+    oracle = oracle_of(controller, Q8, [range(3)])
+    oracle.round(2, range(2), members=3)
+    assert np.array_equal(controller.weights.numpy(), oracle.weights)
+
+
+@pytest.mark.parametrize("codec", [Q8, SQ8], ids=["q8", "sq8"])
+def test_what_a_client_has_helped_to_unmask_goes_out_in_no_later_round_though_the_controller_says_it_does_not_count(
+    codec: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The difference of the sums of two rounds would be what clients had kept. The model is that with all receipts."""
+    on_receipt, refused = local_training.LocalTraining.on_receipt, []
+
+    def told_otherwise(training: Any, update: Any, receipt: Any) -> None:
+        if receipt.round_id in (2, 3) and (client_id := training._identity.sender):
+            refused.append((client_id, receipt.round_id))
+            receipt = dataclasses.replace(receipt, accepted=False, reason="none")
+        on_receipt(training, update, receipt)
+
+    monkeypatch.setattr(local_training.LocalTraining, "on_receipt", told_otherwise)
+    controller = Run(range(3), rounds=5, codec=codec)()
+    assert sorted(refused) == [(1, 2), (1, 3), (2, 2), (2, 3)]
+    assert np.array_equal(controller.weights.numpy(), oracle_of(controller, codec, [range(3)] * 5).weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "why"),
+    [
+        ("fp32", (0, 512, b"\0" * 10), "0 values and blocks of 512: the codec fp32 of this run has 0 and 0"),
+        ("fp32", (500, 0, b""), "500 values and blocks of 0: the codec fp32"),
+        ("s4", (1, 0, b""), "1 values and blocks of 0: the codec s4 of this run has 500 and 0"),
+        ("q8", (0, 1, b"\0" * DIM), "0 values and blocks of 1: the codec q8 of this run has 0 and 512"),
+        ("q9", (0, 0, b""), "there is no codec 'q9'"),
+        ("sq8", (0, 512, b"\0" * 10), "0 values and blocks of 512: the codec sq8 of this run has 500 and 512"),
+    ],
+)
+def test_a_client_takes_no_grid_that_is_not_of_the_codec_of_its_welcome(
+    name: str, grid: tuple[int, int, bytes], why: str
+) -> None:
+    """With another one a single value could be sent, or what is rounded away would be lost."""
+    welcome = Welcome(1, 1, 1, 1, name, 0.1, CHUNK, 2, 3, 1.0, masked=True)
+    client = MaskingClient(Attempt("job", 1, 2, 3, 4), 1)
+    with pytest.raises(NotInProtocol, match=why):
+        ClientMasking._share(client, MaskRoster(1, 3, 4, 2, 0, b"", *grid), welcome, DIM)
+
+
+class Steady(Moving):
+    """Changes the same in each round."""
+
+    def train(self, model: Any, *, client_id: int, round_id: int, **_: Any) -> TrainResult:
+        with torch.no_grad():
+            model.vector.add_(delta_of(client_id, 0))
+        return TrainResult(20, 1.25)
+
+
+def test_a_client_says_once_that_most_of_what_it_has_trained_has_not_gone_out() -> None:
+    class Coarse(gradbus.Controller):
+        """Asks for steps with which nothing comes through."""
+
+        async def _collect(self, round_id: int, *arguments: Any) -> Any:
+            if round_id > 1:
+                self._strategy._exponents = np.full(10, 23, np.int8)
+            return await super()._collect(round_id, *arguments)
+
+    run = Run(range(2), rounds=8, codec=Q8)
+    run.task, run.make_controller = Steady(), Coarse
+    with capture_logs() as lines:
+        run()
+    found = [line for line in lines if line["event"] == "most of what was trained has not gone out"]
+    assert sorted(line["client"] for line in found) == [0, 1]
+    assert all(5.0 <= line["updates"] <= 6.0 for line in found)
+    assert {line["values_at_the_limit"] for line in found} == {0}

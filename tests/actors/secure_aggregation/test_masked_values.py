@@ -1,8 +1,9 @@
-"""Masked updates as bytes, and their sum: the integers of the exact sum, modulo 2^56."""
+"""Masked updates as bytes, and their sum: the integers of the exact sum, modulo 2^56, or small ones, modulo 2^16."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import struct
 
@@ -13,18 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus import codecs
-from gradbus.actors.aggregation.common_grid import CommonGrid
+from gradbus.actors.aggregation.common_grid import EXACT, MAX_ADDENDS, MAX_EXPONENT, CommonGrid, Dither, limit_for
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.aggregation.partial_sum import PartialSum, SumSummary
-from gradbus.actors.secure_aggregation.keys import Attempt, Roster, RosterEntry
+from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
+from gradbus.actors.secure_aggregation.keys import Attempt, NotInProtocol, Roster, RosterEntry
 from gradbus.actors.secure_aggregation.masked_values import (
     MaskedValues,
     SignedIntegers,
     TooLarge,
     UpdateMasks,
     encode,
+    integers_of,
     size_of,
 )
+from gradbus.actors.secure_aggregation.masks import add_masks
 from gradbus.codecs import CodecError, Parsed
 
 MEMBERS = 3
@@ -32,7 +36,7 @@ MEMBERS = 3
 
 def masks_of(total: np.ndarray, *, cap: int = 0, members: int = MEMBERS) -> UpdateMasks:
     entries = tuple(RosterEntry(one, bytes([one] * 32), bytes([one + 100] * 32), bytes(32)) for one in range(3))
-    return UpdateMasks(Roster(Attempt("job", 1, 2, 3, 4), 2, entries, cap), members, total)
+    return UpdateMasks(Roster(Attempt("job", 1, 2, 3, 4), 2, entries, cap), 1, members, total)
 
 
 def parsed(vector: torch.Tensor, version: int = 2) -> Parsed:
@@ -53,7 +57,7 @@ def test_the_unmasked_sum_is_the_exact_sum(data: list[list[float]], samples: lis
     for values, num_samples in zip(data, samples, strict=False):
         update = parsed(torch.tensor(values), version)
         masks = np.random.default_rng(num_samples).integers(0, 2**64, 5, np.uint64, endpoint=False)
-        payload, residual = encode(update, base, masks_of(masks), num_samples)
+        payload, residual, _ = encode(update, base, masks_of(masks), num_samples)
         assert residual is None
         expected.add(update, base=base, num_samples=num_samples)
         found = MaskedValues.parse(payload, expected_dim=5)
@@ -84,7 +88,7 @@ def test_blocks_of_more_than_one_piece_are_added_whole() -> None:
     vector = torch.randn(dim, generator=torch.Generator().manual_seed(1))
     masks = np.random.default_rng(0).integers(0, 2**64, dim, np.uint64, endpoint=False)
     total = np.zeros(dim, np.uint64) - masks
-    payload, _ = encode(parsed(vector), torch.zeros(dim), masks_of(masks), 3)
+    payload, *_ = encode(parsed(vector), torch.zeros(dim), masks_of(masks), 3)
     MaskedValues.parse(payload, expected_dim=dim).add_to(total)
     found = torch.cat([values.clone() for _, values in SignedIntegers(total).blocks()])
     assert torch.equal(found, (vector.double() * 3 * 2**30).round().long())
@@ -99,7 +103,7 @@ def test_the_largest_values_of_all_members_have_room_and_larger_ones_are_refused
     )
     fits *= 1 - 2**-20
     masks = masks_of(np.zeros(1, np.uint64), members=members)
-    payload, _ = encode(parsed(fits), torch.zeros(1), masks, 1)
+    payload, *_ = encode(parsed(fits), torch.zeros(1), masks, 1)
     total = np.zeros(1, np.uint64)
     for _ in range(members):
         MaskedValues.parse(payload, expected_dim=1).add_to(total)
@@ -138,32 +142,38 @@ def small_masks(total: list[int], exponent: int, *, sent: int = 0, cap: int = 0)
     dim = sent or len(total)
     grid = CommonGrid(sent, 10, bytes([exponent % 256]))
     roster = dataclasses.replace(masks_of(np.zeros(dim, np.uint64), cap=cap).roster, grid=grid)
-    return UpdateMasks(roster, MEMBERS, np.array(total, np.uint16), roster.positions(4) if sent else None)
+    return UpdateMasks(roster, 1, MEMBERS, np.array(total, np.uint16), roster.positions(4) if sent else None)
 
 
 def test_the_bytes_of_small_integers_are_those_of_the_page() -> None:
-    update = parsed(torch.tensor([1.0, -2.0, 100.0, 0.3125]))
-    payload, residual = encode(update, torch.zeros(4), small_masks([0, 2**16 - 1, 5, 7], -1, cap=2), 7)
-    integers = [4, (-8 - 1) % 2**16, 127 + 5, 1 + 7]  # twice the value, in steps of a half; the third one is clamped
+    update = parsed(torch.tensor([1.0, -2.0, 3000.0, 0.6875]))
+    payload, residual, clamped = encode(update, torch.zeros(4), small_masks([0, 2**16 - 1, 5, 7], 12, cap=2), 7)
+    # Twice the value, in steps of a half, as 3 members have room for 2^13 of them each; the third one is clamped.
+    seed = b"gradbus dither 1" + struct.pack("<QII", 1, 3, 1)  # of the run, the round and the client
+    dither = np.empty(4)
+    Dither(seed).next(dither)
+    fourth = round(0.6875 * 4 + dither[3])
+    integers = [4, (-8 - 1) % 2**16, 8191 + 5, fourth + 7]
     head = b"GBXM" + struct.pack("<BBHIIQQ", 1, 2, 0, 4, 0, 4, 2)
     assert bytes(payload) == head + struct.pack("<4H", *integers)
     assert residual is not None
-    assert torch.equal(residual, torch.tensor([0.0, 0.0, 100.0 - 127 / 4, 0.0625]))
+    assert torch.equal(residual, torch.tensor([0.0, 0.0, 3000.0 - 8191 / 4, 0.6875 - fourth / 4]))
+    assert clamped == 1
 
 
 def test_at_the_positions_of_a_round_are_the_values_of_the_page() -> None:
-    masks = small_masks([0, 0], -1, sent=2)
+    masks = small_masks([0, 0], 12, sent=2)
     update = parsed(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     seed = b"gradbus positions 1" + struct.pack("<QI", 1, 3)  # of the run and the round
     first, second = codecs.random_k(4, 2, seed).tolist()
-    payload, residual = encode(update, torch.zeros(4), masks, 1)
+    payload, residual, _ = encode(update, torch.zeros(4), masks, 1)
     assert bytes(payload)[32:] == struct.pack("<2H", 2 * (first + 1), 2 * (second + 1))
     assert residual is not None
     assert residual.tolist() == [0.0 if at in (first, second) else (at + 1) / 2 for at in range(4)]
     exact = UpdateMasks(
-        dataclasses.replace(masks.roster, grid=CommonGrid(2)), MEMBERS, np.zeros(2, np.uint64), masks.positions
+        dataclasses.replace(masks.roster, grid=CommonGrid(2)), 1, MEMBERS, np.zeros(2, np.uint64), masks.positions
     )  # fmt: skip
-    payload, of_exact = encode(update, torch.zeros(4), exact, 1)
+    payload, of_exact, _ = encode(update, torch.zeros(4), exact, 1)
     MaskedValues.parse(payload, expected_dim=2).add_to(total := np.zeros(2, np.uint64))
     assert total.tolist() == [(first + 1) << 30, (second + 1) << 30]
     assert of_exact is not None
@@ -171,23 +181,66 @@ def test_at_the_positions_of_a_round_are_the_values_of_the_page() -> None:
 
 
 def test_small_integers_are_read_where_they_are_expected_and_nowhere_else() -> None:
-    payload, _ = encode(parsed(torch.ones(3)), torch.zeros(3), small_masks([0, 0, 0], 0), 1)
+    payload, *_ = encode(parsed(torch.ones(3)), torch.zeros(3), small_masks([0, 0, 0], 13), 1)
     found = MaskedValues.parse(payload, expected_dim=3, value_bytes=2)
     total = np.array([2**16 - 1, 0, 5], np.uint16)
     found.add_to(total)
     assert total.tolist() == [0, 1, 6]
     with pytest.raises(CodecError, match=r"version 1 with 2 bytes a value and flags 0x0: expected version 1 with 7"):
         MaskedValues.parse(payload, expected_dim=3)
-    wide, _ = encode(parsed(torch.ones(3)), torch.zeros(3), masks_of(np.zeros(3, np.uint64)), 1)
+    wide, *_ = encode(parsed(torch.ones(3)), torch.zeros(3), masks_of(np.zeros(3, np.uint64)), 1)
     with pytest.raises(CodecError, match=r"7 bytes a value .* expected version 1 with 2"):
         MaskedValues.parse(wide, expected_dim=3, value_bytes=2)
     with pytest.raises(CodecError, match="expected 38"):
         MaskedValues.parse(bytes(payload) + b"\0", expected_dim=3, value_bytes=2)
 
 
-def test_keys_are_bound_to_the_grid() -> None:
-    rosters = [
-        small_masks([0] * 4, 1).roster, small_masks([0] * 4, 2).roster, small_masks([0] * 2, 1, sent=2).roster,
-        masks_of(np.zeros(4, np.uint64)).roster,
+def test_keys_are_bound_to_the_grid_and_without_one_are_those_of_earlier_versions() -> None:
+    plain = masks_of(np.zeros(4, np.uint64), cap=9).roster
+    grids = [
+        CommonGrid(2), CommonGrid(3), CommonGrid(0, 10, b"\1"), CommonGrid(0, 10, b"\2"), CommonGrid(0, 11, b"\1"),
+        CommonGrid(2, 10, b"\1"),
     ]  # fmt: skip
-    assert len({roster.digest for roster in rosters}) == 4
+    assert len({dataclasses.replace(plain, grid=grid).digest for grid in [EXACT, *grids]}) == 7
+    name = struct.pack("<QQII", 1, 2, 3, 4) + b"job"
+    expected = hashlib.sha256(b"gradbus roster 1" + struct.pack("<IQ", 2, 9) + plain.to_bytes() + name)
+    assert plain.digest == expected.digest()
+
+
+def test_a_client_answers_on_one_grid_and_limit_in_a_round() -> None:
+    roster = small_masks([0] * 4, 1).roster
+    others = [
+        dataclasses.replace(roster, cap=5), dataclasses.replace(roster, grid=CommonGrid(0, 10, b"\2")),
+        dataclasses.replace(roster, grid=EXACT), dataclasses.replace(roster, members=roster.members[:2]),
+    ]  # fmt: skip
+    assert roster.limit == 8191
+    for other in others:
+        answered = AnsweredSets()
+        answered.check("round", roster.terms, {1, 2})
+        answered.note("round", roster.terms, {1, 2})
+        answered.check("round", dataclasses.replace(roster, threshold=3).terms, {1, 2})
+        with pytest.raises(NotInProtocol, match="in other steps"):
+            answered.check("round", other.terms, {1, 2})
+
+
+def test_the_largest_integers_of_255_members_come_out_of_their_masks() -> None:
+    """End to end at the limit: rounded, masked, added, unmasked and signed, modulo 2^16 all the way."""
+    entries = tuple(
+        RosterEntry(one, one.to_bytes(32, "big"), (one + 1000).to_bytes(32, "big"), bytes(32))
+        for one in range(MAX_ADDENDS)
+    )
+    grid = CommonGrid(0, 4, bytes([MAX_EXPONENT]))
+    roster = Roster(Attempt("job", 1, 2, 3, 4), 128, entries, 0, grid)
+    update, zeros = parsed(torch.tensor([1e30, -1e30, 0.0, 1e30])), torch.zeros(4)
+    total = np.zeros(4, np.uint16)
+    for one in range(MAX_ADDENDS):
+        own = np.zeros(4, np.uint16)
+        add_masks(own, [(bytes([one] * 32), False)])
+        payload, residual, clamped = encode(update, zeros, UpdateMasks(roster, one, MAX_ADDENDS, own.copy()), 1)
+        assert residual is not None
+        assert clamped == 3
+        MaskedValues.parse(payload, expected_dim=4, value_bytes=2).add_to(total)
+    add_masks(total, [(bytes([one] * 32), True) for one in range(MAX_ADDENDS)])
+    assert limit_for(MAX_ADDENDS) == 127
+    found = np.concatenate([values.numpy().copy() for _, values in integers_of(total, roster, None, 4).blocks()])
+    assert found.tolist() == [one * 127 * 255 << (16 + 30) for one in (1, -1, 0, 1)]

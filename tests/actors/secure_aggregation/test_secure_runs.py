@@ -4,6 +4,7 @@ whoever drops out when, and on the bus there is nothing from which a single upda
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import threading
@@ -44,6 +45,7 @@ from gradbus.runtime.wire.control import (
     MaskSurvivors,
     TrainingFailure,
     UploadRequest,
+    Welcome,
 )
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity
@@ -163,10 +165,10 @@ def test_on_the_bus_is_no_update_and_never_both_shares_of_a_client_whoever_drops
 
     on_request = ClientMasking.on_request
 
-    def on_one_alone(own: ClientMasking, request: Any, dim: int, group: Any) -> None:
+    def on_one_alone(own: ClientMasking, request: Any, *arguments: Any) -> None:
         is_forged = isinstance(request, MaskSurvivors) and request.clients == forged.get(request.round_id)
         if not is_forged or own._identity.sender == asked:  # to the others the other question is lost
-            on_request(own, request, dim, group)
+            on_request(own, request, *arguments)
 
     monkeypatch.setattr(ClientMasking, "on_request", on_one_alone)
     forged: dict[int, list[int]] = {}
@@ -357,9 +359,9 @@ def test_a_client_that_was_silent_and_is_found_again_gets_its_shares() -> None:
 
         hears = False
 
-        def on_request(self, request: Any, dim: int, group: Any) -> None:
+        def on_request(self, request: Any, *arguments: Any) -> None:
             if self.hears or not isinstance(request, MaskShares):
-                super().on_request(request, dim, group)
+                super().on_request(request, *arguments)
 
     class Losing(gradbus.Controller):
         """Takes client 3 for silent when the others have their shares, until these have waited for a while."""
@@ -432,11 +434,18 @@ def test_masks_of_an_attempt_that_is_over_are_not_begun_and_none_are_given_once_
             assert own.masks is not None
             assert masking.is_open(own.client.attempt)
             survivors = MaskSurvivors(7, 3, 1, [1, 2, 3])
-            masking.on_request(survivors, 10, group)
+            masking.on_request(survivors, Welcome(1, 5, 7, 3, "fp32", 1.0, 1, 2, 3, 1.0), 10, group)
             await asyncio.sleep(0)
             assert own.masks is None
             assert not masking.is_open(own.client.attempt)
             assert await masking.take(3, lambda: False) is None
+            assert own.client.roster is not None
+            spent = {3: own.client.roster.terms}
+            assert masking.turn_to(7, 3) == spent, "from now on it does not go out in another round"
+            assert masking.attempt is not None
+            assert masking.turn_to(7, 4) == spent
+            assert masking.attempt is None, "nothing is answered for a round before the one that it trains"
+            assert masking.turn_to(8, 1) == {}
 
             masking._own = other = _OwnPart(scene.clients[2])
             going_on = threading.Event()
@@ -463,6 +472,20 @@ def test_a_client_that_masks_nothing_is_refused_with_the_reason() -> None:
     run.make_client = Old
     with pytest.raises(JoinRefused, match="masked before they leave their client"):
         run()
+
+
+def test_a_client_that_knows_no_grid_is_refused_where_the_codec_needs_one_and_there_alone() -> None:
+    class Old(Client):
+        def _describe(self, matched: bool) -> Hello:
+            return dataclasses.replace(super()._describe(matched), grids=False)
+
+    run = Run(range(3), codec="q8", clients={"num": None, "start_timeout_s": 5.0})
+    run.make_client = Old
+    with pytest.raises(JoinRefused, match="the codec q8 all clients round to a common grid, which its version"):
+        run()
+    run = Run(range(3))
+    run.make_client = Old
+    assert torch.equal(run().weights, plain_weights(3))
 
 
 def test_a_client_that_insists_on_being_one_of_many_sends_nothing_otherwise() -> None:

@@ -112,6 +112,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "shared_dim": 0,
         "shared_layout": 0,
         "masks": False,
+        "grids": False,
     },
     Welcome: {
         "memory": "",

@@ -6,10 +6,11 @@ import contextlib
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fuzz.target import Target, must
 from gradbus import codecs
-from gradbus.actors.aggregation.common_grid import MAX_ADDENDS, CommonGrid, GridIntegers
+from gradbus.actors.aggregation.common_grid import MAX_ADDENDS, CommonGrid, GridIntegers, limit_for
 from gradbus.actors.secure_aggregation.keys import Attempt, NotInProtocol, Roster
 from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, MaskedValues, UpdateMasks, encode
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
@@ -49,7 +50,10 @@ def _read_masks(data: bytes) -> None:
         grid = CommonGrid(data[0] // 2, 1 + data[0] % 8, data[1 : 1 + _DIM])
         grid.check(_DIM)
         positions = grid.positions(_DIM, b"round")
-        integers = GridIntegers(np.full(grid.count(_DIM), 127 * MAX_ADDENDS, np.int16), grid, positions)
+        members = 2 + data[0] % (MAX_ADDENDS - 1)
+        most: NDArray[np.int16] = np.full(grid.count(_DIM), limit_for(members) * members, np.int16)
+        must(int(most[0]) == limit_for(members) * members, "no room in 16 bits")
+        integers = GridIntegers(most, grid, positions, members)
         largest = max(int(values.max()) for _, values in integers.blocks())
         must(0 < largest <= integers.largest() < 2**62, "more than the exact sum has room for")
 
@@ -58,9 +62,9 @@ def _mask_seeds() -> list[bytes]:
     rosters = [_roster(clients)[0] for clients in (2, 3, 9)]
     zeros = torch.zeros(_DIM)
     update = codecs.parse(codecs.get("fp32").encode(torch.ones(_DIM)), expected_dim=_DIM)
-    masked, _ = encode(update, zeros, UpdateMasks(rosters[0], 2, np.arange(_DIM, dtype=np.uint64)), 5)
+    masked = encode(update, zeros, UpdateMasks(rosters[0], 0, 2, np.arange(_DIM, dtype=np.uint64)), 5).data
     small = bytes(masked[:5]) + b"\2" + bytes(masked[6 : 32 + 2 * _DIM])
-    steps = [bytes([chosen, 226, 250, 0, 16, 240]) for chosen in (7, 39)]
+    steps = [bytes([chosen, 233, 250, 0, 23, 240]) for chosen in (7, 39)]
     updates = (b"\0" + one for one in (bytes(masked), small))
     return [*(bytes([one.threshold]) + one.to_bytes() for one in rosters), *updates, *steps]
 
