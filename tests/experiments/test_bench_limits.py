@@ -147,6 +147,7 @@ def test_what_is_neither_a_file_nor_a_commit_is_refused(capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # four processes that load torch, one after the other
 def test_another_commit_is_measured_by_turns_with_the_code_here(
     earlier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

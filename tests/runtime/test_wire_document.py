@@ -44,6 +44,7 @@ TYPES = {
     "float": "float",
     "Annotated[float, Field(gt=0, le=1)]": "float",
     "Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)]": "seconds",
+    "Annotated[int, Field(ge=0, le=1 << 30)]": "integer",
     "Annotated[int, Field(ge=1, le=1 << 30)]": "integer",
     "Annotated[int, Field(ge=0, le=1 << 40)]": "integer",
     "Literal[1, 2]": "integer",

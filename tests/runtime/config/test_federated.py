@@ -144,8 +144,8 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(overrides: list[str]
 
 def test_an_unknown_key_that_is_near_to_nothing_is_answered_with_all_that_are_known() -> None:
     assert (
-        "known here: controller_timeout_s, evaluates, full_traceback, history, least_members, least_noise, "
-        "report_failures, rule, share_model, state_dir" in refused(ClientConfig, values={"zzz": 1})
+        "known here: controller_timeout_s, evaluates, full_traceback, history, keep_personal, least_members, "
+        "least_noise, report_failures, rule, share_model, state_dir" in refused(ClientConfig, values={"zzz": 1})
     )
 
 
