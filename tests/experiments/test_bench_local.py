@@ -33,7 +33,7 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
     assert [one.unit for one in tuning.figures] == ["% wrong"] * 3 + ["nats"] * len(local.tuned_text_recipes(1))
     titles = {one.name.removesuffix(", bytes") for one in accuracy.figures}
     assert titles == {f"MLP, world 2: {recipe.title}" for recipe in RECIPES[1:]}
-    title = "DiLoCo q8, H = 1, outer lr 0.7, momentum 0.5"
+    title = "DiLoCo q8, H = 1, outer lr 0.7, momentum 0.7"
     assert [one.name.rpartition(": ")[2] for one in text.figures] == [title, f"{title}, 1 dense steps"]
     kept = [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text", "tuning")]
 
