@@ -162,6 +162,8 @@ class LocalPool(TrainingPool[LocalProcess]):
         try:
             async with asyncio.timeout(END_S):
                 await asyncio.to_thread(os.waitpid, self._template, 0)
-        except (TimeoutError, ChildProcessError):
+        except ChildProcessError:
+            pass  # somebody else has waited for it: its number may be another process's by now
+        except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._template, signal.SIGKILL)

@@ -53,6 +53,7 @@ def test_a_step_that_is_late_is_timed_beside_computing_and_exchanging_alone() ->
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.alone  # it counts the steps of two seconds
 def test_local_steps_go_on_where_an_exchange_in_each_step_would_wait_for_the_link() -> None:
     plan = ThinLinkPlan(seconds=2.0, windows=2, data="glyphs")
     try:
