@@ -150,7 +150,7 @@ def limit_for(members: int) -> int:
 
 
 class Dither:
-    """What is added before rounding: numbers between -7/16 and 7/16, equal for equal seeds."""
+    """Return the numbers that are added before rounding, between -7/16 and 7/16, equal for equal seeds."""
 
     def __init__(self, seed: bytes) -> None:
         """``seed``: any bytes: of the run, the round and the client."""

@@ -88,7 +88,7 @@ class CommonSteps(WrappedStrategy):
         self._cap_times, self._has_waited = cap_times, False
 
     @property
-    def grid(self) -> CommonGrid:  # type: ignore[override]
+    def masked_grid(self) -> CommonGrid:
         if not len(self._exponents):
             return CommonGrid(self._sent)
         return CommonGrid(self._sent, self._block_elems, self._exponents.tobytes())
@@ -115,8 +115,8 @@ class CommonSteps(WrappedStrategy):
             )  # fmt: skip
 
     def _is_uncapped(self, facts: Sequence[Facts]) -> bool:
-        """Whether the first round has counted a client for more than it will from now on. One more is exact then: with
-        what that client has sent all would round to steps that are too coarse by far."""
+        """Return whether the first round has counted a client for more than it will from now on. One more is exact
+        then: with what that client has sent all would round to steps that are too coarse by far."""
         if self._cap_times is None or len(self._exponents) or self._has_waited:
             return False
         samples = sorted(one.num_samples for one in facts)
@@ -142,12 +142,15 @@ class CommonSteps(WrappedStrategy):
         return {**super().state(), STEPS: torch.from_numpy(self._exponents.copy())}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Of another number of blocks, or of a run without, there are no steps: the next round is exact. Raises
-        CheckpointError: there are, and they are out of the limits."""
+        """Go on with the steps of a checkpoint. Where it has none for this number of blocks, the next round is exact.
+
+        Raises:
+            CheckpointError: they are out of the limits.
+        """
         super().load_state(state)
         found = state.get(STEPS)
         count = num_chunks(self._dim, self._block_elems) if self._block_elems else 0
-        if found is not None and found.dtype == torch.int8 and tuple(found.shape) == (count,):
+        if count and found is not None and found.dtype == torch.int8 and tuple(found.shape) == (count,):
             exponents = found.numpy()
             if not MIN_EXPONENT <= exponents.min() <= exponents.max() <= MAX_EXPONENT:
                 raise CheckpointError(

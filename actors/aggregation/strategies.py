@@ -49,7 +49,6 @@ class Strategy(ABC):
         uses_steps: it needs the number of optimizer steps that a client announces.
         epsilon: what the run has spent of differential privacy so far; None: it gives none. epsilon_budget: what it may
             spend; None: there is no limit.
-        grid: to which the clients of the next round round what they mask, with secure aggregation.
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
@@ -61,7 +60,11 @@ class Strategy(ABC):
     uses_steps = False
     epsilon: float | None = None
     epsilon_budget: float | None = None
-    grid: CommonGrid = EXACT
+
+    @property
+    def masked_grid(self) -> CommonGrid:
+        """The grid to which clients round their updates in the next round, with secure aggregation."""
+        return EXACT
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -169,8 +172,8 @@ class WrappedStrategy(Strategy):
         return self._inner.name
 
     @property
-    def grid(self) -> CommonGrid:  # type: ignore[override]
-        return self._inner.grid
+    def masked_grid(self) -> CommonGrid:
+        return self._inner.masked_grid
 
     @property
     def sections(self) -> Mapping[str, int]:

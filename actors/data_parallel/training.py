@@ -433,7 +433,7 @@ class ShardTraining:
 
     @torch.no_grad()
     def load_algorithm(self, tensors: Mapping[str, Tensor], *, keeps_own: bool = False) -> None:
-        """Take the algorithm's part of what a joiner gets; where it says so other weights follow from that."""
+        """Load the algorithm's part of the state that a joiner receives, and, where it says so, weights that follow."""
         self._load(self.algorithm.own_state() if keeps_own else {}, tensors_below("algorithm/", tensors))
         if self.algorithm.scope == "weights":
             made = self.algorithm.weights_of_joiner(bucket_of(self.trained).flat)

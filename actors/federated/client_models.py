@@ -34,7 +34,7 @@ class FrozenParameters(Protocol):
     """Takes the parameters that no round changes. Both methods are called on a compute thread."""
 
     def lacks_frozen(self, welcome: Welcome) -> bool:
-        """Whether it needs those of the controller."""
+        """Return whether the model needs the frozen parameters of the Controller."""
 
     def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
         """Put them into its model."""
@@ -160,7 +160,7 @@ class ClientModels:
             self.receive(False)
 
     async def lacks_frozen(self, welcome: Welcome) -> bool:
-        """Whether this client needs the controller's frozen parameters: decided once for each Welcome."""
+        """Return whether this client needs the Controller's frozen parameters. Each Welcome decides it once."""
         key = (self._context.session.incarnation, welcome.frozen)
         if welcome.frozen and key != self._frozen_known:
             if await self._context.compute.run(self._frozen_parameters.lacks_frozen, welcome):

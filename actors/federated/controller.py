@@ -161,7 +161,9 @@ class Controller:
         if self._config.clients.kind == "sites":
             return partial_sum.max_bytes(self._model.dim)
         if self._config.secure_aggregation.enabled:
-            return size_of(self._strategy.grid.count(self._model.dim))  # of a first round: later ones are shorter
+            return size_of(
+                self._strategy.masked_grid.count(self._model.dim)
+            )  # of a first round: later ones are shorter
         longest = int(CODECS.make(self._config.codec).max_bytes(self._model.dim))
         return longest + updates.overhead_bytes(self._strategy.sections)
 
@@ -537,8 +539,9 @@ class Controller:
         fixed = self._config.limits.cap_samples
         caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
         cap = min((cap for cap in caps if cap is not None), default=0)
+        terms = AttemptTerms(self._model.dim, cap, self._strategy.masked_grid)
         return MaskedAttempt(
-            self._context, round_, next(self._mask_numbers), AttemptTerms(self._model.dim, cap, self._strategy.grid),
+            self._context, round_, next(self._mask_numbers), terms,
             is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
         )  # fmt: skip
 

@@ -289,7 +289,7 @@ class LocalTraining:
         return self._offered(replace(update, key=key, request=request, payload=payload, state=state))
 
     def _residual_before(self, inputs: RoundInputs, kept: Mapping[str, Tensor]) -> Tensor | None:
-        """What earlier updates have left, float32, shape (D,); None: nothing."""
+        """Return the residual of earlier updates, float32, shape (D,); None: there is none."""
         residual = kept.get(RESIDUAL)
         if not self._feeds_back:
             return residual

@@ -42,7 +42,7 @@ log = get_logger("controller")
 
 
 class AttemptTerms(NamedTuple):
-    """What all clients of an attempt are told of its updates. It has to be the same in all attempts at a round.
+    """Holds what all clients of an attempt round and weigh by. It has to be the same in all attempts at a round.
 
     Attributes:
         dim: values of the model. cap: samples that an update of more counts as; 0: there is none.

@@ -195,7 +195,7 @@ def steps_after(strategy: CommonSteps, values: np.ndarray, grid: CommonGrid) -> 
     low = GridIntegers(values.astype(np.int16), grid, None, 4)
     strategy.add_masked(PartialSum(SumSummary(4, 4, (), (), 0), low, None), facts)
     strategy.finish(torch.zeros(len(values)))
-    return strategy.grid
+    return strategy.masked_grid
 
 
 def test_the_steps_are_part_of_the_checkpoint_and_change_with_the_model_alone() -> None:
@@ -203,7 +203,7 @@ def test_the_steps_are_part_of_the_checkpoint_and_change_with_the_model_alone() 
     values = np.zeros(dim)
     values[[3, 29_999, 30_719, 30_720, 64_999]] = 5, -100, 60, -70, 127
     strategy = CommonSteps(FedAvg(dim), dim, block_elems=chunk)
-    assert strategy.grid == EXACT
+    assert strategy.masked_grid == EXACT
     found = steps_after(strategy, values, CommonGrid(0, dim, bytes(1)))
     expected = [math.frexp(8191 / 256 * peak / 8192)[1] for peak in (100, 70, 127)]  # in steps of 2^-13
     assert np.frombuffer(found.exponents, np.int8).tolist() == expected
@@ -211,16 +211,23 @@ def test_the_steps_are_part_of_the_checkpoint_and_change_with_the_model_alone() 
     facts = [Facts(client_id=0, num_samples=1)]
     low = GridIntegers(np.full(dim, 999, np.int16), CommonGrid(0, dim, bytes([9])), None, 4)
     strategy.add_masked(PartialSum(SumSummary(1, 1, (), (), 0), low, None), facts)
-    assert strategy.grid == found, "the round has not been committed"
+    assert strategy.masked_grid == found, "the round has not been committed"
     again = CommonSteps(FedAvg(dim), dim, block_elems=chunk)
     again.load_state(strategy.state())
-    assert again.grid == found
+    assert again.masked_grid == found
     other = CommonSteps(FedAvg(dim), dim, block_elems=chunk // 2)
     other.load_state(strategy.state())
-    assert other.grid == EXACT, "other chunks begin anew"
+    assert other.masked_grid == EXACT, "other chunks begin anew"
     assert STEPS in strategy.state()
     with pytest.raises(CheckpointError, match="grid_steps of -5 to 99: expected -23 to 23"):
         again.load_state({STEPS: torch.tensor([-5, 0, 99], dtype=torch.int8)})
+
+
+@pytest.mark.parametrize("before", [{"sent": 3}, {"block_elems": 5}])  # s4, which has no steps; q8, before any round
+def test_a_checkpoint_without_steps_is_gone_on_with(before: dict[str, int]) -> None:
+    strategy, again = (CommonSteps(FedAvg(10), 10, **before) for _ in range(2))
+    again.load_state(strategy.state())
+    assert again.masked_grid == strategy.masked_grid == CommonGrid(before.get("sent", 0))
 
 
 def test_steps_are_not_taken_from_a_first_round_that_counts_a_client_for_more_than_all_later_ones() -> None:
@@ -230,7 +237,7 @@ def test_steps_are_not_taken_from_a_first_round_that_counts_a_client_for_more_th
         low = GridIntegers(np.full(8, 99, np.int16), CommonGrid(0, 8, bytes(1)), None, 4)
         strategy.add_masked(PartialSum(SumSummary(sum(samples), 4, (), (), 0), low, None), facts)
         strategy.finish(torch.zeros(8))
-        return strategy.grid
+        return strategy.masked_grid
 
     def made() -> CommonSteps:
         return CommonSteps(FedAvg(8), 8, block_elems=8, cap_times=4.0)
