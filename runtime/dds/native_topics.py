@@ -6,31 +6,70 @@ Cyclone compares types. What is on the wire, and the type that discovery tells o
 each other.
 
 The binding cannot read or write them: samples go through :mod:`.libddsc`.
+
+What describes a type to Cyclone is made here, as its IDL compiler would. Cyclone could make it as well, of what it
+knows of the binding's topic (``dds_create_topic_descriptor``), but Cyclone 11.0.1 walks its library of types for that
+without the lock of it (``ddsi_topic_descriptor_from_type``). Whoever's endpoints were discovered at that moment could
+crash the process, or have the type refused.
 """
 
 from __future__ import annotations
 
 import ctypes as ct
+import dataclasses
 import threading
 from typing import Any
 
 from cyclonedds.core import Entity
+from cyclonedds.idl._support import Endianness
+from cyclonedds.idl.types import byte, float64, int32, int64, sequence
 from cyclonedds.topic import Topic as DdsTopic
 
-from gradbus.runtime.dds import domains, libddsc
+from gradbus.runtime.dds import libddsc
 
-_LOCAL_DOMAIN = 1  # DDS_FIND_SCOPE_LOCAL_DOMAIN
-
-_get_typeinfo = libddsc.function("dds_get_typeinfo", ct.c_int32, ct.c_int32, ct.c_void_p)
-_free_typeinfo = libddsc.function("dds_free_typeinfo", ct.c_int32, ct.c_void_p)
-_create_descriptor = libddsc.function(
-    "dds_create_topic_descriptor", ct.c_int32, ct.c_int, ct.c_int32, ct.c_void_p, ct.c_int64, ct.c_void_p
-)
 _create_topic = libddsc.function(
     "dds_create_topic", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_char_p, ct.c_void_p, ct.c_void_p
 )
 
-_descriptors: dict[Any, int] = {}  # by IDL type: address of what describes it to Cyclone, for as long as the process is
+
+class _Octets(ct.Structure):
+    """dds_sequence_t: how a ``sequence<octet>`` lies in a C program's memory."""
+
+    _fields_ = (("maximum", ct.c_uint32), ("length", ct.c_uint32), ("buffer", ct.c_void_p), ("release", ct.c_bool))
+
+
+class _Serialized(ct.Structure):
+    """struct dds_type_meta_ser."""
+
+    _fields_ = (("data", ct.c_char_p), ("size", ct.c_uint32))
+
+
+class _Descriptor(ct.Structure):
+    """dds_topic_descriptor_t of dds_public_impl.h."""
+
+    _fields_ = (
+        ("size", ct.c_uint32), ("align", ct.c_uint32), ("flags", ct.c_uint32), ("num_keys", ct.c_uint32),
+        ("type_name", ct.c_char_p), ("keys", ct.c_void_p), ("num_ops", ct.c_uint32), ("ops", ct.c_void_p),
+        ("meta", ct.c_char_p), ("type_information", _Serialized), ("type_mapping", _Serialized),
+        ("representations", ct.c_uint32),
+    )  # fmt: skip
+
+
+# Of dds_opcodes.h. An instruction is DDS_OP_ADR | the kind of field | its flags; the field's offset follows.
+_ADR = 0x01 << 24
+_4BY, _8BY, _SEQUENCE_OF_1BY = 0x03 << 16, 0x04 << 16, 0x07 << 16 | 0x01 << 8
+_FLOATING, _SIGNED = 1 << 1, 1 << 2
+_RTS = 0  # the end
+_FIXED_SIZE, _XTYPES_METADATA = 1 << 4, 1 << 6  # DDS_TOPIC_...
+
+_FIELDS: dict[Any, tuple[Any, int]] = {  # by IDL type of a field: how it lies in C's memory, and its instruction
+    int32: (ct.c_int32, _ADR | _4BY | _SIGNED),
+    int64: (ct.c_int64, _ADR | _8BY | _SIGNED),
+    float64: (ct.c_double, _ADR | _8BY | _FLOATING),
+    sequence[byte]: (_Octets, _ADR | _SEQUENCE_OF_1BY),  # type: ignore[misc]
+}
+
+_descriptors: dict[Any, tuple[_Descriptor, Any]] = {}  # by IDL type; with what it points to, for as long as the process
 _lock = threading.Lock()
 
 
@@ -41,40 +80,51 @@ class CTopic(DdsTopic[Any]):
         """Make one, with what the binding's own initialiser sets but for its call that makes the other kind.
 
         Raises:
-            OSError: libddsc cannot describe the type. DDSException: DDS does not make the topic.
+            DDSException: DDS does not make the topic.
         """
-        described = describe(participant, idl_type)
+        described = ct.addressof(describe(idl_type))
         self.data_type = idl_type
         Entity.__init__(self, _create_topic(participant._ref, described, name.encode(), None, None))
         self._keepalive_entities = [participant]
 
 
-def describe(participant: Any, idl_type: Any) -> int:
-    """Address of the descriptor of a type. Cyclone makes it of what the binding tells of the type with a topic of its
-    own, once per process.
+def describe(idl_type: Any) -> _Descriptor:
+    """What describes a type to Cyclone, made once per process.
 
     Raises:
-        OSError: libddsc cannot describe the type. DDSException: DDS does not make the topic.
+        KeyError: a field is of a type that :mod:`.idl_types` has no use for.
     """
     with _lock:
         if idl_type not in _descriptors:
-            known = DdsTopic(participant, "train/type", idl_type)  # some name: it is not used
-            try:
-                _descriptors[idl_type] = _describe(participant, known)
-            finally:
-                domains.delete(known)
-        return _descriptors[idl_type]
+            _descriptors[idl_type] = _described(idl_type)
+        return _descriptors[idl_type][0]
 
 
-def _describe(participant: Any, topic: Any) -> int:
-    described, made = ct.c_void_p(), ct.c_void_p()
-    code = _get_typeinfo(topic._ref, ct.byref(described))
-    if code == libddsc.RETCODE_OK:
-        code = _create_descriptor(_LOCAL_DOMAIN, participant._ref, described, 0, ct.byref(made))
-        _free_typeinfo(described)
-    if code != libddsc.RETCODE_OK or not made.value:
-        raise OSError(f"libddsc cannot describe type {topic.data_type.__idl__.idl_transformed_typename}: {code}")
-    return made.value
+def _described(idl_type: Any) -> tuple[_Descriptor, Any]:
+    kinds = {field.name: _FIELDS[field.type] for field in dataclasses.fields(idl_type)}
+    layout = type("Layout", (ct.Structure,), {"_fields_": [(name, kind) for name, (kind, _) in kinds.items()]})
+    program: list[int] = []
+    for name, (_, instruction) in kinds.items():
+        program += instruction, getattr(layout, name).offset
+    program.append(_RTS)
+    ops = (ct.c_uint32 * len(program))(*program)
+    has_fixed_size = all(kind is not _Octets for kind, _ in kinds.values())
+    idl = idl_type.__idl__
+    idl.populate()
+    told = [
+        _Serialized(data, len(data))
+        for data in (
+            what.serialize(endianness=Endianness.Little, use_version_2=True)[4:]  # without its encapsulation
+            for what in (idl.get_type_info(), idl.get_type_mapping())
+        )
+    ]
+    made = _Descriptor(
+        size=ct.sizeof(layout), align=ct.alignment(layout),
+        flags=_XTYPES_METADATA | (_FIXED_SIZE if has_fixed_size else 0),
+        type_name=idl.idl_transformed_typename.encode(), num_ops=len(program), ops=ct.addressof(ops), meta=b"",
+        type_information=told[0], type_mapping=told[1],
+    )  # fmt: skip
+    return made, (ops, told)
 
 
 __all__ = ["CTopic", "describe"]

@@ -66,7 +66,7 @@ class Writer:
         self._sertype = libddsc.sertype_of(entity) if fast else None
         self.matched = 0  # readers that are matched, as of the last refresh
         self.has_new_readers = False  # or has lost some, since somebody looked at who they are
-        self.awaited_since_s = 0.0  # when somebody began to wait until all readers have taken over all; 0: nobody does
+        self._awaited_since_s = 0.0
         self._refused_since_s = 0.0
         self.deleted: Callable[[], None] = _nothing
 
@@ -146,17 +146,22 @@ class Writer:
         return self._refused_since_s
 
     @property
+    def awaited_since_s(self) -> float:
+        """``time.monotonic()`` of when somebody began to wait until all readers have taken over all; 0: nobody does."""
+        return self._awaited_since_s
+
+    @property
     def is_acknowledged(self) -> bool:
         """Whether all matched readers have acknowledged all that was written. Does not wait."""
         return libddsc.wait_for_acks(self.entity, 0.0)
 
     def wait_for_acks(self, timeout_s: float) -> bool:
         """Whether all matched readers have taken over what was written, within so long. Blocks, without the GIL."""
-        self.awaited_since_s = time.monotonic()
+        self._awaited_since_s = time.monotonic()
         try:
             return libddsc.wait_for_acks(self.entity, timeout_s)
         finally:
-            self.awaited_since_s = 0.0
+            self._awaited_since_s = 0.0
 
     def delete(self) -> None:
         """Take it out of DDS; it must not be used any more."""
@@ -551,8 +556,6 @@ def _run_self_test(participant: Any) -> str | None:
     partition = f"gradbus-self-test-{os.urandom(8).hex()}"  # processes in containers may all have the number 1
     made: list[Any] = []
     try:
-        for idl_type in _TYPES.values():
-            native_topics.describe(participant, idl_type)
         qos = Qos(Policy.Partition(partitions=[partition]))
         reliable = Qos(Policy.Reliability.Reliable(duration(seconds=0.1)), Policy.History.KeepAll)
         dds_topic = native_topics.CTopic(participant, "train/self_test", _TYPES["Frame"])

@@ -146,6 +146,15 @@ class EncryptedWriter(_MatchedWithKey, Writer):
         """See :attr:`.dds.Writer.refused_since_s`."""
         return self._wire.refused_since_s
 
+    @property
+    def awaited_since_s(self) -> float:
+        """See :attr:`.dds.Writer.awaited_since_s`."""
+        return self._wire.awaited_since_s
+
+    def wait_for_acks(self, timeout_s: float) -> bool:
+        """See :meth:`.dds.Writer.wait_for_acks`: the writer below knows what is late."""
+        return self._wire.wait_for_acks(timeout_s)
+
     def delete(self) -> None:
         """See :meth:`.dds.Writer.delete`: the writer below has the same entity, and late faults of its own to stop."""
         self._wire.delete()

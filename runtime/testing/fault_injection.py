@@ -16,6 +16,7 @@ import itertools
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -146,8 +147,10 @@ class _FaultyWriter(Writer):
 
     def _let_go(self) -> bool:
         held = self.take_held()
-        if held is not None and not self.write_now(held):
-            self._late.add(0.0, self, held, 1)
+        if held is not None:
+            if not self.write_now(held):
+                self._late.add(0.0, self, held, 1)
+            self._late.written(self)
         return True
 
     def take_held(self, sample: _Sample | None = None) -> _Sample | None:
@@ -158,6 +161,11 @@ class _FaultyWriter(Writer):
                 return None
             self._held = None
             return held
+
+    def wait_for_acks(self, timeout_s: float) -> bool:
+        """What is late has not been taken over by anybody: who waits for all that it has sent waits for that, too."""
+        until_s = time.monotonic() + timeout_s
+        return self._late.wait(self, timeout_s) and super().wait_for_acks(max(0.0, until_s - time.monotonic()))
 
     def delete(self) -> None:
         with self._writing:
@@ -199,8 +207,9 @@ class _LateWrites:
 
     def __init__(self) -> None:
         self._due: list[_Late] = []
+        self._waiting: Counter[_FaultyWriter] = Counter()  # how many of a writer are due, or are being written
         self._numbers = itertools.count()
-        self._wakeup = threading.Condition()
+        self._wakeup = threading.Condition()  # its lock may be taken again by the thread that has it
         self._stopped = False
         self._thread: threading.Thread | None = None
 
@@ -208,13 +217,27 @@ class _LateWrites:
         """Write the sample so much later. ``held``: unless another one has overtaken it, and it is written already."""
         late = (time.monotonic() + seconds, next(self._numbers), writer, sample, copies, held)
         with self._wakeup:
+            self._waiting[writer] += 1
             if self._stopped:
                 return self._write(late)
             heapq.heappush(self._due, late)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="gradbus-late", daemon=True)
                 self._thread.start()
-            self._wakeup.notify()
+            self._wakeup.notify_all()
+
+    def written(self, writer: _FaultyWriter) -> None:
+        """One that was late is in DDS, or lost."""
+        with self._wakeup:
+            self._waiting[writer] -= 1
+            if not self._waiting[writer]:
+                del self._waiting[writer]
+            self._wakeup.notify_all()
+
+    def wait(self, writer: _FaultyWriter, timeout_s: float) -> bool:
+        """Whether all that is late of a writer has been written, within so long."""
+        with self._wakeup:
+            return self._wakeup.wait_for(lambda: not self._waiting[writer], timeout_s)
 
     def stop(self) -> None:
         """Write what is left, in its order and at once; and what is added from now on."""
@@ -222,7 +245,7 @@ class _LateWrites:
             self._stopped = True
             left = sorted(self._due)
             self._due.clear()
-            self._wakeup.notify()
+            self._wakeup.notify_all()
             thread = self._thread
         if thread is not None:
             thread.join(2.0)
@@ -243,8 +266,11 @@ class _LateWrites:
         _, _, writer, sample, copies, held = late
         if held and writer.take_held(sample) is None:
             return
-        for _ in range(copies):
-            self._write_one(writer, sample)
+        try:
+            for _ in range(copies):
+                self._write_one(writer, sample)
+        finally:
+            self.written(writer)
 
     def _write_one(self, writer: _FaultyWriter, sample: _Sample) -> None:
         for _ in range(_TRIES):

@@ -154,6 +154,47 @@ def test_a_late_sample_comes_later_and_holds_up_nobody(run: Run, place: dict[str
     raise AssertionError(got)
 
 
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+@pytest.mark.parametrize("rule", ["delay leave nth=1 seconds=0.2", "reorder leave nth=2 seconds=0.2"])
+def test_what_is_late_has_not_been_taken_over_and_so_comes_before_what_waits_for_that(
+    rule: str, sealed: bool, run: Run, place: dict[str, Any]
+) -> None:
+    """Ranks leave when all that they have sent is with the others. One whose last frame is late must not be done then:
+    the others would take that frame for lost."""
+
+    if sealed:
+        del place["security"]
+
+    async def main() -> list[str]:
+        async with gradbus.connect(**place) as one, gradbus.connect(**place, faults=rule) as two:
+            with one.subscribe(Control) as inbox:
+                await reads(two, Control)
+                for body in LEAVES[:2]:
+                    await two.publish(CLIENT, body)
+                assert not await two.drain(Control, 0.0)
+                assert await two.drain(Control, 30.0)
+                await two.publish(CLIENT, LEAVES[2])
+                messages = [await inbox.get() for _ in range(3)]
+        return [message.body.reason for message in messages if isinstance(message, Control)]  # type: ignore[union-attr]
+
+    assert run(main)[-1] == LEAVES[2].reason
+
+
+def test_one_that_was_overtaken_is_late_no_more(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with (
+            gradbus.connect(**place) as one,
+            gradbus.connect(**place, faults="reorder leave nth=1 seconds=60") as two,
+        ):
+            with one.subscribe(Control):
+                await reads(two, Control)
+                for body in LEAVES[:2]:
+                    await two.publish(CLIENT, body)
+                assert await two.drain(Control, 10.0)
+
+    run(main)
+
+
 def test_a_late_sample_comes_although_its_sender_has_left_meanwhile(run: Run, place: dict[str, Any]) -> None:
     async def main() -> list[str]:
         async with gradbus.connect(**place) as one:
