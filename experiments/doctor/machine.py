@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -13,10 +14,10 @@ from gradbus.experiments.rundir.versions import usable_cpus, versions
 from gradbus.runtime import fast_paths
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.missing_peers import port_range
+from gradbus.runtime.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import fault_of
 
-WANTED_BUFFER_BYTES = 16 << 20  # what the bus asks for: a model's worth of datagrams may wait while Python is busy
 _JUMBO_MTU = 9000
 
 
@@ -48,7 +49,7 @@ def machine(settings: BusSettings) -> list[Finding]:
     """Findings about versions, interface, buffers and ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
     ports = Finding("UDP ports", f"{port_range(settings.domain)} (domain {settings.domain})")
-    found += [_network(settings), _buffer(), ports, _fast_paths(), _cores()]
+    found += [_network(settings), *_buffers(settings), ports, _fast_paths(), _cores()]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
     if document:
         shown = document if len(document) <= 60 else f"{document[:57]}..."
@@ -76,18 +77,25 @@ def _network(settings: BusSettings) -> Finding:
     return Finding("network", value)
 
 
-def _buffer() -> Finding:
+def _buffers(settings: BusSettings) -> Iterator[Finding]:
+    yield _buffer("receive", socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES, "bursts may be lost and sent again")
+    if settings.network == "network":
+        yield _buffer("send", socket.SO_SNDBUF, SEND_BUFFER_BYTES, "on a thin link much may be sent twice")
+
+
+def _buffer(name: str, option: int, wanted_bytes: int, consequence: str) -> Finding:
+    """Whether the kernel grants a buffer of sockets. ``consequence``: of a smaller one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WANTED_BUFFER_BYTES)
-        granted = probe.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2  # Linux counts its own overhead in
-    value = f"{granted / (1 << 20):.3g} MiB granted of {WANTED_BUFFER_BYTES >> 20} MiB"
-    if granted >= WANTED_BUFFER_BYTES:
-        return Finding("receive buffer", value)
-    limit = _read(Path("/proc/sys/net/core/rmem_max"))
+        probe.setsockopt(socket.SOL_SOCKET, option, wanted_bytes)
+        granted = probe.getsockopt(socket.SOL_SOCKET, option) // 2  # Linux counts its own overhead in
+    value = f"{granted / (1 << 20):.3g} MiB granted of {wanted_bytes >> 20} MiB"
+    if granted >= wanted_bytes:
+        return Finding(f"{name} buffer", value)
+    setting = "net.core.rmem_max" if name == "receive" else "net.core.wmem_max"
+    limit = _read(Path("/proc/sys") / setting.replace(".", "/"))
     return Finding(
-        "receive buffer", value, Severity.ADVICE,
-        f"bursts may be lost and sent again (net.core.rmem_max is {limit or 'unknown'}): "
-        f"sudo sysctl -w net.core.rmem_max={WANTED_BUFFER_BYTES}",
+        f"{name} buffer", value, Severity.ADVICE,
+        f"{consequence} ({setting} is {limit or 'unknown'}): sudo sysctl -w {setting}={wanted_bytes}",
     )  # fmt: skip
 
 

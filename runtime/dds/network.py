@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 Profile = Literal["loopback", "network"]
 
+RECEIVE_BUFFER_BYTES = 16 << 20  # a model's worth of datagrams may wait while Python is busy
+# Two samples of 1 MiB, as the kernel counts. Of what does not fit the rest waits in DDS's write, and DDS's heartbeats,
+# from another thread, overtake it: the reader then asks for what is still to come. At 50 Mbit/s that was half of all
+# traffic. Everything that the process sends waits behind a full one, for 2 s at 10 Mbit/s, so it is not larger.
+SEND_BUFFER_BYTES = 2 << 20
 LEASES_S: dict[Profile, float] = {"loopback": 60.0, "network": 10.0}
 
 # Sections that a document of Cyclone 11 may have under <Domain>.
@@ -186,7 +191,9 @@ def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
         for address in peers:
             ET.SubElement(element, "Peer", Address=address, PruneDelay="inf")
     internal = ET.SubElement(domain, "Internal")
-    ET.SubElement(internal, "SocketReceiveBufferSize", min="default", max="16MiB")
+    ET.SubElement(internal, "SocketReceiveBufferSize", min="default", max=f"{RECEIVE_BUFFER_BYTES >> 20}MiB")
+    if not loopback:
+        ET.SubElement(internal, "SocketSendBufferSize", min="default", max=f"{SEND_BUFFER_BYTES >> 20}MiB")
     # So much may be unacknowledged before a writer waits; long fat links need it (50 ms delay: 4 -> 17 MB/s).
     # And a model of up to this size reaches the healthy readers at once although a dead one still holds its lease.
     marks = ET.SubElement(internal, "Watermarks")

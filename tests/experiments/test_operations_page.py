@@ -15,14 +15,13 @@ from dds_domains import new_domain
 from doc_pages import fenced_blocks, rows, section
 
 from gradbus.experiments.cli import exit_codes
-from gradbus.experiments.doctor.machine import WANTED_BUFFER_BYTES
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.settings_reference import sections
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.job_name import with_user
 from gradbus.runtime.dds.missing_peers import MAX_PROCESSES, port_range
-from gradbus.runtime.dds.network import NetworkConfig, build_xml
+from gradbus.runtime.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES, NetworkConfig, build_xml
 from gradbus.runtime.shm import layout
 
 KINDS = (ControllerFile, ClientFile, WorkerFile)
@@ -158,7 +157,8 @@ def test_documents_for_dds_are_well_formed(page: str) -> None:
 
 def test_kernel_and_memory_figures_are_those_of_the_code(page: str) -> None:
     text = " ".join(page.split())
-    assert f"`net.core.rmem_max` | {WANTED_BUFFER_BYTES} |" in page
+    assert f"`net.core.rmem_max` | {RECEIVE_BUFFER_BYTES} |" in page
+    assert f"`net.core.wmem_max` | {SEND_BUFFER_BYTES} |" in page
     assert f"at most {layout.SLOTS} MiB of it and {layout.RING_BYTES // 1024} KiB for each other rank" in text
 
 

@@ -12,6 +12,7 @@ import gradbus
 from gradbus.runtime.dds import network
 from gradbus.runtime.dds.network import NetworkConfig, build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 
 def built(config: NetworkConfig, document: str | None = None) -> ET.Element:
@@ -61,6 +62,16 @@ def test_a_partition_heals_and_a_late_peer_is_found_in_both_profiles(profile: ne
     assert text(tree, "Discovery/DiscoveredLocatorPruneDelay") == "inf"
     assert text(tree, "Discovery/ParticipantIndex") == "auto"
     assert tree.find("Domain/Internal/SocketReceiveBufferSize") is not None
+
+
+def test_on_a_network_a_sample_fits_into_the_buffer_to_send_so_that_no_heartbeat_overtakes_it() -> None:
+    sizes = [tree.find("Domain/Internal/SocketSendBufferSize") for tree in (
+        built(NetworkConfig()), built(NetworkConfig(profile="network"))
+    )]  # fmt: skip
+    assert sizes[0] is None
+    assert sizes[1] is not None
+    assert sizes[1].get("max") == "2MiB"
+    assert network.SEND_BUFFER_BYTES >= 2 * CHUNK_BYTES
 
 
 def test_the_lease_is_long_where_the_kernel_tells_of_deaths_and_shorter_on_a_network_unless_it_is_given() -> None:
