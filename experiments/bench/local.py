@@ -85,11 +85,13 @@ def tuned_text_recipes(dense_steps: int) -> list[TextRecipe]:
 
 
 def tuned_recipes() -> list[Recipe]:
-    """The options of ``diloco`` that were compared for MNIST."""
-    return [
-        Recipe(title=f"DiLoCo q8, H = 50, outer lr {lr:g}, momentum {momentum:g}", algorithm="diloco",
-               options={"outer_lr": lr, "outer_momentum": momentum})
-        for lr, momentum in ((0.7, 0.5), (0.7, 0.9), (1.0, 0.0))
+    """Learning rates of dense and the options of ``diloco`` that were compared for MNIST."""
+    tried = [(30, 0.7, 0.5, 0.02), (30, 0.7, 0.5, 0.03)]
+    tried += [(50, *outer, 0.05) for outer in ((0.7, 0.5), (0.7, 0.9), (1.0, 0.0))]
+    return [Recipe(title=f"dense, lr {lr:g}", algorithm="dense", lr=lr) for lr in (0.02, 0.03)] + [
+        Recipe(title=f"DiLoCo q8, H = {steps}, outer lr {outer:g}, momentum {momentum:g}, lr {lr:g}",
+               algorithm="diloco", options={"steps": steps, "outer_lr": outer, "outer_momentum": momentum}, lr=lr)
+        for steps, outer, momentum, lr in tried
     ]  # fmt: skip
 
 

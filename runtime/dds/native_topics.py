@@ -7,9 +7,9 @@ each other.
 
 The binding cannot read or write them: samples go through :mod:`.libddsc`.
 
-What describes a type to Cyclone is made here, as its IDL compiler would. Cyclone could make it as well, of what it
-knows of the binding's topic (``dds_create_topic_descriptor``), but Cyclone 11.0.1 walks its library of types for that
-without the lock of it (``ddsi_topic_descriptor_from_type``). Whoever's endpoints were discovered at that moment could
+What describes a type to Cyclone is made here. Cyclone could make the same of what it knows of the binding's topic
+(``dds_create_topic_descriptor``), but Cyclone 11.0.1 walks its library of types for that without the lock of it
+(``ddsi_topic_descriptor_from_type``). Whoever's endpoints were discovered at that moment could
 crash the process, or have the type refused.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes as ct
 import dataclasses
-import threading
 from typing import Any
 
 from cyclonedds.core import Entity
@@ -25,6 +24,7 @@ from cyclonedds.idl._support import Endianness
 from cyclonedds.idl.types import byte, float64, int32, int64, sequence
 from cyclonedds.topic import Topic as DdsTopic
 
+from gradbus.runtime import forks
 from gradbus.runtime.dds import libddsc
 
 _create_topic = libddsc.function(
@@ -70,7 +70,7 @@ _FIELDS: dict[Any, tuple[Any, int]] = {  # by IDL type of a field: how it lies i
 }
 
 _descriptors: dict[Any, tuple[_Descriptor, Any]] = {}  # by IDL type; with what it points to, for as long as the process
-_lock = threading.Lock()
+_lock = forks.new_lock()
 
 
 class CTopic(DdsTopic[Any]):

@@ -30,8 +30,8 @@ Profile = Literal["loopback", "network"]
 
 RECEIVE_BUFFER_BYTES = 16 << 20  # a model's worth of datagrams may wait while Python is busy
 # Two samples of 1 MiB, as the kernel counts. Of what does not fit the rest waits in DDS's write, and DDS's heartbeats,
-# from another thread, overtake it: the reader then asks for what is still to come. At 50 Mbit/s that was half of all
-# traffic. Everything that the process sends waits behind a full one, for 2 s at 10 Mbit/s, so it is not larger.
+# from another thread, overtake it: the reader then asks for what is still to come. At 50 Mbit/s that was a quarter of
+# all traffic or more. All that the process sends waits behind a full one, 2 s at 10 Mbit/s, so it is not larger.
 SEND_BUFFER_BYTES = 2 << 20
 LEASES_S: dict[Profile, float] = {"loopback": 60.0, "network": 10.0}
 
@@ -263,7 +263,7 @@ def _check_section(section: ET.Element, where: str) -> None:
 @functools.cache
 def _names() -> dict[str, str]:
     """Elements of our own document as they are written, by their names without capitals."""
-    ours = _base(NetworkConfig(peers=("127.0.0.1",), loss_per_mille=1), loopback=True)
+    ours = _base(NetworkConfig(peers=("127.0.0.1",), loss_per_mille=1), loopback=False)  # has all of them
     return {element.tag.casefold(): element.tag for element in ours.iter()}
 
 

@@ -558,12 +558,14 @@ def _run_self_test(participant: Any) -> str | None:
     try:
         qos = Qos(Policy.Partition(partitions=[partition]))
         reliable = Qos(Policy.Reliability.Reliable(duration(seconds=0.1)), Policy.History.KeepAll)
-        dds_topic = native_topics.CTopic(participant, "train/self_test", _TYPES["Frame"])
-        made.append(dds_topic)
+        topics: dict[str, Any] = {}
+        for name, idl_type in _TYPES.items():
+            topics[name] = native_topics.CTopic(participant, f"train/self_test/{name}", idl_type)
+            made.append(topics[name])
         subscriber, publisher = Subscriber(participant, qos=qos), Publisher(participant, qos=qos)
         made += [subscriber, publisher]
-        reader = DataReader(subscriber, dds_topic, qos=reliable)
-        writer = DataWriter(publisher, dds_topic, qos=reliable)
+        reader = DataReader(subscriber, topics["Frame"], qos=reliable)
+        writer = DataWriter(publisher, topics["Frame"], qos=reliable)
         waitset = DdsWaitSet(participant)
         made.append(waitset)
         waitset.attach(ReadCondition(reader, _ANY))

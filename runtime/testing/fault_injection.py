@@ -148,9 +148,11 @@ class _FaultyWriter(Writer):
     def _let_go(self) -> bool:
         held = self.take_held()
         if held is not None:
-            if not self.write_now(held):
-                self._late.add(0.0, self, held, 1)
-            self._late.written(self)
+            try:
+                if not self.write_now(held):
+                    self._late.add(0.0, self, held, 1)
+            finally:
+                self._late.written(self)
         return True
 
     def take_held(self, sample: _Sample | None = None) -> _Sample | None:
@@ -209,7 +211,7 @@ class _LateWrites:
         self._due: list[_Late] = []
         self._waiting: Counter[_FaultyWriter] = Counter()  # how many of a writer are due, or are being written
         self._numbers = itertools.count()
-        self._wakeup = threading.Condition()  # its lock may be taken again by the thread that has it
+        self._wakeup = threading.Condition()
         self._stopped = False
         self._thread: threading.Thread | None = None
 
@@ -218,13 +220,14 @@ class _LateWrites:
         late = (time.monotonic() + seconds, next(self._numbers), writer, sample, copies, held)
         with self._wakeup:
             self._waiting[writer] += 1
-            if self._stopped:
-                return self._write(late)
-            heapq.heappush(self._due, late)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gradbus-late", daemon=True)
-                self._thread.start()
-            self._wakeup.notify_all()
+            if not self._stopped:
+                heapq.heappush(self._due, late)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="gradbus-late", daemon=True)
+                    self._thread.start()
+                self._wakeup.notify_all()
+                return
+        self._write(late)  # without the lock: DDS may wait for a reader
 
     def written(self, writer: _FaultyWriter) -> None:
         """One that was late is in DDS, or lost."""
@@ -273,10 +276,14 @@ class _LateWrites:
             self.written(writer)
 
     def _write_one(self, writer: _FaultyWriter, sample: _Sample) -> None:
+        reason = "DDS is full"
         for _ in range(_TRIES):
             try:
-                if writer.write_now(sample) or self._stopped:
+                if writer.write_now(sample):
                     return
-            except BusError as error:
-                log.warning("late sample lost", topic=writer.topic.name, reason=str(error))
-                return
+                if self._stopped:
+                    break
+            except (BusError, OSError) as error:
+                reason = str(error)
+                break
+        log.warning("late sample lost", topic=writer.topic.name, reason=reason)

@@ -30,7 +30,9 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
     assert accuracy is not None
     assert text is not None
     assert tuning is not None
-    assert [one.unit for one in tuning.figures] == ["% wrong"] * 3 + ["nats"] * len(local.tuned_text_recipes(1))
+    assert [one.unit for one in tuning.figures] == ["% wrong"] * len(local.tuned_recipes()) + ["nats"] * len(
+        local.tuned_text_recipes(1)
+    )
     titles = {one.name.removesuffix(", bytes") for one in accuracy.figures}
     assert titles == {f"MLP, world 2: {recipe.title}" for recipe in RECIPES[1:]}
     title = "DiLoCo q8, H = 1, outer lr 0.7, momentum 0.7"

@@ -113,7 +113,7 @@ def test_a_profile_shows_threads_of_both_backends_and_functions_of_ours() -> Non
             assert f"all_reduce 4 KiB, one host, world 2, rank {rank}, {backend}, MainThread" in names
     assert "gradbus-" in names  # which thread has work depends on the way that frames take
     assert "pt_gloo_runloop" in names
-    assert "Engine.start" in names  # of a thread the functions that take most: which ones these are changes, but for this
+    assert "Engine.start" in names  # which others take most changes from run to run
 
 
 @pytest.mark.slow

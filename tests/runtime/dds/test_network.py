@@ -64,6 +64,14 @@ def test_a_partition_heals_and_a_late_peer_is_found_in_both_profiles(profile: ne
     assert tree.find("Domain/Internal/SocketReceiveBufferSize") is not None
 
 
+@pytest.mark.parametrize("profile", ["loopback", "network"])
+@pytest.mark.parametrize("name", ["SocketReceiveBufferSize", "SocketSendBufferSize"])
+def test_a_users_buffer_in_whatever_capitals_stands_in_place_of_ours(profile: network.Profile, name: str) -> None:
+    theirs = f'<CycloneDDS><Domain><Internal><{name.lower()} max="128KiB"/></Internal></Domain></CycloneDDS>'
+    merged = ET.fromstring(build_xml(NetworkConfig(profile=profile), user_document=theirs))
+    assert [one.get("max") for one in merged.iter() if one.tag.lower() == name.lower()] == ["128KiB"]
+
+
 def test_on_a_network_a_sample_fits_into_the_buffer_to_send_so_that_no_heartbeat_overtakes_it() -> None:
     sizes = [tree.find("Domain/Internal/SocketSendBufferSize") for tree in (
         built(NetworkConfig()), built(NetworkConfig(profile="network"))
