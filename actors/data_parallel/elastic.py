@@ -58,7 +58,14 @@ from gradbus.runtime.algorithms.base import Step
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group, GroupStats
-from gradbus.runtime.collectives.generations import LOST, ElasticLimits, Generations, NoGeneration, open_generations
+from gradbus.runtime.collectives.generations import (
+    LOST,
+    ElasticLimits,
+    Generations,
+    NoGeneration,
+    WaitedInVain,
+    open_generations,
+)
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError, ReplicasDiverged
 from gradbus.runtime.wire.control import PROTOCOL
@@ -182,7 +189,7 @@ class ElasticWorker(Worker):
         Raises:
             CheckpointError: the run has come to its end, and this rank could not write the last checkpoint. A fault
                 before that is a warning, and training goes on.
-            BarrierTimeout: there were too few ranks, or no majority, for ``elastic.wait_s``.
+            WaitedInVain: there were too few ranks, or no majority, for ``elastic.wait_s``.
             And as those of a Worker.
         """
         async with contextlib.AsyncExitStack() as stack:
@@ -201,8 +208,9 @@ class ElasticWorker(Worker):
                     self._generations.leave()
                 try:
                     while not self._has_ended:  # to be done is not enough: the others may lack the last step
-                        async for report in self._one_generation(self._generations):
-                            yield report
+                        async with contextlib.aclosing(self._one_generation(self._generations)) as reports:
+                            async for report in reports:
+                                yield report
                 except NoGeneration as error:
                     self._log.info("no more generations", reason=str(error), step=self.step)
                 await self._compute.run(self._callbacks.call, "on_end", self.summary)
@@ -233,6 +241,8 @@ class ElasticWorker(Worker):
                     self._has_ended = True
                 else:
                     generations.rest()
+        except WaitedInVain:
+            raise
         except LOST as error:
             self._probe.note("lost", generation=self._synced, step=self.step, error=type(error).__name__)
             self._log.warning("generation lost", generation=generations.number, step=self.step, error=str(error))
@@ -436,34 +446,47 @@ class ElasticWorker(Worker):
             "timeout_s": self._config.timeouts.collective_s, "max_bytes": max_state_bytes(self.model)
         }  # fmt: skip
         self._transfer = transfer = StateTransfer(group, **limits)
-        # Of gradients the exchanges need what the algorithm shares, from the first one on.
-        has_shared = self._are_equal and bool(self._training.algorithm.shared)
+        source = next((donor for donor, to in sends_to.items() if group.rank in to), None)
+        tensors: dict[str, Tensor] = {}
         if group.rank in sends_to:
             tensors = await self._compute.run(lambda: copied(self._run_state()))
-            if has_shared:
-                at_once = StateTransfer(group, name="elastic/shared", **limits)
-                at_once.send(tensors_with("algorithm/", tensors), sends_to[group.rank])
-                try:
-                    await at_once.ended()
-                finally:
-                    await at_once.close()
-            transfer.send(tensors, sends_to[group.rank])
-        elif group.rank in self._follows:
-            source = next(donor for donor, to in sends_to.items() if group.rank in to)
+        elif source is not None:
             self._held, self._source = before, source
             if self._training.algorithm.shared:
                 self._synced = -1  # what is left of its state is not of one step
-            shared: dict[str, Tensor] = {}
-            if has_shared:
-                at_once = StateTransfer(group, name="elastic/shared", **limits)
-                try:
-                    shared = await at_once.receive(source)
-                finally:
-                    await at_once.close()
+        shared: dict[str, Tensor] = {}
+        if self._are_equal and self._training.algorithm.shared:
+            shared = await self._shared_state(sends_to.get(group.rank, ()), source, tensors, limits)
+        if group.rank in sends_to:
+            transfer.send(tensors, sends_to[group.rank])
+        elif source is not None:
             if self._are_equal:
                 await self._compute.run(self._training.load_algorithm, shared)
                 await self._compute.run(self._training.follow)
             self._arriving = transfer.receive(source)
+
+    async def _shared_state(
+        self, to: Sequence[int], source: int | None, tensors: Mapping[str, Tensor], limits: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Return what the algorithm shares, to a rank that lacks it: exchanges of gradients need it from the first one
+        on. All ranks wait for it, for as long as it takes.
+
+        Args:
+            to: ranks that get it from this one, of ``tensors``. source: of whom this one gets it; None: it has it.
+
+        Raises:
+            BrokenCopy: it is not what was sent.
+        """
+        transfer = StateTransfer(self._group, name="elastic/shared", **limits)
+        try:
+            if to:
+                transfer.send(tensors_with("algorithm/", tensors), to)
+            arriving = None if source is None else transfer.receive(source)
+            await self._wait_for_copies(transfer)
+            await transfer.ended()
+            return {} if arriving is None else arriving.result()
+        finally:
+            await transfer.close()
 
     async def _catch_up(self) -> None:
         """Wait for the copy of the state, and apply to it what the others have applied since."""
@@ -589,19 +612,19 @@ class ElasticWorker(Worker):
         """Wait for what is on its way: what is to come is of ranks that all have the state."""
         await super()._drain()
         if self._follows:
-            await self._wait_for_copies()
+            await self._wait_for_copies(self._transfer)
         await self._catch_up()
         if self._transfer is not None:
             await self._transfer.ended()
 
-    async def _wait_for_copies(self) -> None:
+    async def _wait_for_copies(self, transfer: StateTransfer | None) -> None:
         """All wait for all copies, which may take longer than a collective may: so ranks tell one another from time to
         time that they do. Each piece has a deadline."""
         timeout_s = self._config.timeouts.collective_s
         are_there = False
         while not are_there:
             self._waits += 1
-            is_there = self._transfer is None or await self._transfer.is_over_within(timeout_s / 4)
+            is_there = transfer is None or await transfer.is_over_within(timeout_s / 4)
             of_ranks = await self._group.all_gather(
                 "elastic/copies", bytes([is_there]), round_id=self._waits, timeout_s=timeout_s
             )

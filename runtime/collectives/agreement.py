@@ -246,6 +246,8 @@ class GenerationAgreement:
         """Number of processes that have to join before there can be another generation, where one is wanted."""
         if not self.is_member or not (self.resting or any(member in self._gone for member in self.members)):
             return 0
+        if not self._stay:  # all leave: those that want to join have no state to go on with
+            return max(1, self.min_world)
         return max(0, self.min_world - len(self._stay) - len(self._joiners))
 
     @property

@@ -44,6 +44,10 @@ LOST = (PeerLost, CollectiveTimeout, BarrierTimeout, WriteTimeout)
 log = get_logger("elastic")
 
 
+class WaitedInVain(BarrierTimeout):
+    """There was no generation that goes on with this process for as long as it may wait: the next one is not tried."""
+
+
 class NoGeneration(GradbusError):
     """There is no generation for this process any more; the text says why.
 
@@ -147,7 +151,7 @@ class Generations:
         Raises:
             NoGeneration: this process has left, or the run has ended.
             ConfigError: it does not fit the members; the text names what differs.
-            BarrierTimeout: there is no generation that goes on with this process within ``wait_s``.
+            WaitedInVain: there is no generation that goes on with this process within ``wait_s``.
         """
         while True:
             await self._until_member()
@@ -188,7 +192,7 @@ class Generations:
             if agreement.generation and not agreement.is_member and not agreement.leaving and self._hears_members:
                 since_s = now_s  # a spare: there is nothing wrong
             if now_s >= since_s + patience_s:
-                raise BarrierTimeout(
+                raise WaitedInVain(
                     f"elastic group {agreement.group!r}, process {agreement.me.number} (waits for "
                     f"{agreement.waits_for or 'the next generation'})", missing=agreement.unreached,
                     ready=len(agreement.members) - len(agreement.unreached), needed=limits.min_world,

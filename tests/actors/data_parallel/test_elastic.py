@@ -25,8 +25,9 @@ from gradbus.actors.data_parallel import elastic, joining
 from gradbus.actors.data_parallel.joining import StateTransfer
 from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.collectives import membership
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import CheckpointError, ConfigError, PeerLost
+from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, PeerLost
 
 LONG = 5000  # epochs of a run that a callback ends
 SETTINGS = {"hash_every": 1, "epochs": 2}
@@ -66,7 +67,7 @@ class Cast:
         self._place = place
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
-        elastic = {"min_world": settings.pop("min_world", 1), "max_world": 4, "wait_s": 20.0}
+        elastic = {"min_world": settings.pop("min_world", 1), "max_world": 4, "wait_s": settings.pop("wait_s", 20.0)}
         self.config = DataParallelConfig(**nested(SETTINGS | settings), elastic=elastic)
         self.ranks: dict[int, Rank] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -228,6 +229,41 @@ def test_below_min_world_training_waits_for_one_more(place: dict[str, Any]) -> N
     assert torch.equal(ranks[0].parameters, ranks[3].parameters)
 
 
+def test_one_that_nobody_meets_ends_with_whom_it_has_waited_for(place: dict[str, Any]) -> None:
+    ranks = play(place, lambda cast: cast.start(0, 2), wait_s=0.5)
+    assert isinstance(ranks[0].error, BarrierTimeout)
+    assert "waits for the processes [1] of 2" in str(ranks[0].error)
+
+
+def test_whoever_stops_to_take_reports_has_left_the_group_by_then(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed_by: list[asyncio.Task[Any] | None] = []
+    close = membership.Membership.close
+
+    async def noted(self: membership.Membership, **options: Any) -> None:
+        await close(self, **options)
+        closed_by.append(asyncio.current_task())
+
+    monkeypatch.setattr(membership.Membership, "close", noted)
+
+    async def main() -> None:
+        async with asyncio.timeout(20), gradbus.connect(**place, lease_s=LEASE_S) as bus:
+            config = DataParallelConfig(**nested(SETTINGS | {"epochs": LONG}), elastic={"min_world": 1, "max_world": 1})
+            worker = ElasticWorker(ElasticPlace(bus=bus, number=0, founders=1), make_task(), config)
+
+            async def take() -> None:
+                async with contextlib.aclosing(worker.epochs()) as epochs:
+                    async for _ in epochs:
+                        raise OSError("the disk of the reports")
+
+            with pytest.raises(OSError, match="the disk of the reports"):
+                await take()
+            assert closed_by == [asyncio.current_task()]  # not by a task of nobody's, some time later
+
+    asyncio.run(main())
+
+
 def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: dict[str, Any]) -> None:
     other = make_task(lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
 
@@ -371,9 +407,9 @@ def test_all_wait_for_a_copy_before_more_steps_are_kept_than_there_is_memory_for
     trained: list[bool] = []
     waited = ElasticWorker._wait_for_copies
 
-    async def let_it_come(worker: ElasticWorker) -> None:
+    async def let_it_come(worker: ElasticWorker, transfer: StateTransfer | None) -> None:
         asyncio.get_running_loop().call_later(0.1, copies.may_arrive.set)
-        await waited(worker)
+        await waited(worker, transfer)
 
     monkeypatch.setattr(ElasticWorker, "_wait_for_copies", let_it_come)
 
@@ -392,14 +428,24 @@ def test_all_wait_for_a_copy_before_more_steps_are_kept_than_there_is_memory_for
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)
 
 
-def test_a_copy_may_take_longer_than_a_collective(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    fill, trained, collective_s = joining._fill, [], 1.5
+@pytest.mark.parametrize(
+    ("settings", "pieces_s"),
+    [
+        ({"optimizer": {"name": "adamw", "lr": 0.01}}, [0.15] * 17),
+        ({"algorithm": {"name": "qadam", "warmup_steps": 1}, "optimizer": {"lr": 0.001, "momentum": 0.0}}, [0.9] * 3),
+    ],
+    ids=["the optimizer's", "the algorithm's"],
+)
+def test_a_copy_may_take_longer_than_a_collective(
+    settings: dict[str, Any], pieces_s: list[float], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, trained, collective_s, left_s = joining._fill, [], 1.5, list(pieces_s)
 
     def slowly(piece: Tensor, came: Tensor) -> bool:
-        time.sleep(0.15)
+        time.sleep(left_s.pop() if left_s else 0)
         return fill(piece, came)
 
-    monkeypatch.setattr(joining, "_fill", slowly)  # for each of 17 tensors: longer than 1.5 s
+    monkeypatch.setattr(joining, "_fill", slowly)  # all together: longer than 1.5 s
 
     def scene(cast: Cast) -> None:
         start = at_step(1, lambda: cast.later(cast.start, 4, on_step=lambda report: trained.append(report.loss)))
@@ -411,8 +457,7 @@ def test_a_copy_may_take_longer_than_a_collective(place: dict[str, Any], monkeyp
         cast.start(0, 2, on_step=until_it_trains)
         cast.start(1, 2)
 
-    optimizer = {"name": "adamw", "lr": 0.01}
-    ranks = play(place, scene, epochs=LONG, optimizer=optimizer, timeouts={"collective_s": collective_s})
+    ranks = play(place, scene, epochs=LONG, timeouts={"collective_s": collective_s}, **settings)
     assert all(rank.error is None for rank in ranks.values())
     assert ranks[0].worlds == [2, 3]  # nobody was taken for lost
     assert ranks[0].worker.generations is not None

@@ -254,6 +254,20 @@ def test_a_member_that_leaves_is_not_in_the_next_generation_and_does_not_join_ag
     assert b.generation == 2
 
 
+@pytest.mark.parametrize("max_world", [2, 4], ids=["a spare", "one that joins"])
+def test_members_that_all_leave_may_go_although_somebody_waits_for_a_place(max_world: int) -> None:
+    network, members = founded(2, max_world=max_world)
+    network.start(2)
+    network.run(lambda: all(member.waiting == 1 for member in members))
+    for member in members:
+        member.leaving = member.resting = True
+    network.run(lambda: all(member.waits_for for member in members))  # who leaves, and waits, may go
+    assert members[0].waits_for == "1 more to join: at least 1 members are needed"
+    for _ in range(20):
+        network.step()
+    assert {member.generation for member in members} == {1}
+
+
 def test_one_that_does_not_fit_stays_outside_and_knows_why() -> None:
     network, members = founded(2)
     stranger = network.start(2, traits={**TRAITS, "model": 9})

@@ -153,6 +153,24 @@ def test_a_process_that_waits_learns_that_the_run_has_ended(run: Run, place: dic
     run(main)
 
 
+def test_the_only_member_leaves_although_a_spare_waits(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        limits = ElasticLimits(min_world=1, max_world=1, wait_s=20.0)
+        async with process(place, 0, 1, limits) as generations, process(place, 1, 0, limits) as spare:
+            async with generations.next_group():
+                waiting = asyncio.create_task(spare.next_group().__aenter__())
+                await eventually(lambda: generations.waiting)
+                generations.leave()
+            generations.rest()
+            async with asyncio.timeout(10):
+                with pytest.raises(NoGeneration, match="has left"):
+                    async with generations.next_group():
+                        pass
+            waiting.cancel()
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("limits", "founders"),
     [(ElasticLimits(min_world=3, max_world=2), 0), (ElasticLimits(min_world=2), 1), (ElasticLimits(max_world=2), 3)],
