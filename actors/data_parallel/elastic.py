@@ -149,6 +149,7 @@ class ElasticWorker(Worker):
         self._transfer: StateTransfer | None = None
         self._arriving: asyncio.Task[dict[str, Tensor]] | None = None
         self._generation = 0  # that this rank is in
+        self._has_seen_all = False  # generations, from the first one on
         self._numbers: list[int] = []  # of its members
         self._source = 0  # the rank whose copy this rank has, where it began without a state
         self._joined: frozenset[int] = frozenset()  # ranks that did, until all have compared their parameters
@@ -316,6 +317,7 @@ class ElasticWorker(Worker):
     async def _begin(self, group: Group, generation: int) -> None:
         """Become a rank of this group, and have the newest state that one of its ranks has."""
         config, compute, training = self._config, self._compute, self._training
+        self._has_seen_all = generation == 1 or (self._has_seen_all and generation == self._generation + 1)
         self._group, self._generation = group, generation
         self._is_resting = self._checked = False
         self._waits = 0
@@ -328,6 +330,7 @@ class ElasticWorker(Worker):
             "synced": self._synced, "broken": self._broken, "is_stopped": self._is_stopped,
             "step": stands.step, "epoch": stands.epoch,
             "schedule_steps": self._schedule_steps, "batches": await compute.run(training.num_batches, 0),
+            "begins": self._has_seen_all and not self._place.number,
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
         hellos = await group.all_gather_object("elastic/hello", hello, timeout_s=config.timeouts.join_s)
@@ -340,7 +343,9 @@ class ElasticWorker(Worker):
         source = places.index(newest)
         # A vote that some have counted counts for all; ranks of another past may know of others.
         self._is_stopped = any(hello["is_stopped"] for hello in hellos if hello["synced"] == newest[0])
-        if generation > 1 and newest[0] < 0:
+        # A step takes all ranks of a generation, each with a state: while process 0, which may have had a checkpoint to
+        # go on from, is there from the first one on and has none, no step was made.
+        if newest[0] < 0 and not any(hello["begins"] for hello in hellos):
             raise CollectiveError(
                 f"no rank of generation {generation} has the state of the run: go on from a checkpoint, all ranks anew"
             )

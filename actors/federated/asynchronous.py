@@ -77,7 +77,7 @@ def proportional_steps(most: int, speeds: Mapping[int, float]) -> dict[int, int]
         return {}
     typical = statistics.median(known.values()) * FASTEST_TIMES_MEDIAN
     fastest = min(max(known.values()), typical) or max(known.values())
-    return {client_id: max(1, min(most, round(most * (speed / fastest)))) for client_id, speed in known.items()}
+    return {client_id: max(1, round(most * min(1.0, speed / fastest))) for client_id, speed in known.items()}
 
 
 class BufferRound(Round):

@@ -10,6 +10,13 @@ from torch.optim import Optimizer
 from gradbus.runtime.errors import ConfigError
 
 
+def _fits(state: Tensor, parameter: Tensor) -> bool:
+    """Whether it is of the parameter's shape, or of less of it: Adafactor keeps means over rows and over columns."""
+    return state.dim() <= parameter.dim() and all(
+        one in (1, other) for one, other in zip(reversed(state.shape), reversed(parameter.shape), strict=False)
+    )
+
+
 class KeptOptimizer:
     """Makes the optimizer of a round, with the state that the last round of this client which counts has left."""
 
@@ -35,7 +42,7 @@ class KeptOptimizer:
             if int(number) >= len(self._parameters):
                 raise ValueError(f"the kept optimizer has a state for parameter {number}, of {len(self._parameters)}")
             parameter = self._parameters[int(number)]
-            if value.dim() and value.shape != parameter.shape:
+            if not _fits(value, parameter):
                 raise ValueError(f"the kept optimizer has {key} of shape {tuple(value.shape)} for parameter {number}")
             own = value.clone().to(parameter.device) if value.dim() else value.clone()
             self._made.state[parameter][key] = own

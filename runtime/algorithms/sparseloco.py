@@ -104,10 +104,11 @@ def mean_of_senders(sent: Sequence[SparseBlock], dim: int, *, clip: bool) -> Ten
 
 
 def _clip_scales(sent: Sequence[SparseBlock], dim: int) -> Tensor:
-    """float32, shape (ranks, blocks), at most 1."""
+    """float32, shape (ranks, blocks), at most 1. The median is of the ranks that have sent something of a block: with
+    the others' zeros a change that few ranks have, as in an embedding's rows, would be taken away altogether."""
     squares = torch.zeros(len(sent), -(-dim // BLOCK), dtype=torch.float64)
     for rank, entries in enumerate(sent):
         squares[rank].index_add_(0, entries.indices // BLOCK, entries.values.double().square())
     norms = squares.sqrt()
-    median = norms.quantile(0.5, dim=0)
+    median = norms.masked_fill(norms == 0, torch.nan).nanquantile(0.5, dim=0).nan_to_num(0.0)
     return (median / norms.clamp(min=torch.finfo(torch.float64).tiny)).clamp_(max=1).float()

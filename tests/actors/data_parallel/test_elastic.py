@@ -181,6 +181,32 @@ def test_survivors_go_on_without_a_lost_rank_and_one_that_is_started_joins_them(
         assert ranks[number].reports[-1].params_hash == ranks[0].reports[-1].params_hash
 
 
+@pytest.mark.parametrize("dying", [2, 0])
+def test_a_rank_that_dies_while_the_first_generation_begins_ends_no_run_unless_it_is_the_one_that_knows_a_checkpoint(
+    dying: int, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_state = ElasticWorker._get_state
+
+    async def begin(self: ElasticWorker, source: int) -> None:
+        if self._place.number == dying:
+            raise asyncio.CancelledError  # to the others that is a death
+        await get_state(self, source)
+
+    monkeypatch.setattr(ElasticWorker, "_get_state", begin)
+
+    def scene(cast: Cast) -> None:
+        for number in range(3):
+            cast.start(number, 3)
+
+    ranks = play(place, scene)
+    if dying:
+        assert ranks[0].error is ranks[1].error is None
+        assert (ranks[0].worlds, ranks[1].worlds) == ([2], [2])
+        assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+    else:
+        assert all("no rank of generation 2 has the state" in str(ranks[number].error) for number in (1, 2))
+
+
 def test_rank_0_may_be_lost_too(place: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
         cast.start(0, 3, on_step=at_step(3, lambda: cast.kill(0)))

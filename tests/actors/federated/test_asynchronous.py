@@ -91,6 +91,8 @@ def test_slow_clients_make_steps_in_proportion_to_their_speed() -> None:
     assert proportional_steps(50, {0: math.inf, 1: 10.0, 2: 5.0}) == {1: 50, 2: 25}
     assert proportional_steps(50, {0: 1e300, 1: 10.0, 2: 10.0}) == {0: 50, 1: 5, 2: 5}  # and not 1
     assert proportional_steps(50, {}) == proportional_steps(50, {0: 0.0}) == {}
+    assert proportional_steps(500, {0: 10.0, 1: 12.0, 2: 1.7e308}) == {0: 42, 1: 50, 2: 500}  # and no overflow
+    assert proportional_steps(100, {0: 0.5, 1: 0.5, 2: 1.7e308}) == {0: 10, 1: 10, 2: 100}
 
 
 class Paced(NoopTask):

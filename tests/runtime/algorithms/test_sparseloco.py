@@ -45,6 +45,13 @@ def test_a_rank_that_sends_much_larger_values_than_the_others_is_shortened_to_th
     assert mean_of_senders(sent, 1, clip=True).tolist() == pytest.approx([(1 + 1.5 + 1.5) / 3])
 
 
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_change_that_one_rank_alone_has_in_a_block_is_not_taken_away(others: int) -> None:
+    index, empty = torch.tensor([0, 5]), torch.tensor([], dtype=torch.int64)
+    sent = [SparseBlock(index, torch.tensor([1.0, -2.0])), *[SparseBlock(empty, torch.tensor([]))] * others]
+    assert mean_of_senders(sent, 8, clip=True).tolist() == [1, 0, 0, 0, 0, -2, 0, 0]
+
+
 def test_an_exchange_is_116_bytes_for_4096_weights_to_each_other_rank() -> None:
     for world in (2, 4):
         training = LocalTraining("sparseloco", world, torch.zeros(40_960), LR, steps=3)
