@@ -170,6 +170,11 @@ class ElasticWorker(Worker):
         """Whether this rank was asked to leave before the run had come to its end."""
         return self._is_leaving and not self._is_done
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank was one of those that have come to the end of the run."""
+        return self._has_ended
+
     def leave(self) -> None:
         """Have this rank leave after the step that it is in: :meth:`epochs` ends then, and no step is lost."""
         self._is_leaving = True
