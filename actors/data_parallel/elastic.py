@@ -675,6 +675,8 @@ class ElasticWorker(Worker):
                 self._log.info("checkpoint", step=position.step, bytes=size)
         self._probe.reached("after_save", position.step)
         await self._barrier("worker/saved")
+        if self._group.rank != 0:
+            self._unsaved = None  # as rank 0 of an earlier generation: a later one is rank 0's to write, or to fault
 
     def _write(self, model: Mapping[str, Tensor]) -> int:
         training, position = self._training, self._position

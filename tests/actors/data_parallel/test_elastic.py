@@ -591,6 +591,21 @@ def test_the_last_checkpoint_is_written_although_the_rank_that_writes_is_lost(
     assert CheckpointStore.to_read(tmp_path / "rank-0").rounds() == [ranks[1].worker.step]
 
 
+def test_a_checkpoint_that_this_rank_could_not_write_is_no_fault_once_another_has_written_later_ones(
+    place: dict[str, Any], tmp_path: Path
+) -> None:
+    def scene(cast: Cast) -> None:
+        def could_not_write() -> None:  # as rank 0 of an earlier generation
+            cast.ranks[1].worker._unsaved = CheckpointError("the disk was full at step 2")
+
+        cast.start(0, 2)
+        cast.start(1, 2, on_step=at_step(3, could_not_write))
+
+    ranks = play(place, scene, epochs=1, checkpoint={"dir": tmp_path})
+    assert ranks[0].error is ranks[1].error is None
+    assert CheckpointStore.to_read(tmp_path / "rank-0").rounds() == [ranks[1].worker.step]
+
+
 def lose_rank_0_once(
     monkeypatch: pytest.MonkeyPatch, method: str, cast: dict[str, Cast], when: Callable[[Rank, Rank], bool]
 ) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,3 +220,31 @@ def test_a_process_that_the_end_has_passed_by_leaves_the_summary_of_those_who_ma
     assert second.code == 0, second.err
     assert asked
     assert (tmp_path / "run" / "summary.json").read_bytes() == before
+
+
+def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_elastic_run(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, fulls = WorkerDirectory._write_reports, [True, False]
+
+    def full_at_first(directory: WorkerDirectory, lines: Iterable[str], *, anew: bool) -> None:
+        if fulls and fulls.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(directory, lines, anew=anew)
+
+    monkeypatch.setattr(WorkerDirectory, "_write_reports", full_at_first)
+    ended = run(*ELASTIC, "--set", "parallel.epochs=2")
+    assert ended.code == 0, ended.err
+    assert ended.err.count("report not written") == 1
+    assert "No space left on device" in ended.err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "done"
+    epochs = [json.loads(line)["epoch"] for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
+    assert epochs == [0, 1]  # what was not written comes with the next one
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(WorkerDirectory, "_write_summary", full)
+    ended = run(*ELASTIC, "--set", "parallel.epochs=3")
+    assert ended.code == 0, ended.err
+    assert ended.err.count("summary not written") == 1
