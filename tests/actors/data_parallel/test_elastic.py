@@ -535,6 +535,33 @@ def test_a_checkpoint_of_one_world_is_resumed_by_another(place: dict[str, Any], 
     assert after[0].worker.step == 4 + steps
 
 
+@pytest.mark.parametrize(
+    ("world", "batches"),
+    [(0, "13 batches of all ranks"), (2, "7 batches on rank 0 of 2")],
+    ids=["elastic", "fixed world"],
+)
+def test_a_resume_in_mid_epoch_with_other_batches_is_refused_and_with_the_same_it_goes_on(
+    world: int, batches: str, place: dict[str, Any], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"checkpoint": {"dir": tmp_path}, "epochs": 1}
+    if world:
+        train(make_task(), world=world, **settings, max_steps=5)
+    else:
+        play(place, lambda cast: cast.start(0, 1), **settings, max_steps=5)
+
+    def resumed(batch_size: int) -> Rank:
+        return play(new_place(), lambda cast: cast.start(0, 1, task=make_task(batch_size=batch_size)), **settings)[0]
+
+    refused = resumed(8)
+    assert isinstance(refused.error, CheckpointError)
+    assert f"in the middle of epoch 0, of {batches}" in str(refused.error)
+    assert f"now there are {25 if not world else 13}" in str(refused.error)
+    same = resumed(16)
+    assert same.error is None
+    assert same.reports[-1].finished
+    assert same.worker.step == 5 + 13 - 5 * max(1, world)
+
+
 def test_a_run_does_not_begin_in_the_directory_of_one_that_goes_on(place: dict[str, Any], tmp_path: Path) -> None:
     refused: list[BaseException | None] = []
 
