@@ -50,7 +50,15 @@ from gradbus.actors.data_parallel.replicas import (
     model_tensors,
 )
 from gradbus.actors.data_parallel.report import EpochReport
-from gradbus.actors.data_parallel.state import Position, RunTensors, SavedRank, WorkerState, position_of, tensors_with
+from gradbus.actors.data_parallel.state import (
+    Position,
+    RunTensors,
+    SavedRank,
+    WorkerState,
+    check_same_batches,
+    position_of,
+    tensors_with,
+)
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan
 from gradbus.actors.data_parallel.worker import EpochClock, Worker
@@ -178,6 +186,11 @@ class ElasticWorker(Worker):
         """Whether this rank was asked to leave before the run had come to its end."""
         return self._is_leaving and not self._is_done
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank was one of those that have come to the end of the run."""
+        return self._has_ended
+
     def leave(self) -> None:
         """Have this rank leave after the step that it is in: :meth:`epochs` ends then, and no step is lost."""
         self._is_leaving = True
@@ -279,6 +292,7 @@ class ElasticWorker(Worker):
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
             await self._compute.run(self._hold_directory, True)
             self._saved = await self._compute.run(self._find_checkpoint)
+            await self._compute.run(self._check_data)
         label = training.label
         settings = {
             **config.shared({"name": label.name, **label.options}),
@@ -311,6 +325,18 @@ class ElasticWorker(Worker):
         if faults:
             raise CheckpointError(f"all checkpoints are damaged or of another run: {'; '.join(faults)}")
         return None
+
+    def _check_data(self) -> None:
+        """Before there is a group: so this founder ends by itself. Raises CheckpointError: the place in the epoch that
+        was saved means other batches now."""
+        if self._saved is None:
+            return
+        saved = SavedRank.of(self._saved)
+        if saved.epoch_step:
+            # Of a fixed world they are rank 0's alone. Of elastic ranks they are of all together: its world is 1.
+            now = self._training.num_batches(saved.epoch, (0, saved.world))
+            of = "of all ranks" if saved.epoch_batches else f"on rank 0 of {saved.world}"
+            check_same_batches(saved.epoch, saved.num_batches, now, of=of)
 
     # The beginning of a generation
 
@@ -698,6 +724,8 @@ class ElasticWorker(Worker):
                 self._log.info("checkpoint", step=position.step, bytes=size)
         self._probe.reached("after_save", position.step)
         await self._barrier("worker/saved")
+        if self._group.rank != 0:
+            self._unsaved = None  # as rank 0 of an earlier generation: a later one is rank 0's to write, or to fault
 
     def _write(self, model: Mapping[str, Tensor]) -> int:
         training, position = self._training, self._position

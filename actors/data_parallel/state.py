@@ -210,6 +210,16 @@ def position_of(checkpoint: Checkpoint) -> Position:
     return Position(checkpoint.round_id, **{name: getattr(saved, name) for name in _without_step(Position())})
 
 
+def check_same_batches(epoch: int, saved: int, now: int, *, of: str) -> None:
+    """Raises CheckpointError: an epoch that a resume goes on with has another number of batches than when it was saved,
+    so its place in it would mean other ones. ``of``: whose they are."""
+    if saved != now:
+        raise CheckpointError(
+            f"the checkpoint lies in the middle of epoch {epoch}, of {saved} batches {of}; now there are {now}. Go on "
+            f"with the same data and batch size, or choose another checkpoint.dir"
+        )
+
+
 @torch.no_grad()
 def restore_model(model: nn.Module, checkpoint: Checkpoint, prefix: str = "") -> None:
     """Parameters and buffers as saved below ``prefix``. Raises CheckpointError: saved for another model."""

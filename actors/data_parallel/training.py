@@ -269,9 +269,10 @@ class ShardTraining:
             self._buffers[self._unfinished.memory].put_back()
             self._unfinished = None
 
-    def num_batches(self, epoch: int) -> int:
-        """Return the number of batches of this rank; where ranks come and go, of all together."""
-        rank, world = self._data_place
+    def num_batches(self, epoch: int, place: tuple[int, int] | None = None) -> int:
+        """Return the number of batches of this rank; where ranks come and go, of all together. ``place``: of another
+        rank, of a world."""
+        rank, world = place or self._data_place
         return self._task.num_batches(rank=rank, world=world, epoch=epoch)
 
     def start_epoch(self, plan: EpochPlan, position: Position) -> None:

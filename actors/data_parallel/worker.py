@@ -35,6 +35,7 @@ from gradbus.actors.data_parallel.state import (
     RunTensors,
     SavedRank,
     WorkerState,
+    check_same_batches,
     find_checkpoint,
     position_of,
 )
@@ -389,12 +390,8 @@ class Worker:
         epoch = self._position.epoch
         own = await self._compute.run(self._training.num_batches, epoch)
         restored, self._restored_batches = self._restored_batches, None
-        if restored not in (None, own) and self._position.epoch_step:
-            raise CheckpointError(
-                f"the checkpoint lies in the middle of epoch {epoch}, of {restored} batches on rank "
-                f"{self._group.rank}; now there are {own}. Go on with the same data and batch size, or choose another "
-                f"checkpoint.dir"
-            )
+        if restored is not None and self._position.epoch_step:
+            check_same_batches(epoch, restored, own, of=f"on rank {self._group.rank}")
         counts = await self._group.all_gather_object(
             "worker/batches", own, round_id=self.step, timeout_s=self._config.timeouts.collective_s
         )

@@ -28,6 +28,9 @@ from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")
 
+LOOK_S = 1.0
+"""Between two looks of a process that waits at whether the run in its directory is finished."""
+
 
 async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output) -> WorkerOutcome | None:
     """Train until the run has ended, or until SIGTERM asks this process to leave, which it does after its step.
@@ -76,14 +79,18 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
             finally:
                 ends.cancel()
                 await asyncio.wait([ends])
+                if not ends.cancelled() and (fault := ends.exception()) is not None:  # the training is worth more
+                    log.error("no look at whether the run is finished", path=str(directory.path), error=repr(fault))
     return run.outcome(worker)
 
 
 async def _leave_when_finished(worker: ElasticWorker, directory: WorkerDirectory, config: DataParallelConfig) -> None:
-    """A process that comes to join when the others have just come to the end would wait for them in vain."""
-    while worker.generations is None or not worker.generations.number:
-        await asyncio.sleep(1.0)
-        if directory.is_finished(config):
+    """A process that waits for others would do so in vain, once they have come to the end: it may have come to join too
+    late, or been cut off or stopped as they said so."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        found = worker.generations
+        if (found is None or not found.number or found.waits_for) and directory.is_finished(config):
             worker.leave()
             return
 
@@ -111,24 +118,38 @@ class _ElasticRun:
                 async for report in epochs:
                     self._reports.append(report)
                     if worker.summary.rank == 0:
-                        self._directory.add(report)
+                        self._add(report)
                     if self._output.scalars is not None:
                         self._output.scalars.epoch(report)
                     self._output.followed.epoch(report)
                     shown.done(report)
-        if worker.summary.rank == 0 and self._reports:
+        # Who was rank 0, and was cut off while others came to the end, must not write over what they have written.
+        is_ours = worker.has_ended or not self._directory.is_finished(self._file.parallel)
+        if worker.summary.rank == 0 and self._reports and is_ours:
             self._finish(worker)
+
+    def _add(self, report: EpochReport) -> None:
+        try:
+            self._directory.add(report)
+        except OSError as error:  # the disk is full: as with a checkpoint, the run is in the memory of the ranks
+            log.warning(
+                "report not written: training goes on, and it is written with the next one", epoch=report.epoch,
+                path=str(self._directory.path), error=error.strerror,
+            )  # fmt: skip
 
     def _finish(self, worker: ElasticWorker) -> None:
         summary = worker.summary
         values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
         generations = worker.generations
-        self._directory.finish(
-            outcome="left" if worker.has_left else "done", **values,
-            wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job,
-            generations=0 if generations is None else generations.number,
-            profiles=[summary.profile.to_json()],
-        )  # fmt: skip
+        try:
+            self._directory.finish(
+                outcome="left" if worker.has_left else "done", **values,
+                wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job,
+                generations=0 if generations is None else generations.number,
+                profiles=[summary.profile.to_json()],
+            )  # fmt: skip
+        except OSError as error:  # the run is done all the same, and its checkpoint is there
+            log.warning("summary not written", path=str(self._directory.path), error=error.strerror)
 
     def outcome(self, worker: ElasticWorker) -> WorkerOutcome:
         """As it is at the end."""

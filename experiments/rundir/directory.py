@@ -161,6 +161,7 @@ class WorkerDirectory(RunDirectory):
         super().__init__(path, tell=rank == 0)
         self._rank = rank
         self._written = False
+        self._unwritten: dict[int, str] = {}  # lines by epoch, of reports that could not be written
         if rank == 0:
             with _writing(path):
                 (path / _MARK).write_text(secrets.token_hex(16))
@@ -184,11 +185,20 @@ class WorkerDirectory(RunDirectory):
         write_json(self.path / "config.json", values)
 
     def add(self, report: EpochReport) -> None:
-        """Append the report of an epoch. Epochs of an earlier start behind its checkpoint are removed."""
-        before = [] if self._written else [entry for entry in self._entries() if entry["epoch"] < report.epoch]
-        lines = [json_text(entry) + "\n" for entry in before]
-        self._write_reports([*lines, _line(report)], anew=not self._written)
+        """Append the report of an epoch. Epochs of an earlier start behind its checkpoint are removed.
+
+        Raises:
+            OSError: it could not be written, as the disk is full. It is written with the next one.
+        """
+        self._unwritten[report.epoch] = _line(report)
+        lines, anew = self._unwritten, not self._written
+        if anew:
+            before = (entry for entry in self._entries() if entry["epoch"] < report.epoch)
+            lines = lines | {entry["epoch"]: json_text(entry) + "\n" for entry in before}
+        self._written = False  # if this fails, its last line may be cut off: the next one writes the file anew
+        self._write_reports([lines[epoch] for epoch in sorted(lines)], anew=anew)
         self._written = True
+        self._unwritten.clear()
 
     def reports(self) -> list[EpochReport]:
         """The epochs of all starts of the run."""

@@ -606,6 +606,33 @@ def test_a_checkpoint_of_one_world_is_resumed_by_another(place: dict[str, Any], 
     assert after[0].worker.step == 4 + steps
 
 
+@pytest.mark.parametrize(
+    ("world", "batches"),
+    [(0, "13 batches of all ranks"), (2, "7 batches on rank 0 of 2")],
+    ids=["elastic", "fixed world"],
+)
+def test_a_resume_in_mid_epoch_with_other_batches_is_refused_and_with_the_same_it_goes_on(
+    world: int, batches: str, place: dict[str, Any], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"checkpoint": {"dir": tmp_path}, "epochs": 1}
+    if world:
+        train(make_task(), world=world, **settings, max_steps=5)
+    else:
+        play(place, lambda cast: cast.start(0, 1), **settings, max_steps=5)
+
+    def resumed(batch_size: int) -> Rank:
+        return play(new_place(), lambda cast: cast.start(0, 1, task=make_task(batch_size=batch_size)), **settings)[0]
+
+    refused = resumed(8)
+    assert isinstance(refused.error, CheckpointError)
+    assert f"in the middle of epoch 0, of {batches}" in str(refused.error)
+    assert f"now there are {25 if not world else 13}" in str(refused.error)
+    same = resumed(16)
+    assert same.error is None
+    assert same.reports[-1].finished
+    assert same.worker.step == 5 + 13 - 5 * max(1, world)
+
+
 def test_a_run_does_not_begin_in_the_directory_of_one_that_goes_on(place: dict[str, Any], tmp_path: Path) -> None:
     refused: list[BaseException | None] = []
 
@@ -659,6 +686,21 @@ def test_the_last_checkpoint_is_written_although_the_rank_that_writes_is_lost(
 
     ranks = play(place, scene, epochs=1, checkpoint={"dir": tmp_path})
     assert ranks[1].error is None
+    assert CheckpointStore.to_read(tmp_path / "rank-0").rounds() == [ranks[1].worker.step]
+
+
+def test_a_checkpoint_that_this_rank_could_not_write_is_no_fault_once_another_has_written_later_ones(
+    place: dict[str, Any], tmp_path: Path
+) -> None:
+    def scene(cast: Cast) -> None:
+        def could_not_write() -> None:  # as rank 0 of an earlier generation
+            cast.ranks[1].worker._unsaved = CheckpointError("the disk was full at step 2")
+
+        cast.start(0, 2)
+        cast.start(1, 2, on_step=at_step(3, could_not_write))
+
+    ranks = play(place, scene, epochs=1, checkpoint={"dir": tmp_path})
+    assert ranks[0].error is ranks[1].error is None
     assert CheckpointStore.to_read(tmp_path / "rank-0").rounds() == [ranks[1].worker.step]
 
 

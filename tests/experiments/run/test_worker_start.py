@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,9 +16,10 @@ from report_runs import parallel_run
 
 from gradbus.actors import EpochReport
 from gradbus.experiments.files import TaskSettings
-from gradbus.experiments.run import commands
+from gradbus.experiments.run import commands, elastic
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.rundir.directory import WorkerDirectory, write_json
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
 
 TASK = """
@@ -138,3 +145,106 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is_and_goes_on_for_mor
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["outcome"], summary["epochs"]) == ("done", 2)
     assert len((run / "epochs.jsonl").read_text().splitlines()) == 2
+
+
+# -- a process of an elastic run ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Standing:
+    """What is asked of a worker, and its generations, of which it waits for the next one or trains in the newest."""
+
+    number: int
+    waits_for: str
+    has_left: bool = False
+
+    @property
+    def generations(self) -> Standing:
+        return self
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
+@pytest.mark.parametrize(
+    ("number", "waits_for", "leaves"),
+    [
+        (0, "a group that it can join", True),
+        (3, "a majority: it reaches 1 of the 3 members of generation 3", True),
+        (3, "", False),
+    ],
+    ids=["joins", "was cut off", "trains"],
+)
+def test_a_process_that_waits_leaves_when_the_run_in_its_directory_is_finished(
+    number: int, waits_for: str, leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        looks = asyncio.create_task(
+            elastic._leave_when_finished(worker, WorkerDirectory(tmp_path, 1), DataParallelConfig())  # type: ignore[arg-type]
+        )
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert worker.has_left == leaves
+        assert looks.done() == leaves
+        looks.cancel()
+
+    worker = Standing(number, waits_for)
+    monkeypatch.setattr(elastic, "LOOK_S", 0.0)
+    monkeypatch.setattr(WorkerDirectory, "is_finished", lambda *_: True)
+    asyncio.run(main())
+
+
+ELASTIC = ("--set", "parallel.elastic.min_world=1")
+
+
+def test_a_process_that_the_end_has_passed_by_leaves_the_summary_of_those_who_made_it(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(*ELASTIC)
+    assert first.code == 0, first.err
+    before = (tmp_path / "run" / "summary.json").read_bytes()
+    add, asked = WorkerDirectory.add, False
+
+    def leave_after(directory: WorkerDirectory, report: EpochReport) -> None:
+        nonlocal asked
+        add(directory, report)
+        if not asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        asked = True
+
+    monkeypatch.setattr(WorkerDirectory, "add", leave_after)
+    # The others come to the end once this process has begun, and it looks at its own end alone.
+    monkeypatch.setattr(WorkerDirectory, "is_finished", lambda *_: asked)
+    monkeypatch.setattr(elastic, "LOOK_S", 100.0)
+    second = run(*ELASTIC, "--set", "parallel.epochs=1000")
+    assert second.code == 0, second.err
+    assert asked
+    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+
+
+def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_elastic_run(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, fulls = WorkerDirectory._write_reports, [True, False]
+
+    def full_at_first(directory: WorkerDirectory, lines: Iterable[str], *, anew: bool) -> None:
+        if fulls and fulls.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(directory, lines, anew=anew)
+
+    monkeypatch.setattr(WorkerDirectory, "_write_reports", full_at_first)
+    ended = run(*ELASTIC, "--set", "parallel.epochs=2")
+    assert ended.code == 0, ended.err
+    assert ended.err.count("report not written") == 1
+    assert "No space left on device" in ended.err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "done"
+    epochs = [json.loads(line)["epoch"] for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
+    assert epochs == [0, 1]  # what was not written comes with the next one
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(WorkerDirectory, "_write_summary", full)
+    ended = run(*ELASTIC, "--set", "parallel.epochs=3")
+    assert ended.code == 0, ended.err
+    assert ended.err.count("summary not written") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -91,6 +92,27 @@ def test_the_best_accuracy_of_a_run_is_that_of_all_its_epochs_also_after_a_resum
     started_again.finish(outcome="done")
     assert json.loads((tmp_path / "summary.json").read_text())["best_accuracy"] == 0.9
     assert [report.accuracy for report in started_again.reports()] == [0.8, 0.9, None, 0.7]
+
+
+def test_reports_that_a_full_disk_has_cut_off_are_written_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(directory: WorkerDirectory, lines: list[str], *, anew: bool) -> None:
+        assert not anew
+        with (directory.path / "epochs.jsonl").open("a") as file:
+            file.write("".join(lines)[:-20])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory = WorkerDirectory(tmp_path, 0)
+    directory.add(EpochReport(epoch=0, step=10, loss=1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerDirectory, "_write_reports", cut_off)
+        with pytest.raises(OSError, match="No space left"):
+            directory.add(EpochReport(epoch=1, step=20, loss=1.0))
+    directory.add(EpochReport(epoch=2, step=30, loss=1.0))
+    directory.add(EpochReport(epoch=3, step=40, loss=1.0))
+    lines = (tmp_path / "epochs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [10, 20, 30, 40]
 
 
 def test_the_configuration_that_is_kept_can_be_read_again(configs: Path, tmp_path: Path) -> None:
