@@ -191,7 +191,7 @@ class AlgorithmHook:
         self._due: _Run | None = None  # whose results the gradients hold
         self._waiting: deque[_Run] = deque()  # those whose results have not been applied yet, oldest first
         self._ready: list[tuple[TensorBucket, Tensor, Gradient]] = []  # buckets that wait for the others
-        self._is_new_pass = True  # since the optimizers' last step
+        self._is_new_pass = True  # what the optimizers do next is another step
         self._step = Step(0)  # of an exchange of weights
         self._is_due = False  # whether there is one after the optimizers' steps
         self._stepped: set[int] = set()  # those that have stepped since the pass began
@@ -472,6 +472,8 @@ class AlgorithmHook:
                 "skip it. Call backward() before step()"
             )
         if self.algorithm.scope == "weights":
+            if id(optimizer) in self._stepped:  # another one has been left out, and this is the next step
+                self._after_all_steps()
             if self._is_new_pass:  # else of several optimizers another one was first
                 self._is_new_pass = False
                 self._before_weights()
@@ -522,7 +524,9 @@ class AlgorithmHook:
             self._after_all_steps()
 
     def _after_all_steps(self) -> None:
+        """What comes next is another step, whether or not the model itself is called for it: a loss may be a method."""
         self._stepped.clear()
+        self._is_new_pass = True
         if self.delay_steps:
             self._apply_changes(self._step.number - self.delay_steps)
         if not self._is_due:

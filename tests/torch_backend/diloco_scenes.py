@@ -101,6 +101,45 @@ def from_the_first_rank(place: RankLocation) -> dict[str, Any]:
     return {"start": start, "own": own, "mean": model.state_dict(), "sent": diloco.bytes_out}
 
 
+class WithMethods(nn.Module):
+    """A model whose loss may be asked for past ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()  # type: ignore[no-any-return]
+
+
+def methods_of_the_model(place: RankLocation) -> dict[str, Any]:
+    """Weights and bytes of runs that call the model, a method of it, and two optimizers of which one steps seldom."""
+    place.start()
+    found: dict[str, Any] = {}
+    for way in ("call", "method", "seldom"):
+        model, random = WithMethods(), torch.Generator().manual_seed(place.rank)
+        optimizer = torch.optim.SGD([model.layer.weight] if way == "seldom" else model.parameters(), lr=0.1)
+        other = torch.optim.SGD([model.layer.bias], lr=0.1)
+        if way == "seldom":
+            hook = gradbus.torch.with_algorithm(model, [optimizer, other], "diloco", steps=2)
+        else:
+            hook = gradbus.torch.DiLoCo(model, optimizer, steps=2)
+        for number in range(4):
+            x = torch.randn(16, 12, generator=random)
+            model.zero_grad()
+            (model(x).square().mean() if way == "call" else model.loss(x)).backward()
+            optimizer.step()
+            if way == "seldom" and number % 2:
+                other.step()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        found[way] = {"weights": weights, "bytes_out": hook.bytes_out, "steps": hook.state_dict()["steps"]}
+    return found
+
+
 class FailsOnce(StreamingDiLoCo):
     """An exchange fails on all ranks, when its messages have been sent."""
 

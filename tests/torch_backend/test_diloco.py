@@ -35,6 +35,15 @@ def test_all_ranks_begin_as_the_first_one_and_an_average_is_of_weights_and_runni
             assert torch.allclose(first["mean"][name], (first["own"][name] + second["own"][name]) / 2, atol=1e-6)
 
 
+def test_steps_are_counted_and_exchanged_also_where_the_model_is_not_called_as_a_whole() -> None:
+    first, second = play("diloco_scenes", "methods_of_the_model", 2, "gloo")
+    for way, found in first.items():
+        assert all(map(torch.equal, found["weights"], second[way]["weights"])), way
+        assert found["bytes_out"] > 0
+        assert found["steps"] == 4
+    assert all(map(torch.equal, first["method"]["weights"], first["call"]["weights"]))
+
+
 def test_an_exchange_that_fails_is_an_error_of_the_step_and_its_change_is_part_of_the_next() -> None:
     for found in play("diloco_scenes", "failed_exchange", 2, "dds"):
         assert all(map(torch.equal, found["weights"], found["longer"]))
