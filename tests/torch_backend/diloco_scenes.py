@@ -165,6 +165,55 @@ def failed_exchange(place: RankLocation) -> dict[str, Any]:
     return {"weights": failing.steps(4).weights, "longer": longer}
 
 
+class FailsOnOneRank(StreamingDiLoCo):
+    """An exchange fails on the second rank, when all messages have come."""
+
+    choice = "fails-on-one-rank"
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        yield from super().exchange(bucket, step)
+        if (step.number, self.place.rank) == (1, 1):
+            raise CollectiveError("a message that cannot be read")
+
+
+def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
+    """What is left of four steps, with an exchange after every second one, of which one is spoilt on the second rank:
+    weights overflow in the step with the exchange, or in the one before, or in a part that is not exchanged at the
+    time, and late; or its exchange fails."""
+    place.start()
+    found: dict[str, Any] = {}
+    for way, spoilt in {"with exchange": 1, "before it": 0, "late": 1, "failed": 1}.items():
+        model, streams = WithMethods(), {"fragments": 2, "delay": 1} if way == "late" else {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2, **streams)
+        if way == "failed":
+            begun = diloco.algorithm.shared_state()
+            diloco.algorithm = FailsOnOneRank(Place(place.rank, place.world), diloco.algorithm.options)
+            diloco.algorithm.load_state({}, begun)
+        told = ""
+        for number in range(4):
+            is_spoilt = (place.rank, number) == (1, spoilt)
+            overflows = is_spoilt and way in ("with exchange", "before it")
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1e30 if overflows else 0.1)
+            optimizer.param_groups[0]["lr"] = 1e30 if overflows else 1.0
+            if is_spoilt and way == "late":
+                model.layer.bias.detach().fill_(torch.inf)
+            try:
+                optimizer.step()
+            except CollectiveError as error:
+                told = str(error)
+            if number == spoilt:
+                own = [parameter.detach().clone() for parameter in model.parameters()]
+        diloco.drain()
+        found[way] = {
+            "told": told, "skipped": diloco.skipped_steps, "steps": diloco.state_dict()["steps"], "own": own,
+            "weights": [parameter.detach().clone() for parameter in model.parameters()],
+            "shared": {name: tensor.clone() for name, tensor in diloco.algorithm.shared_state().items()},
+        }  # fmt: skip
+    return found
+
+
 def refusals(place: RankLocation) -> dict[str, str]:
     """What is refused at the start."""
     place.start()

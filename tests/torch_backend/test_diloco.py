@@ -49,6 +49,23 @@ def test_an_exchange_that_fails_is_an_error_of_the_step_and_its_change_is_part_o
         assert all(map(torch.equal, found["weights"], found["longer"]))
 
 
+def test_an_exchange_that_is_spoilt_on_one_rank_is_taken_back_by_all_and_the_next_one_counts() -> None:
+    first, second = play("diloco_scenes", "spoilt_exchanges", 2, "gloo")
+    for way, found in first.items():
+        for name, tensor in found["shared"].items():
+            assert bool(tensor.isfinite().all()), way
+            assert torch.equal(tensor, second[way]["shared"][name]), way
+        for of_rank in (found, second[way]):
+            assert of_rank["steps"] == 4
+            assert of_rank["skipped"] == (0 if of_rank["told"] else 1), way
+            assert all(bool(tensor.isfinite().all()) for tensor in of_rank["weights"]), way
+        assert all(bool(tensor.isfinite().all()) for tensor in found["own"]), way
+    assert "cannot be read" in second["failed"]["told"]
+    for way, steps in {"with exchange": (4, 2), "before it": (3, 2), "failed": (4, 4)}.items():
+        momentum = first[way]["shared"]["momentum/fragment0"]  # of one exchange: what the ranks have changed
+        assert torch.allclose(momentum, torch.full_like(momentum, 0.1 * sum(steps) / 2), rtol=0.01), way
+
+
 def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
     for told in play("diloco_scenes", "refusals", 2, "gloo"):
         assert "is torch.optim.SGD with one group of parameters, got Adam" in told["adam"]
