@@ -46,7 +46,7 @@ class Position:
         step: steps done in all. epoch: that is being gone through, from 0. epoch_step: steps done in it.
         loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
-        skipped_exchanges: late exchanges of weights in this epoch whose results were dropped.
+        skipped_exchanges: exchanges of weights in this epoch whose results were dropped.
         metrics: of these batches, as ``MetricSums.plain`` gives them.
         mean_loss: of the last step that was not skipped, over all ranks; None if the algorithm does not need it.
         epoch_batches: of the order that elastic ranks share, how many all of them have had in this epoch.

@@ -31,9 +31,9 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
 
-def summed(status: Tensor) -> Program[None]:
-    """Add up the status of all ranks, in place. The bits are equal on all ranks."""
-    yield AllReduce("status", status, "sum", out=status)
+def summed(status: Tensor, name: str = "status") -> Program[None]:
+    """Add up the status of all ranks, in place. The bits are equal on all ranks. ``name``: of the request."""
+    yield AllReduce(name, status, "sum", out=status)
 
 
 class Stepper(ABC):
@@ -41,7 +41,7 @@ class Stepper(ABC):
 
     Attributes:
         mean_loss: of the last step that was not skipped, over the ranks that made it; NaN if nobody needs it.
-        skipped_exchanges: late exchanges of weights so far whose results were dropped, on all ranks.
+        skipped_exchanges: exchanges of weights so far whose results were dropped, on all ranks.
         wait_s, bytes_out: seconds that this rank waited for others, and payload handed to DDS, so far.
     """
 

@@ -9,8 +9,9 @@ Three orders, by what the algorithm declares and by the delay:
   algorithm says what the weights of then become by the result: live += result - copy, where it says nothing else.
 
 Without a delay all ranks agree, in a step with an exchange, that the gradients and weights of all are finite, and else
-skip it together. In a step without one, and with a delay, a rank skips its own step alone, and its weights stay finite.
-The result of a late exchange that is not finite on some rank is dropped by all.
+skip it together. In a step without one, and with a delay, a rank skips its own step alone. The result of an exchange
+that is not finite on some rank is dropped by all: a step of finite gradients may overflow. The rank whose own weights
+are not finite then goes on from those of the last exchange, where the algorithm has them.
 """
 
 from __future__ import annotations
@@ -123,12 +124,46 @@ class WeightStepper(Stepper):
         yield from self._agree(step)
         self._training.apply(step, profile)
         if step.skipped_by is not None:
+            self._restart()
             return
         self._copy_weights(step)
+        yield from self._exchange(step)
+        self._end_exchange(step)
+
+    def _exchange(self, step: TrainingStep) -> Program[None]:
+        """Exchange, then agree whether the result is finite everywhere; else the step has no weights afterwards."""
         assert step.weights is not None
         yield from self._program(step, step.weights)
-        self._replace_weights(step)
-        self._algorithm.commit()
+        not_finite = torch.tensor([float(not are_finite([step.weights.flat]))])
+        yield from summed(not_finite, "result")
+        if not_finite[0]:
+            step.weights = None
+
+    def _end_exchange(self, step: TrainingStep) -> None:
+        """Without a delay: apply the result, or drop it."""
+        if step.weights is None:
+            self._algorithm.roll_back()
+            self._note_dropped(step)
+        else:
+            self._replace_weights(step)
+            self._algorithm.commit()
+
+    def _note_dropped(self, step: TrainingStep) -> None:
+        self.skipped_exchanges += 1
+        self._log.warning("exchange skipped: NaN or infinity", step=step.number + 1)
+        self._restart()
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """Go on from the weights of the last exchange if the own ones are not finite: else no exchange would count any
+        more."""
+        if self._training.weights_are_finite():
+            return
+        begun = self._algorithm.weights_of_joiner(bucket_of(self._training.trained).flat)
+        if are_finite([begun]):
+            self._log.warning("weights are not finite: back to those of the last exchange")
+            for name, tensor in views_of(begun, self._training.trained).items():
+                self._training.trained[name].copy_(tensor)
 
     def _resume(self, exchange: StepExchange, results: Sequence[Any], profile: StepProfile) -> bool:
         with profile.span("decode"):
@@ -139,14 +174,13 @@ class WeightStepper(Stepper):
     def _apply_late(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
         if not self._delay:
             if step.skipped_by is None:
-                self._replace_weights(step)
-                self._algorithm.commit()
+                self._end_exchange(step)
             else:
                 self._algorithm.roll_back()
+                self._restart()
             self._training.apply(step, profile)
         elif step.weights is None:
-            self.skipped_exchanges += 1
-            self._log.warning("exchange skipped: NaN or infinity", step=step.number + 1)
+            self._note_dropped(step)
         else:
             assert step.before is not None
             live = bucket_of(self._training.trained).flat
@@ -158,9 +192,7 @@ class WeightStepper(Stepper):
     # In the background
 
     def _start_late(self, step: TrainingStep) -> bool:
-        assert step.weights is not None
-        program = self._late(step) if self._delay else self._program(step, step.weights)
-        step.exchange.start("weights", program)
+        step.exchange.start("weights", self._late(step) if self._delay else self._exchange(step))
         step.exchange.all_sent()
         return step.exchange.goes_on or self._conclude(step)
 

@@ -13,6 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -133,7 +134,8 @@ class AlgorithmHook:
 
     Attributes:
         algorithm: its state of this rank. delay_steps: as given, or as the algorithm has it.
-        skipped_steps: that all ranks skipped.
+        skipped_steps: that all ranks skipped, with exchanges of weights that all took back; and, where weights are
+            exchanged, those that this rank skipped alone.
         bytes_out: that this rank has sent, as the shortest way of each request needs. dense_bytes: what the same
             gradients take in float32.
         leaves_out_unused: whether parameters whose gradients are zero on all ranks, as those of layers that the step
@@ -191,7 +193,7 @@ class AlgorithmHook:
         self._due: _Run | None = None  # whose results the gradients hold
         self._waiting: deque[_Run] = deque()  # those whose results have not been applied yet, oldest first
         self._ready: list[tuple[TensorBucket, Tensor, Gradient]] = []  # buckets that wait for the others
-        self._is_new_pass = True  # since the optimizers' last step
+        self._is_new_pass = True  # what the optimizers do next is another step
         self._step = Step(0)  # of an exchange of weights
         self._is_due = False  # whether there is one after the optimizers' steps
         self._stepped: set[int] = set()  # those that have stepped since the pass began
@@ -472,9 +474,11 @@ class AlgorithmHook:
                 "skip it. Call backward() before step()"
             )
         if self.algorithm.scope == "weights":
+            if id(optimizer) in self._stepped:  # another one has been left out, and this is the next step
+                self._after_all_steps()
             if self._is_new_pass:  # else of several optimizers another one was first
-                self._is_new_pass = False
                 self._before_weights()
+                self._is_new_pass = False
             return
         run = self._run
         if run.is_applied:
@@ -495,10 +499,12 @@ class AlgorithmHook:
     # The exchange of weights
 
     def _before_weights(self) -> None:
-        """Where an exchange is due that is not delayed all ranks agree first that all weights and gradients are finite:
-        an average cannot be taken back where only some have got it. Else a rank skips its own step alone."""
+        """Where an exchange is due that is not delayed all ranks agree first that all weights and gradients are finite,
+        and else skip the step together. In other steps a rank skips its own alone. All are counted: when the next
+        exchange is due goes by their number."""
         self._step = Step(self._number, max(0, self._epoch), self._place.world, self._loss)
         self._is_due = self.algorithm.is_due(self._step)
+        self._number += 1
         is_together = self._is_due and not self.delay_steps
         own = [one.grad for one in self._parameters.values() if one.grad is not None]
         if is_together:
@@ -507,13 +513,13 @@ class AlgorithmHook:
         if is_together:
             is_finite = self._on_queue(self._all_are, is_finite)
             if is_finite and self.algorithm.overlaps:
-                self._on_queue(self._average, self._step)
+                self._average(self._step)
             self._is_due = is_finite and not self.algorithm.overlaps
+            if not is_finite:
+                self._restart()
         if not is_finite:
             self._skip("a gradient or a weight is not finite")
             self._drop_gradients()
-        if is_finite or not is_together:
-            self._number += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Of each optimizer: in whatever order they step, the weights are those after all of them."""
@@ -522,7 +528,9 @@ class AlgorithmHook:
             self._after_all_steps()
 
     def _after_all_steps(self) -> None:
+        """What comes next is another step, whether or not the model itself is called for it: a loss may be a method."""
         self._stepped.clear()
+        self._is_new_pass = True
         if self.delay_steps:
             self._apply_changes(self._step.number - self.delay_steps)
         if not self._is_due:
@@ -533,7 +541,7 @@ class AlgorithmHook:
             self._waiting.append(run)
             self._queue.submit(self._average_late, run, self._step, bucket_of(self._parameters))
         else:
-            self._on_queue(self._average, self._step)
+            self._average(self._step)
 
     def _all_are(self, is_finite: bool) -> bool:
         def agree() -> Program[Tensor]:
@@ -543,37 +551,60 @@ class AlgorithmHook:
         return bool(self._run_program(agree()))
 
     @torch.no_grad()
-    def _exchange_weights(self, step: Step, bucket: TensorBucket) -> None:
-        if self.algorithm.needs_loss:
-            self._loss = self._mean_loss(self._reported)
-            step = dataclasses.replace(step, loss=self._loss)
-        self._run_program(self.algorithm.exchange(bucket, step))
+    def _exchange_weights(self, step: Step, bucket: TensorBucket) -> bool:
+        """Whether the exchange counts, on all ranks: its result is finite on each, and it has failed on none. On the
+        thread of the programs."""
+        counts = False
+        try:
+            try:
+                if self.algorithm.needs_loss:
+                    self._loss = self._mean_loss(self._reported)
+                    step = dataclasses.replace(step, loss=self._loss)
+                self._run_program(self.algorithm.exchange(bucket, step))
+            except Exception:
+                with suppress(Exception):  # where the network has failed the first error says so
+                    self._all_are(False)
+                raise
+            counts = self._all_are(are_finite([bucket.flat]))
+        finally:
+            (self.algorithm.commit if counts else self.algorithm.roll_back)()
+        return counts
 
     @torch.no_grad()
     def _average(self, step: Step) -> None:
         bucket = bucket_of(self._parameters)
-        try:
-            self._exchange_weights(step, bucket)
-        except BaseException:
-            self.algorithm.roll_back()
-            raise
-        self.algorithm.commit()
-        for name, parameter in self._parameters.items():
-            parameter.copy_(bucket.tensors[name])
+        if self._on_queue(self._exchange_weights, step, bucket):
+            for name, parameter in self._parameters.items():
+                parameter.copy_(bucket.tensors[name])
+        else:
+            self._take_back()
 
-    @torch.no_grad()
     def _average_late(self, run: _Run, step: Step, bucket: TensorBucket) -> None:
         """Of a copy of the weights, while the next steps are computed."""
         before = bucket.flat.clone()
         try:
-            self._exchange_weights(step, bucket)
-            run.counts = are_finite([bucket.flat])
-            (self.algorithm.commit if run.counts else self.algorithm.roll_back)()
-            run.tensors = {"before": before, "result": bucket.flat}
+            run.counts = self._exchange_weights(step, bucket)
+            run.tensors = {"before": before, "result": bucket.flat} if run.counts else {}
             run.ended.set_result(None)
         except BaseException as error:
-            self.algorithm.roll_back()
             run.ended.set_exception(error)
+
+    def _take_back(self) -> None:
+        """All ranks have dropped the result of an exchange."""
+        self._skip("an exchange of weights has failed on some rank, or its result is not finite")
+        self._restart()
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """A rank whose own weights are not finite, as after a step that overflowed, goes on from those of the last
+        exchange, where the algorithm has them: else no exchange would count any more."""
+        if are_finite([one.detach() for one in self._parameters.values()]):
+            return
+        begun = self._on_queue(self.algorithm.weights_of_joiner, bucket_of(self._parameters).flat)
+        if are_finite([begun]):
+            log.warning("weights are not finite: back to those of the last exchange", step=self._number)
+            for name, tensor in views_of(begun, self._parameters).items():
+                self._parameters[name].copy_(tensor)
 
     @torch.no_grad()
     def _apply_changes(self, until: int) -> None:
@@ -586,6 +617,8 @@ class AlgorithmHook:
                 made = self.algorithm.applied_late(Step(run.number), live, run.tensors["before"], run.tensors["result"])
                 for name, tensor in views_of(made, self._parameters).items():
                     self._parameters[name].copy_(tensor)
+            else:
+                self._take_back()
 
     # Saving
 

@@ -27,7 +27,9 @@ class DiLoCo(AlgorithmHook):
     At the start all ranks get the parameters and buffers of rank 0: load what was saved before, and then the
     ``state_dict`` of this object. An exchange that fails raises its error in ``inner_optimizer.step()``, after the
     local step; weights stay as they are, and what they have changed is part of the next exchange. Where a gradient or
-    weight of any rank is not finite in a step with an exchange all ranks skip it; else a rank skips its own step.
+    weight of any rank is not finite in a step with an exchange all ranks skip it; else a rank skips its own step. All
+    drop the result of an exchange that is not finite on some rank, and a rank whose own weights are not finite goes on
+    from those of the last exchange.
     """
 
     def __init__(

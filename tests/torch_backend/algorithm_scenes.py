@@ -136,11 +136,12 @@ def powersgd_and_torchs_hook(place: RankLocation) -> dict[str, Any]:
 
 
 def spoilt_steps(place: RankLocation) -> dict[str, Any]:
-    """Weights of a run in which the loss of the last rank is not finite twice, and of one without these steps."""
+    """Weights of a run in which the loss of the last rank is not finite twice, and of one without these steps. Those
+    that have local steps exchange in each: in a step without an exchange the other ranks would go on."""
     place.start()
     found: dict[str, Any] = {}
     for name in ALGORITHMS.table:
-        options = OPTIONS.get(name, {})
+        options = {key: 1 if key == "steps" else value for key, value in OPTIONS.get(name, {}).items()}
         undisturbed = Training(place.rank, name, **options).steps(4).weights
         training = Training(place.rank, name, **options).steps(2)
         for _ in range(2):

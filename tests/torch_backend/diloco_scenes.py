@@ -101,6 +101,45 @@ def from_the_first_rank(place: RankLocation) -> dict[str, Any]:
     return {"start": start, "own": own, "mean": model.state_dict(), "sent": diloco.bytes_out}
 
 
+class WithMethods(nn.Module):
+    """A model whose loss may be asked for past ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()  # type: ignore[no-any-return]
+
+
+def methods_of_the_model(place: RankLocation) -> dict[str, Any]:
+    """Weights and bytes of runs that call the model, a method of it, and two optimizers of which one steps seldom."""
+    place.start()
+    found: dict[str, Any] = {}
+    for way in ("call", "method", "seldom"):
+        model, random = WithMethods(), torch.Generator().manual_seed(place.rank)
+        optimizer = torch.optim.SGD([model.layer.weight] if way == "seldom" else model.parameters(), lr=0.1)
+        other = torch.optim.SGD([model.layer.bias], lr=0.1)
+        if way == "seldom":
+            hook = gradbus.torch.with_algorithm(model, [optimizer, other], "diloco", steps=2)
+        else:
+            hook = gradbus.torch.DiLoCo(model, optimizer, steps=2)
+        for number in range(4):
+            x = torch.randn(16, 12, generator=random)
+            model.zero_grad()
+            (model(x).square().mean() if way == "call" else model.loss(x)).backward()
+            optimizer.step()
+            if way == "seldom" and number % 2:
+                other.step()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        found[way] = {"weights": weights, "bytes_out": hook.bytes_out, "steps": hook.state_dict()["steps"]}
+    return found
+
+
 class FailsOnce(StreamingDiLoCo):
     """An exchange fails on all ranks, when its messages have been sent."""
 
@@ -124,6 +163,55 @@ def failed_exchange(place: RankLocation) -> dict[str, Any]:
     with pytest.raises(CollectiveError, match="the network was away"):
         failing.step()
     return {"weights": failing.steps(4).weights, "longer": longer}
+
+
+class FailsOnOneRank(StreamingDiLoCo):
+    """An exchange fails on the second rank, when all messages have come."""
+
+    choice = "fails-on-one-rank"
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        yield from super().exchange(bucket, step)
+        if (step.number, self.place.rank) == (1, 1):
+            raise CollectiveError("a message that cannot be read")
+
+
+def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
+    """What is left of four steps, with an exchange after every second one, of which one is spoilt on the second rank:
+    weights overflow in the step with the exchange, or in the one before, or in a part that is not exchanged at the
+    time, and late; or its exchange fails."""
+    place.start()
+    found: dict[str, Any] = {}
+    for way, spoilt in {"with exchange": 1, "before it": 0, "late": 1, "failed": 1}.items():
+        model, streams = WithMethods(), {"fragments": 2, "delay": 1} if way == "late" else {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2, **streams)
+        if way == "failed":
+            begun = diloco.algorithm.shared_state()
+            diloco.algorithm = FailsOnOneRank(Place(place.rank, place.world), diloco.algorithm.options)
+            diloco.algorithm.load_state({}, begun)
+        told = ""
+        for number in range(4):
+            is_spoilt = (place.rank, number) == (1, spoilt)
+            overflows = is_spoilt and way in ("with exchange", "before it")
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1e30 if overflows else 0.1)
+            optimizer.param_groups[0]["lr"] = 1e30 if overflows else 1.0
+            if is_spoilt and way == "late":
+                model.layer.bias.detach().fill_(torch.inf)
+            try:
+                optimizer.step()
+            except CollectiveError as error:
+                told = str(error)
+            if number == spoilt:
+                own = [parameter.detach().clone() for parameter in model.parameters()]
+        diloco.drain()
+        found[way] = {
+            "told": told, "skipped": diloco.skipped_steps, "steps": diloco.state_dict()["steps"], "own": own,
+            "weights": [parameter.detach().clone() for parameter in model.parameters()],
+            "shared": {name: tensor.clone() for name, tensor in diloco.algorithm.shared_state().items()},
+        }  # fmt: skip
+    return found
 
 
 def refusals(place: RankLocation) -> dict[str, str]:

@@ -35,9 +35,35 @@ def test_all_ranks_begin_as_the_first_one_and_an_average_is_of_weights_and_runni
             assert torch.allclose(first["mean"][name], (first["own"][name] + second["own"][name]) / 2, atol=1e-6)
 
 
+def test_steps_are_counted_and_exchanged_also_where_the_model_is_not_called_as_a_whole() -> None:
+    first, second = play("diloco_scenes", "methods_of_the_model", 2, "gloo")
+    for way, found in first.items():
+        assert all(map(torch.equal, found["weights"], second[way]["weights"])), way
+        assert found["bytes_out"] > 0
+        assert found["steps"] == 4
+    assert all(map(torch.equal, first["method"]["weights"], first["call"]["weights"]))
+
+
 def test_an_exchange_that_fails_is_an_error_of_the_step_and_its_change_is_part_of_the_next() -> None:
     for found in play("diloco_scenes", "failed_exchange", 2, "dds"):
         assert all(map(torch.equal, found["weights"], found["longer"]))
+
+
+def test_an_exchange_that_is_spoilt_on_one_rank_is_taken_back_by_all_and_the_next_one_counts() -> None:
+    first, second = play("diloco_scenes", "spoilt_exchanges", 2, "gloo")
+    for way, found in first.items():
+        for name, tensor in found["shared"].items():
+            assert bool(tensor.isfinite().all()), way
+            assert torch.equal(tensor, second[way]["shared"][name]), way
+        for of_rank in (found, second[way]):
+            assert of_rank["steps"] == 4
+            assert of_rank["skipped"] == (0 if of_rank["told"] else 1), way
+            assert all(bool(tensor.isfinite().all()) for tensor in of_rank["weights"]), way
+        assert all(bool(tensor.isfinite().all()) for tensor in found["own"]), way
+    assert "cannot be read" in second["failed"]["told"]
+    for way, steps in {"with exchange": (4, 2), "before it": (3, 2), "failed": (4, 4)}.items():
+        momentum = first[way]["shared"]["momentum/fragment0"]  # of one exchange: what the ranks have changed
+        assert torch.allclose(momentum, torch.full_like(momentum, 0.1 * sum(steps) / 2), rtol=0.01), way
 
 
 def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:

@@ -169,8 +169,23 @@ class NotFiniteAtOne(Algorithm):
         self.counted.append(False)
 
 
-def test_a_late_exchange_that_is_not_finite_on_one_rank_is_taken_back_by_all_and_told() -> None:
-    algorithms = [lambda place: NotFiniteAtOne(place, NotFiniteAtOne.Options())] * 3
+class AtOnce(NotFiniteAtOne):
+    """The same, in the step itself."""
+
+    choice = "not-finite-at-once"
+    delay_steps = 0
+
+
+class Meanwhile(AtOnce):
+    """The same, while gradients are computed."""
+
+    choice = "not-finite-meanwhile"
+    overlaps = True
+
+
+@pytest.mark.parametrize("kind", [NotFiniteAtOne, AtOnce, Meanwhile])
+def test_an_exchange_that_is_not_finite_on_one_rank_is_taken_back_by_all_and_told(kind: type[NotFiniteAtOne]) -> None:
+    algorithms = [lambda place: kind(place, kind.Options())] * 3
     with capture_logs() as lines:
         outcomes = succeeded(train(make_task(), world=3, algorithms=algorithms, epochs=1))
     for outcome in outcomes:

@@ -62,6 +62,56 @@ def test_a_step_with_an_exchange_that_is_not_finite_is_skipped_by_all_and_the_ne
         assert momentum.norm() > 0
 
 
+class OverflowingSGD(torch.optim.SGD):
+    """Of one of its steps, counted from 0, a weight is infinite; -1: of none."""
+
+    number, at = -1, -1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.number += 1
+        if self.number == self.at:
+            self.param_groups[0]["params"][-1][0] = torch.inf
+
+
+class Overflows(ClassificationTask):
+    """Steps as an :class:`OverflowingSGD`."""
+
+    at = -1
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = OverflowingSGD(model.parameters(), lr=0.05)
+        optimizer.at = self.at
+        return optimizer
+
+
+@pytest.mark.parametrize(
+    ("at", "settings", "skipped_steps", "skipped_exchanges"),
+    [
+        (2, {}, [0, 0], 1),
+        (0, {}, [1, 2], 0),  # it skips a step alone, and all the one with the exchange
+        (2, {"algorithm__delay": 1, "algorithm__fragments": 2}, [0, 1], 1),  # with the other part at that time
+    ],
+    ids=["in the step with the exchange", "before it", "late"],
+)
+def test_weights_that_overflow_on_one_rank_spoil_no_other_and_it_goes_on_from_the_last_exchange(
+    at: int, settings: dict[str, Any], skipped_steps: list[int], skipped_exchanges: int
+) -> None:
+    tasks = [Overflows(make_task()._make_model, make_task().data, batch_size=16) for _ in range(2)]
+    tasks[1].at = at
+    outcomes = succeeded(train(*tasks, optimizer="task", **{**SETTINGS, **settings}))
+    assert [outcome.worker.skipped_steps for outcome in outcomes] == skipped_steps
+    first = shared(outcomes[0])
+    for outcome in outcomes:
+        assert outcome.parameters.isfinite().all()
+        assert outcome.reports[-1].skipped_exchanges == skipped_exchanges
+        for key, tensor in shared(outcome).items():
+            assert tensor.isfinite().all()
+            assert torch.equal(tensor, first[key])
+    assert first["momentum/fragment0"].norm() > 0  # of the exchange after it
+
+
 def test_learning_rates_go_by_the_steps_of_the_run_also_on_a_rank_that_has_skipped_one() -> None:
     inner = make_task()
     odd = NotFinite(inner._make_model, inner.data, batch_size=16)
