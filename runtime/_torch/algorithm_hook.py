@@ -624,7 +624,7 @@ class AlgorithmHook:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on: tensors, as they are and not copied; numbers and text. Call it between two
-        steps. ``torch.load(..., weights_only=True)`` reads it."""
+        steps. ``torch.load(..., weights_only=True)`` reads it. With the weights where ranks have others."""
         self._on_queue(self._conclude, self._run)
         for run in self._waiting:
             run.ended.result()
@@ -634,10 +634,16 @@ class AlgorithmHook:
             "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(),
             "loss": [self._loss, self._has_newer_loss, self._reported],
             "waiting": [{"number": run.number, "counts": run.counts, "tensors": run.tensors} for run in self._waiting],
+            **{kind: {name: one.detach() for name, one in live.items()} for kind, live in self._of_rank().items()},
         }  # fmt: skip
 
+    def _of_rank(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors of the model that are this rank's own, by name and by where a saved state has them."""
+        return {} if self.algorithm.equal_replicas else {"weights": self._parameters}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, on all ranks at the same time. Buckets of DDP may differ from those it was saved with.
+        """The inverse, on all ranks at the same time. Buckets of DDP may differ from those it was saved with. Weights
+        are put back on the rank that saved them; states of older versions have none.
 
         Raises:
             ValueError: it is of another algorithm, model or rank, or damaged, here or on another rank; or the states of
@@ -665,7 +671,15 @@ class AlgorithmHook:
             raise ValueError(
                 f"saved state of with_algorithm: {sorted(missing) or 'a whole number of steps'} is missing"
             )
+        is_own = state.get("rank") == self._place.rank  # what all ranks share may be that of another one
+        of_rank = {kind: live for kind, live in self._of_rank().items() if is_own and kind in state}
+        for kind, live in of_rank.items():
+            _check_fit(kind, state[kind], live)
         self._on_queue(self.algorithm.load_state, state["own"], state["shared"])
+        with torch.no_grad():
+            for kind, live in of_rank.items():
+                for name, tensor in live.items():
+                    tensor.copy_(state[kind][name])
         self._number = state["steps"]
         self._loss, self._has_newer_loss, self._reported = state["loss"]
         self._run, self._due, self._waiting = _Run(is_concluded=True, is_applied=True), None, deque()
@@ -678,6 +692,22 @@ class AlgorithmHook:
             run = _Run(saved["number"], counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors)
             run.ended.set_result(None)
             self._waiting.append(run)
+
+
+def _check_fit(kind: str, saved: Any, live: Mapping[str, Tensor]) -> None:
+    """Raises ValueError: these are not the tensors of this model."""
+    if not isinstance(saved, Mapping) or saved.keys() != live.keys():
+        found = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
+        raise ValueError(f"saved state of with_algorithm: {kind} are {found!s:.300}, here {sorted(live)!s:.300}")
+    for name, tensor in live.items():
+        one = saved[name]
+        if not isinstance(one, Tensor):
+            raise ValueError(f"saved state of with_algorithm: {kind} of {name} are no tensor")
+        if (one.shape, one.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(
+                f"saved state of with_algorithm: {kind} of {name} are {list(one.shape)}, here {list(tensor.shape)}, of "
+                f"{one.dtype} and {tensor.dtype}"
+            )
 
 
 def _deliver(

@@ -24,12 +24,13 @@ from gradbus.torch.programs import queue_of
 class DiLoCo(AlgorithmHook):
     """Local steps of an optimizer, and an outer step of all ranks after every few of them.
 
-    At the start all ranks get the parameters and buffers of rank 0: load what was saved before, and then the
-    ``state_dict`` of this object. An exchange that fails raises its error in ``inner_optimizer.step()``, after the
-    local step; weights stay as they are, and what they have changed is part of the next exchange. Where a gradient or
-    weight of any rank is not finite in a step with an exchange all ranks skip it; else a rank skips its own step. All
-    drop the result of an exchange that is not finite on some rank, and a rank whose own weights are not finite goes on
-    from those of the last exchange.
+    At the start all ranks get the parameters and buffers of rank 0. The ``state_dict`` of this object has those of its
+    rank, which ``load_state_dict`` puts back there: whether the model itself is loaded before or after, or not at all,
+    makes no difference. An exchange that fails raises its error in ``inner_optimizer.step()``, after the local step;
+    weights stay as they are, and what they have changed is part of the next exchange. Where a gradient or weight of any
+    rank is not finite in a step with an exchange all ranks skip it; else a rank skips its own step. All drop the result
+    of an exchange that is not finite on some rank, and a rank whose own weights are not finite goes on from those of
+    the last exchange.
     """
 
     def __init__(
@@ -59,6 +60,9 @@ class DiLoCo(AlgorithmHook):
         chosen = {**_outer_options(outer_optimizer), "steps": steps, **options}
         super().__init__(model.named_parameters(), "diloco", chosen, optimizers=[inner_optimizer], process_group=group)
         self._registered.append(model.register_forward_pre_hook(self.start_forward))
+
+    def _of_rank(self) -> dict[str, dict[str, Tensor]]:
+        return super()._of_rank() | {"buffers": dict(self._model.named_buffers())}
 
     def average(self) -> None:
         """Make the model, on all ranks, the mean of theirs, with floating-point buffers such as running means.

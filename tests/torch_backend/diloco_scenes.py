@@ -32,10 +32,13 @@ def net() -> nn.Sequential:
 class Training:
     """A rank with data of its own."""
 
-    def __init__(self, rank: int, **options: Any) -> None:
+    def __init__(self, rank: int, *, model_state: Any = None, **options: Any) -> None:
+        """``model_state``: loaded before ranks are told of each other."""
         self.random = torch.Generator().manual_seed(rank)
         torch.manual_seed(5)  # of the model
         self.model = net()
+        if model_state is not None:
+            self.model.load_state_dict(model_state)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.diloco = gradbus.torch.DiLoCo(self.model, self.optimizer, **options)
 
@@ -55,15 +58,21 @@ class Training:
     def weights(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weights and buffers."""
+        return [tensor.clone() for tensor in self.model.state_dict().values()]
+
 
 def resumed(place: RankLocation) -> dict[str, Any]:
-    """Weights of a run, and of one that goes on from what was saved between two exchanges, by how it exchanges."""
+    """Weights and buffers of a run, and of one that goes on from what was saved between two exchanges, by how it
+    exchanges: with the model loaded before, and after, and not at all; and after, from a state of an older version."""
     place.start()
-    found = {}
+    found: dict[str, Any] = {}
     for name, options in {
         "diloco": {"codec": "q4"}, "streaming": {"codec": "q8", "fragments": 2, "delay": 1, "alpha": 0.3},
     }.items():  # fmt: skip
-        whole = Training(place.rank, steps=4, **options).steps(11).weights
+        whole = Training(place.rank, steps=4, **options).steps(11)
         first = Training(place.rank, steps=4, **options).steps(5)
         saved = copy.deepcopy(
             [
@@ -73,13 +82,37 @@ def resumed(place: RankLocation) -> dict[str, Any]:
                 first.random.get_state(),
             ]
         )
-        again = Training(place.rank, steps=4, **options)
-        again.model.load_state_dict(saved[0])
-        again.optimizer.load_state_dict(saved[1])
-        again.diloco.load_state_dict(saved[2])
-        again.random.set_state(saved[3])
-        found[name] = {"whole": whole, "again": again.steps(6).weights}
+        found[name] = {"whole": whole.tensors}
+        for way in ("before", "after", "not at all", "older version"):
+            model, optimizer, diloco, random = copy.deepcopy(saved)
+            again = Training(place.rank, steps=4, model_state=model if way == "before" else None, **options)
+            if way in ("after", "older version"):
+                again.model.load_state_dict(model)
+            if way == "older version":
+                diloco = {key: value for key, value in diloco.items() if key not in ("weights", "buffers")}
+            again.optimizer.load_state_dict(optimizer)
+            again.diloco.load_state_dict(diloco)
+            again.random.set_state(random)
+            found[name][way] = again.steps(6).tensors
     return found
+
+
+def damaged_states(place: RankLocation) -> dict[str, Any]:
+    """What is told of saved states whose tensors do not fit the model, and whether they have left it as it was."""
+    place.start()
+    training = Training(place.rank, steps=4).steps(3)
+    before = training.tensors
+    found = {}
+    for case, (kind, name, tensor) in {
+        "shape": ("weights", "0.weight", torch.zeros(3, 3)), "kind": ("weights", "0.weight", "text"),
+        "buffer": ("buffers", "1.running_mean", None),
+    }.items():  # fmt: skip
+        state = copy.deepcopy(training.diloco.state_dict())
+        state[kind][name] = tensor
+        with pytest.raises(ValueError, match="saved state") as caught:
+            training.diloco.load_state_dict(state)
+        found[case] = str(caught.value)
+    return {**found, "is as before": all(map(torch.equal, before, training.tensors))}
 
 
 def from_the_first_rank(place: RankLocation) -> dict[str, Any]:

@@ -22,7 +22,16 @@ def test_the_example_ends_with_equal_bits_on_both_backends_and_ranks() -> None:
 def test_a_run_goes_on_between_two_exchanges_from_what_was_saved_to_the_same_bits(backend: str) -> None:
     for of_rank in play("diloco_scenes", "resumed", 2, backend):
         for name, found in of_rank.items():
-            assert all(map(torch.equal, found["whole"], found["again"])), name
+            for way, again in found.items():
+                assert all(map(torch.equal, found["whole"], again)), (name, way)
+
+
+def test_a_saved_state_that_does_not_fit_the_model_is_refused_and_changes_nothing() -> None:
+    for told in play("diloco_scenes", "damaged_states", 2, "gloo"):
+        assert "weights of 0.weight are [3, 3], here [20, 12]" in told["shape"]
+        assert "weights of 0.weight are no tensor" in told["kind"]
+        assert "buffers of 1.running_mean are no tensor" in told["buffer"]
+        assert told["is as before"]
 
 
 def test_all_ranks_begin_as_the_first_one_and_an_average_is_of_weights_and_running_means() -> None:
