@@ -338,9 +338,17 @@ class Worker:
                 raise (ConfigError if other[0] else CheckpointError)(f"rank {rank}: {other[1]}")
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
+        saved = SavedRank.of(checkpoint)
+        own = min(saved.num_batches, saved.epoch_step * self._config.accumulation_steps)
+        if saved.epoch_batches not in (0, own):  # of an elastic run: a step was one of several ranks
+            raise CheckpointError(
+                f"the checkpoint of step {checkpoint.round_id} lies in the middle of epoch {saved.epoch} of an elastic "
+                f"run, with {saved.epoch_batches} batches in {saved.epoch_step} steps; of one rank they would be "
+                f"{own}. Go on with elastic.min_world, or choose another checkpoint.dir"
+            )
         self._training.restore(checkpoint)
         self._position = position_of(checkpoint)
-        saved = SavedRank.of(checkpoint)
+        self._position.epoch_batches = 0
         self._run_id = int(saved.run_id, 16)
         self._restored_batches = saved.num_batches
         self._report = saved.report

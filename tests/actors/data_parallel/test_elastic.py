@@ -633,6 +633,27 @@ def test_a_resume_in_mid_epoch_with_other_batches_is_refused_and_with_the_same_i
     assert same.worker.step == 5 + 13 - 5 * max(1, world)
 
 
+@pytest.mark.parametrize(("founders", "steps"), [(2, 3), (1, 5)])
+def test_a_fixed_world_goes_on_in_mid_epoch_only_from_steps_that_were_of_one_rank(
+    founders: int, steps: int, place: dict[str, Any], tmp_path: Path
+) -> None:
+    """A place in the epoch is counted in steps there: those of two ranks would be half of the batches."""
+    settings: dict[str, Any] = {"checkpoint": {"dir": tmp_path}, "epochs": 1}
+
+    def scene(cast: Cast) -> None:
+        for number in range(founders):
+            cast.start(number, founders)
+
+    play(place, scene, **settings, max_steps=steps)
+    (outcome,) = train(make_task(), world=1, **settings)
+    if founders == 1:
+        assert outcome.error is None
+        assert outcome.worker.step == 13
+    else:
+        assert isinstance(outcome.error, CheckpointError)
+        assert "with 6 batches in 3 steps; of one rank they would be 3" in str(outcome.error)
+
+
 def test_a_run_does_not_begin_in_the_directory_of_one_that_goes_on(place: dict[str, Any], tmp_path: Path) -> None:
     refused: list[BaseException | None] = []
 
