@@ -11,7 +11,7 @@ from gradbus.runtime.errors import ConfigError
 
 
 def _fits(state: Tensor, parameter: Tensor) -> bool:
-    """Whether it is of the parameter's shape, or of less of it: Adafactor keeps means over rows and over columns."""
+    """Return whether the state has the parameter's shape, or broadcasts to it, as Adafactor's means over rows do."""
     return state.dim() <= parameter.dim() and all(
         one in (1, other) for one, other in zip(reversed(state.shape), reversed(parameter.shape), strict=False)
     )

@@ -84,7 +84,7 @@ def _buffers(settings: BusSettings) -> Iterator[Finding]:
 
 
 def _buffer(name: str, option: int, wanted_bytes: int, consequence: str) -> Finding:
-    """Whether the kernel grants a buffer of sockets. ``consequence``: of a smaller one."""
+    """Return whether the kernel grants sockets a buffer of this size. ``consequence``: of a smaller one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, option, wanted_bytes)
         granted = probe.getsockopt(socket.SOL_SOCKET, option) // 2  # Linux counts its own overhead in

@@ -528,7 +528,7 @@ class AlgorithmHook:
             self._after_all_steps()
 
     def _after_all_steps(self) -> None:
-        """What comes next is another step, whether or not the model itself is called for it: a loss may be a method."""
+        """End the step. The next one begins whether or not the model itself is called: a loss may be a method of it."""
         self._stepped.clear()
         self._is_new_pass = True
         if self.delay_steps:
@@ -552,7 +552,7 @@ class AlgorithmHook:
 
     @torch.no_grad()
     def _exchange_weights(self, step: Step, bucket: TensorBucket) -> bool:
-        """Whether the exchange counts, on all ranks: its result is finite on each, and it has failed on none. On the
+        """Return whether the exchange counts, on all ranks: the result is finite on each, and none has failed. On the
         thread of the programs."""
         counts = False
         try:

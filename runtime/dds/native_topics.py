@@ -7,10 +7,10 @@ each other.
 
 The binding cannot read or write them: samples go through :mod:`.libddsc`.
 
-What describes a type to Cyclone is made here. Cyclone could make the same of what it knows of the binding's topic
-(``dds_create_topic_descriptor``), but Cyclone 11.0.1 walks its library of types for that without the lock of it
-(``ddsi_topic_descriptor_from_type``). Whoever's endpoints were discovered at that moment could
-crash the process, or have the type refused.
+Topic descriptors are made here. Cyclone could make the same ones from the binding's topics
+(``dds_create_topic_descriptor``), but version 11.0.1 walks its type library for that without the library's lock
+(``ddsi_topic_descriptor_from_type``): an endpoint discovered at that moment could crash the process, or have the type
+refused.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CTopic(DdsTopic[Any]):
 
 
 def describe(idl_type: Any) -> _Descriptor:
-    """What describes a type to Cyclone, made once per process.
+    """Return the topic descriptor of a type. It is made once per process, and lives as long.
 
     Raises:
         KeyError: a field is of a type that :mod:`.idl_types` has no use for.
@@ -111,7 +111,7 @@ def _described(idl_type: Any) -> tuple[_Descriptor, Any]:
     has_fixed_size = all(kind is not _Octets for kind, _ in kinds.values())
     idl = idl_type.__idl__
     idl.populate()
-    told = [
+    serialized = [
         _Serialized(data, len(data))
         for data in (
             what.serialize(endianness=Endianness.Little, use_version_2=True)[4:]  # without its encapsulation
@@ -122,9 +122,9 @@ def _described(idl_type: Any) -> tuple[_Descriptor, Any]:
         size=ct.sizeof(layout), align=ct.alignment(layout),
         flags=_XTYPES_METADATA | (_FIXED_SIZE if has_fixed_size else 0),
         type_name=idl.idl_transformed_typename.encode(), num_ops=len(program), ops=ct.addressof(ops), meta=b"",
-        type_information=told[0], type_mapping=told[1],
+        type_information=serialized[0], type_mapping=serialized[1],
     )  # fmt: skip
-    return made, (ops, told)
+    return made, (ops, serialized)
 
 
 __all__ = ["CTopic", "describe"]

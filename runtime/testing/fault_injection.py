@@ -165,7 +165,7 @@ class _FaultyWriter(Writer):
             return held
 
     def wait_for_acks(self, timeout_s: float) -> bool:
-        """What is late has not been taken over by anybody: who waits for all that it has sent waits for that, too."""
+        """As in :class:`Writer`. Samples that are delayed still count as not acknowledged."""
         until_s = time.monotonic() + timeout_s
         return self._late.wait(self, timeout_s) and super().wait_for_acks(max(0.0, until_s - time.monotonic()))
 
