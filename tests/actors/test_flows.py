@@ -111,7 +111,8 @@ def test_a_client_that_starts_late_takes_part_from_the_next_round_with_the_curre
 def test_a_suspended_client_is_not_waited_for_and_takes_part_again_when_it_goes_on(tmp_path: Path) -> None:
     first, third = tmp_path / "first", tmp_path / "third"
     with Federation(domain=new_domain(), silence_s=MORTAL["lease_s"]) as federation:
-        controller = federation.controller(rounds=4, clients__num=2)
+        # The first updates are added when all are offered, or after half of the time.
+        controller = federation.controller(rounds=4, clients__num=2, round__timeout_s=12.0)
         client = federation.client(0, hold={"1": str(first), "3": str(third)})
         sleeper = federation.client(1)
         controller.wait_for("takes part", client=1)
@@ -120,6 +121,7 @@ def test_a_suspended_client_is_not_waited_for_and_takes_part_again_when_it_goes_
         sleeper.signal(signal.SIGSTOP)
         first.touch()
         controller.wait_for("round", round_id=2, clients=[0])
+        controller.wait_for("attempt", round=3)  # before it, the client would be in that round from its beginning
         sleeper.signal(signal.SIGCONT)
         controller.wait_for("takes part", client=1)
         third.touch()
