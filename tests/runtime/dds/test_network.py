@@ -49,7 +49,7 @@ def test_loopback_uses_large_datagrams_and_a_real_network_those_that_fit_its_pac
     assert text(loopback, "General/MaxMessageSize") == "65500B"
     assert text(loopback, "General/FragmentSize") == "65000B"
     assert text(real, "General/MaxMessageSize") == "1400B"
-    assert text(real, "General/FragmentSize") == "1344B"
+    assert text(real, "General/FragmentSize") == "1316B"
 
 
 @pytest.mark.parametrize("profile", ["loopback", "network"])
