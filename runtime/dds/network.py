@@ -170,7 +170,7 @@ def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
             # that did arrive fill the kernel's reassembly memory. Each fragment is followed by a HEARTBEAT_FRAG of 28
             # bytes: with 1,344 bytes the fragment fills a packet, and that is another one of 90 bytes (Ethernet),
             # which is as many packets again and 6 % of a link.
-            "MaxMessageSize": "65500B" if loopback else "1316B",
+            "MaxMessageSize": "65500B" if loopback else "1400B",
             "FragmentSize": "65000B" if loopback else "1316B",
         },
     )

@@ -56,7 +56,8 @@ def test_a_rank_killed_while_it_multicasts_a_large_vector_is_named_in_time(algor
 
 
 def traffic(
-    hosts: tuple[Host, Host], places: list[int], interfaces: list[str], **network: Any
+    hosts: tuple[Host, Host], places: list[int], interfaces: list[str], *, size_bytes: int = PAYLOAD_BYTES,
+    **network: Any,
 ) -> tuple[dict[str, float], int]:
     """What leaves by the interface of rank 0 in each collective, in payloads, and the bytes that leave by other ones.
 
@@ -64,7 +65,7 @@ def traffic(
         places: which of the hosts each rank is on. interfaces: of the hosts, which their ranks use.
     """
     network = {"lease_s": 20.0, "shared_memory": False, **network}
-    with group_ranks(traffic_of_collectives, len(places), size_bytes=PAYLOAD_BYTES) as ranks:
+    with group_ranks(traffic_of_collectives, len(places), size_bytes=size_bytes) as ranks:
         for rank, place in enumerate(places):
             ranks.start(
                 rank, namespace=hosts[place].name, interface=interfaces[place],
@@ -73,7 +74,7 @@ def traffic(
         nodes = ranks.nodes
         assert [node.wait(60.0) for node in nodes] == [0] * len(places)
         (sent,) = nodes[0].all("sent")
-        return {name: size / PAYLOAD_BYTES for name, size in sent["by_collective"].items()}, sent["elsewhere"]
+        return {name: size / size_bytes for name, size in sent["by_collective"].items()}, sent["elsewhere"]
 
 
 @pytest.mark.netns
@@ -95,3 +96,11 @@ def test_between_hosts_ranks_find_each_other_by_multicast_and_a_payload_crosses_
     interfaces = [host.interface for host in hosts]
     sent, _ = traffic(hosts, [0, 1, 1, 1], interfaces, profile="network", multicast=True)
     assert sent == {"broadcast": pytest.approx(1, rel=0.2), "scatter": pytest.approx(3, rel=0.2)}
+
+
+@pytest.mark.netns
+def test_between_hosts_a_fragment_and_the_news_of_it_share_a_packet(hosts: tuple[Host, Host]) -> None:
+    """News of a fragment in a packet of its own is as many packets again."""
+    interfaces, peers = [host.interface for host in hosts], tuple(host.address for host in hosts)
+    sent, _ = traffic(hosts, [0, 1], interfaces, size_bytes=1 << 20, profile="network", peers=peers)
+    assert sent["scatter"] < 1.12  # a packet has 84 bytes of headers to 1,316 of payload, and 42 of Ethernet and UDP
