@@ -68,12 +68,12 @@ def _text_recipe(steps: int, lr: float, momentum: float, dense_steps: int, most:
 _DENSE_TEXT = TextRecipe(title="dense", algorithm="dense", options={})
 
 
-def text_recipes(intervals: Sequence[int], dense_steps: int) -> list[TextRecipe]:
-    """Dense, and DiLoCo in 8 bits at each interval: from the first step, and after so many synchronous ones."""
-    most = {20: 1.01, 100: 1.03}
+def text_recipes(dense_steps: Mapping[int, int]) -> list[TextRecipe]:
+    """Dense, and DiLoCo in 8 bits at each interval: after so many synchronous steps, and from the first one."""
     found = [_DENSE_TEXT]
-    for first, steps in itertools.product((0, dense_steps), intervals):
-        found.append(_text_recipe(steps, 0.7, 0.7, first, most.get(steps)))
+    for is_late, steps in itertools.product((True, False), dense_steps):
+        outer, most = ((0.8, 0.6), 1.03) if steps >= 100 else ((0.7, 0.7), 1.01 if steps >= 20 else None)
+        found.append(_text_recipe(steps, *outer, is_late * dense_steps[steps], most))
     return found
 
 
@@ -81,6 +81,7 @@ def tuned_text_recipes(dense_steps: int) -> list[TextRecipe]:
     """The options of ``diloco`` that were compared."""
     tried = [(20, *one) for one in ((1.0, 0.0, 0), (1.0, 0.5, 0), (0.5, 0.8, 0), (0.7, 0.7, 0))]
     tried += [(steps, *one, dense_steps) for steps in (20, 100) for one in ((0.7, 0.7), (0.8, 0.6))]
+    tried += [(100, *one, dense_steps) for one in ((0.7, 0.8), (1.0, 0.5))]
     return [_DENSE_TEXT, *(_text_recipe(*one) for one in tried)]
 
 
@@ -101,31 +102,30 @@ class LocalPlan:
 
     Attributes:
         settings: on MNIST, of which ``seeds`` are a sample each. text_steps: of the transformer, on two ranks.
-        intervals, dense_steps: of its recipes. windows: of text, that are evaluated.
+        dense_steps: synchronous steps of its recipes, by their intervals. windows: of text, that are evaluated.
     """
 
     settings: Sequence[TrainingSetting]
     seeds: int
     text_steps: int
-    intervals: Sequence[int] = (20, 100)
-    dense_steps: int = 160
+    dense_steps: Mapping[int, int]
     windows: int = 1024
     data: Data = "mnist"
 
 
 PLANS = {
     "tiny": LocalPlan(
-        settings=[TrainingSetting("MLP", 2, 4, 2)], seeds=1, text_steps=2, intervals=(1,), dense_steps=1,
-        data="glyphs", windows=8,
+        settings=[TrainingSetting("MLP", 2, 4, 2)], seeds=1, text_steps=2, dense_steps={1: 1}, data="glyphs",
+        windows=8,
     ),
     "quick": LocalPlan(
         settings=[TrainingSetting("MLP", 2, 32, 600, "cosine"), TrainingSetting("CNN", 2, 16, 400, "cosine")],
-        seeds=1, text_steps=400, dense_steps=40,
+        seeds=1, text_steps=400, dense_steps={20: 40, 100: 80},
     ),
     "full": LocalPlan(  # steps that 20, 30, 50 and 100 divide: the last exchange has all of them
         settings=[TrainingSetting("CNN", 2, 16, 2400, "cosine"), TrainingSetting("CNN", 4, 8, 2400, "cosine"),
                   TrainingSetting("MLP", 2, 32, 1200, "cosine"), TrainingSetting("MLP", 4, 32, 1200, "cosine")],
-        seeds=3, text_steps=1600,
+        seeds=3, text_steps=1600, dense_steps={20: 160, 100: 320},
     ),
 }  # fmt: skip
 
@@ -179,7 +179,7 @@ def measure_tuning(chosen: argparse.Namespace) -> Iterator[Measurement]:
         one = trainer.of_digits(recipe, setting, split, f"{plan.data}, held out", _TUNING_SEED)
         if one is not None:
             yield measurement(f"{setting.name}: {recipe.title}", "% wrong", [100 - 100 * one["accuracy"]])
-    for of_text in tuned_text_recipes(plan.dense_steps):
+    for of_text in tuned_text_recipes(min(plan.dense_steps.values())):
         one = trainer.of_text(of_text, plan, _TUNING_SEED, is_tuned=True)
         if one is not None:
             yield measurement(f"transformer: {of_text.title}", "nats", [one["eval_loss"]])
@@ -189,7 +189,7 @@ def measure_text(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """The loss of validation of the transformer over that of dense, at equal samples; a sample is a seed."""
     plan = PLANS[chosen.effort]
     trainer = _Trainer(chosen, "text")
-    recipes = text_recipes(plan.intervals, plan.dense_steps)
+    recipes = text_recipes(plan.dense_steps)
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     for seed, recipe in itertools.product(range(plan.seeds), recipes):
         one = trainer.of_text(recipe, plan, seed)

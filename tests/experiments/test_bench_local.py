@@ -36,7 +36,7 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
     titles = {one.name.removesuffix(", bytes") for one in accuracy.figures}
     assert titles == {f"MLP, world 2: {recipe.title}" for recipe in RECIPES[1:]}
     title = "DiLoCo q8, H = 1, outer lr 0.7, momentum 0.7"
-    assert [one.name.rpartition(": ")[2] for one in text.figures] == [title, f"{title}, 1 dense steps"]
+    assert [one.name.rpartition(": ")[2] for one in text.figures] == [f"{title}, 1 dense steps", title]
     kept = [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text", "tuning")]
 
     def trains(*_: object) -> None:
@@ -50,7 +50,7 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
 
 
 def test_recipes_of_the_transformer_have_options_that_their_algorithms_take() -> None:
-    for recipe in (*local.text_recipes([20, 100], 40), *local.tuned_text_recipes(40)):
+    for recipe in (*local.text_recipes({20: 40, 100: 80}), *local.tuned_text_recipes(40)):
         chosen = Choice.model_validate({**recipe.options, "name": recipe.algorithm})
         assert ALGORITHMS.options(chosen).keys() >= recipe.options.keys()
         assert recipe.settings()["optimizer"]["name"] == "adamw"
