@@ -206,16 +206,50 @@ def load_allow_list(path: Path) -> AllowList:
     return parse_allow_list(text, f"allow list {path}")
 
 
+def _target(path: Path) -> Path:
+    """The file that a path means: a link stays, and what it leads to is changed."""
+    return Path(os.path.realpath(path))
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """The metadata of a file; None: there is no such file."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _give(handle: int, former: os.stat_result) -> None:
+    """Give an open file the owner and the group of another one, as far as this user may: root may."""
+    with contextlib.suppress(PermissionError):
+        os.fchown(handle, former.st_uid if os.geteuid() == 0 else -1, former.st_gid)
+
+
+def _open_lock(lock: Path, of_list: os.stat_result | None) -> int:
+    """Open the lock file of a list, and make it if there is none. Raises OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        handle = os.open(lock, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return os.open(lock, flags)  # and its owner stays: who may write the folder may have put any file there
+    if of_list is not None:
+        _give(handle, of_list)
+    return handle
+
+
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[None]:
     """Lock a list against other processes that change it, for reading, changing and writing in one step.
 
+    The lock is a file beside the list, of the same owner.
+
     Raises:
         ConfigError: another process holds the lock for :data:`LOCK_S`, or there can be no lock file beside the list.
     """
-    lock = path.with_name(f".{path.name}.lock")  # stays there: the list itself is replaced
+    target = _target(path)
+    lock = target.with_name(f".{target.name}.lock")  # stays there: the list itself is replaced
     try:
-        handle = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        handle = _open_lock(lock, _status(target))
     except OSError as error:
         raise ConfigError(f"allow list {path} cannot be changed: {lock}: {error.strerror}") from None
     try:
@@ -236,15 +270,24 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def write_allow_list(path: Path, allowed: AllowList) -> None:
-    """Replace the file atomically. Raises ConfigError: that failed."""
+    """Replace the file atomically; mode and, where root does it, owner stay: the controller reads the list anew.
+
+    Raises:
+        ConfigError: that failed.
+    """
+    target = _target(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        former = _status(target)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with open(handle, "w", encoding="ascii") as file:
+                if former is not None:
+                    _give(handle, former)
+                    os.fchmod(handle, stat.S_IMODE(former.st_mode) & 0o755)  # others may not write it
                 file.write(allowed.text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, path)
+            os.replace(name, target)
         except BaseException:
             os.unlink(name)
             raise

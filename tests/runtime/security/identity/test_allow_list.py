@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from gradbus.runtime.security.identity.allow_list import (
     AllowList,
     AllowListWatcher,
     Entry,
+    changing,
     load_allow_list,
     parse_allow_list,
     parse_ids,
@@ -82,6 +84,34 @@ def test_a_list_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["allow"]
     with pytest.raises(ConfigError, match="'robot-1' is not on the list, which has: desk"):
         without(load_allow_list(path), "robot-1")
+
+
+def test_a_list_that_is_changed_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> None:
+    path, link = tmp_path / "folder" / "real.list", tmp_path / "allow.list"
+    path.parent.mkdir()
+    write_allow_list(path, AllowList())
+    link.symlink_to(path)
+    for before, after in ((0o600, 0o600), (0o644, 0o644), (0o664, 0o644)):
+        path.chmod(before)
+        with changing(link):
+            write_allow_list(link, AllowList((Entry("desk", "observer", TWO.public),)))
+        assert stat.S_IMODE(path.stat().st_mode) == after
+    assert link.is_symlink()
+    assert load_allow_list(path).get("desk") is not None
+    assert sorted(os.listdir(tmp_path)) == ["allow.list", "folder"]
+    assert sorted(os.listdir(path.parent)) == [".real.list.lock", "real.list"], "who names the file has the same lock"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
+def test_a_list_that_root_changes_stays_that_of_the_user_who_reads_it(tmp_path: Path) -> None:
+    path, user, group = tmp_path / "allow.list", 12345, 12346
+    write_allow_list(path, AllowList())
+    os.chown(path, user, group)
+    with changing(path):
+        write_allow_list(path, AllowList((Entry("desk", "observer", TWO.public),)))
+    for file in (path, tmp_path / ".allow.list.lock"):
+        status = file.stat()
+        assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (user, group, 0o600)
 
 
 @pytest.mark.parametrize(
