@@ -180,16 +180,21 @@ def parse_allow_list(text: str, where: str) -> AllowList:
     return AllowList(tuple(entries), where)
 
 
+class UnreadableList(ConfigError):
+    """The file of a list could not be read, which may pass: too many open files, a file system that is away."""
+
+
 def load_allow_list(path: Path) -> AllowList:
     """Read the list in a file that only its owner, who is this user or root, can write.
 
     Raises:
-        ConfigError: it cannot be read, others can write it, or it is no list.
+        UnreadableList: it cannot be read.
+        ConfigError: others can write it, or it is no list.
     """
     try:
         mode, data = read_beginning(path, MAX_LIST_BYTES + 1)
     except OSError as error:
-        raise ConfigError(
+        raise UnreadableList(
             f"allow list {path} cannot be read: {error.strerror}. 'gradbus keys allow' makes one"
         ) from None
     if not stat.S_ISREG(mode.st_mode) or len(data) > MAX_LIST_BYTES:
@@ -328,7 +333,8 @@ class AllowListWatcher:
     """Watches the file of an allow list, and reloads it when it has changed.
 
     An editor or a copy may write the file in several steps, so a state counts once two successive checks have found it,
-    and an empty file never does: an intentionally empty list contains a comment.
+    and an empty file never does: an intentionally empty list contains a comment. A file that cannot be read is tried
+    again with every check: a node that was removed must not stay because of one failure.
 
     Attributes:
         allowed: the list as it was read last.
@@ -337,25 +343,36 @@ class AllowListWatcher:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError: it cannot be read, or is no list."""
         self._path = path
+        self._unread = ""  # why the state that was found last could not be read
         self._seen = self._looked = self._stamp()  # before reading: a change meanwhile is found by the next check
         self.allowed = self._read(self._seen)
 
     @property
     def is_changing(self) -> bool:
-        """Whether the last check has found another state than was read last."""
-        return self._looked != self._seen
+        """Whether the last check has found another state than was read last, which the next one may read."""
+        return self._looked != self._seen and not self._unread
 
     def news(self) -> AllowList | None:
         """Check the file; returns the new list, or None if it is unchanged or not stable yet.
 
         Raises:
-            ConfigError: the file is invalid; raised once per state.
+            ConfigError: the file is invalid, or cannot be read; raised once per state, and once per reason.
         """
         before, self._looked = self._looked, self._stamp()
-        if not self.is_changing or self._looked != before:
+        if self._looked == self._seen or self._looked != before:
+            self._unread = ""
             return None
-        self._seen = self._looked
-        allowed = self._read(self._seen)
+        try:
+            allowed = self._read(self._looked)
+        except UnreadableList as error:
+            told, self._unread = self._unread, str(error)
+            if told == self._unread:
+                return None
+            raise
+        except ConfigError:
+            self._seen, self._unread = self._looked, ""
+            raise
+        self._seen, self._unread = self._looked, ""
         if self._stamp() != self._seen:
             return None  # changed while it was read
         self.allowed = allowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -200,6 +201,48 @@ def test_a_list_that_changes_while_it_is_read_is_read_again_and_a_bad_one_is_tol
         file.news()
     assert file.news() is None
     assert file.allowed is news
+
+
+@pytest.mark.parametrize("reason", [errno.EMFILE, errno.EIO])
+def test_a_list_that_cannot_be_read_for_a_while_is_read_when_it_can_be_and_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    path = tmp_path / "allow.list"
+    write_allow_list(path, AllowList((Entry(ONE.name, "observer", ONE.public),)))
+    file = AllowListWatcher(path)
+    write_allow_list(path, AllowList())
+
+    def fail(path: Path, limit_bytes: int) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(allow_list, "read_beginning", fail)
+        assert file.news() is None
+        with pytest.raises(ConfigError, match=f"cannot be read: {os.strerror(reason)}"):
+            file.news()
+        assert [file.news() for _ in range(3)] == [None] * 3, "the same failure is told of once"
+        assert not file.is_changing, "nobody looks more often for it"
+    news = file.news()
+    assert news is not None
+    assert not news.entries
+    assert file.news() is None
+
+
+def test_a_list_that_is_gone_is_told_of_once_and_read_when_it_is_back(tmp_path: Path) -> None:
+    path = tmp_path / "allow.list"
+    write_allow_list(path, AllowList())
+    file = AllowListWatcher(path)
+    path.unlink()
+    assert file.news() is None
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        file.news()
+    assert file.news() is None
+    write_allow_list(path, AllowList((Entry(ONE.name, "observer", ONE.public),)))
+    assert file.news() is None
+    assert file.is_changing
+    news = file.news()
+    assert news is not None
+    assert len(news.entries) == 1
 
 
 def test_a_list_that_is_being_written_by_hand_is_used_when_it_does_not_change_any_more(tmp_path: Path) -> None:
