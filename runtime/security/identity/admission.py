@@ -147,10 +147,11 @@ class Admission:
     """
 
     def __init__(
-        self, job: str, key: NodeKey, allowed: AllowList, *, label: str = "", now_s: float = 0.0,
+        self, job: str, key: NodeKey, allowed: AllowList, *, now_s: float, label: str = "",
         ranks: RankKeys | None = None,
     ) -> None:  # fmt: skip
-        """``label``: host and process, as a duplicate controller reports them."""
+        """``now_s``: time of this start on the clock of all other calls. ``label``: host and process, as a duplicate
+        controller reports them."""
         self.job = job
         self.key = key
         self.session = secrets.token_bytes(envelope.SESSION_BYTES)

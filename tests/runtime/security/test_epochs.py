@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
+from pathlib import Path
 
 import pytest
+from identities import Identities
 from joining_hall import CONTROL, JOB, LIST, ONE, SERVER, TWO, UPDATES, Hall, upload
 
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import key_epoch
-from gradbus.runtime.security.identity.allow_list import without
+from gradbus.runtime.security.identity.admission import Admission
+from gradbus.runtime.security.identity.allow_list import Role, without
 from gradbus.runtime.security.identity.controller_signatures import check_model, check_payload, sign_model
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.key_messages import COMMANDS, MODELS
+from gradbus.runtime.security.identity.membership import ControllerMembership, RankMembership
+from gradbus.runtime.security.identity.opening import identity_membership
 from gradbus.runtime.security.streams import OutboundStreams, StreamEncryptor
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
@@ -164,3 +171,22 @@ def test_an_epoch_ends_before_its_counters_do(monkeypatch: pytest.MonkeyPatch) -
     hall.later(0.1)
     hall.later(0.1)
     assert hall.controller.group.key.epoch == before + 1
+
+
+@pytest.mark.parametrize("role", ["client", "worker"])
+def test_a_start_on_a_machine_that_has_been_up_for_days_changes_no_keys_until_a_day_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: Role
+) -> None:
+    up_s = 100 * key_epoch.EPOCH_S
+    monkeypatch.setattr(time, "monotonic", lambda: up_s)
+    security = Security(**Identities(tmp_path, clients=1).rank_security("server", 0, role=role, gives_keys=None))
+    membership = identity_membership(JOB, security)
+    assert isinstance(membership, ControllerMembership | RankMembership)
+    controller = membership.party
+    assert isinstance(controller, Admission)
+    key = controller.group.key
+    for passed_s in (1.0, 2.0, key_epoch.EPOCH_S):
+        controller.tick(up_s + passed_s)
+        assert controller.group.key is key
+    controller.tick(up_s + key_epoch.EPOCH_S + 1.0)
+    assert controller.group.key.epoch == key.epoch + 1
