@@ -141,7 +141,6 @@ class Admission:
         session: random id of this start. refusal: why this controller must stop; empty: it may run.
         dropped: counts of rejected messages, by reason.
         ranks: in a job of ranks, the keys that this process itself encrypts with; None: a federated run.
-        retained: by topic, the number of newest envelopes that DDS retains.
         participant: GUID prefix of this process's DDS participant.
         on_removed: called with the sessions of removed processes. on_refused: called when :attr:`refusal` is set.
     """
@@ -162,7 +161,6 @@ class Admission:
         self.events = AuditEvents()
         self.signer = BroadcastSigner(job, key, self.session)
         self.allowed = allowed
-        self.retained: dict[str, int] = {}
         self.members: dict[str, AdmittedNode] = {}  # by member id
         self._inbound: dict[bytes, _Inbound] = {}  # by key id
         self._label = label
@@ -470,9 +468,11 @@ class Admission:
         if self.ranks is not None:
             message = key_messages.RankKeyGrant(key.epoch, key.secret, member.entry.ids, tuple(self._removed))
         else:
-            last, retained = group.last, self.retained
+            # Of a topic that DDS retains, all that it may still have counts: more than the newest ones by counter, as
+            # a write that DDS refuses has used one up.
+            last, oldest = group.last, group.retained
             commands, models, controls = (
-                max(0, last.get(topic, 0) - retained.get(topic, 0)) for topic in key_messages.TOPICS
+                oldest[topic] - 1 if topic in oldest else last.get(topic, 0) for topic in key_messages.TOPICS
             )
             signed = max(0, self.signer.last_of.get(key_messages.COMMANDS, 0) - 1), self.signer.last
             floors = commands, models, controls

@@ -99,7 +99,7 @@ class ControllerMembership(JobMembership):
         return True
 
     def retain(self, topic: str, samples: int) -> None:
-        self.party.retained[topic] = samples
+        self.party.rotation.retain(topic, samples)
 
     def check_topic(self, topic: Topic) -> None:
         if topic.name not in _NAMES:

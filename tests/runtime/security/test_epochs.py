@@ -14,7 +14,7 @@ from joining_hall import CONTROL, JOB, LIST, ONE, SERVER, TWO, UPDATES, Hall, up
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import key_epoch
-from gradbus.runtime.security.identity.admission import Admission
+from gradbus.runtime.security.identity.admission import SILENT_S, Admission
 from gradbus.runtime.security.identity.allow_list import Role, without
 from gradbus.runtime.security.identity.controller_signatures import check_model, check_payload, sign_model
 from gradbus.runtime.security.identity.join_client import JoinClient
@@ -160,6 +160,34 @@ def test_a_new_epoch_waits_for_members_that_have_not_got_its_key_but_not_for_eve
     assert hall.heard(two, COMMANDS, hall.tell(COMMANDS, b"go")) == "go"
     assert hall.taken(UPDATES, upload(two, b"x")) == "robot-2: x"
     assert hall.taken(UPDATES, upload(one, b"x")) == "robot-1: x"
+
+
+def written(hall: Hall, text: bytes) -> bytes:
+    """A frame of a model that DDS has taken."""
+    sealed = hall.controller.seal(MODELS, (text,), None)
+    assert sealed is not None
+    sealed.written()
+    return sealed.octets()
+
+
+def test_who_comes_late_takes_the_models_that_dds_retains_however_many_writes_it_has_refused() -> None:
+    hall = Hall(ONE)
+    ControllerMembership(hall.controller).retain(MODELS, 3)
+    for late in (TWO, ONE):  # the latter is in the epoch that began after the writer was opened
+        words = [b"0", b"1", b"2", b"3", b"4"]
+        frames = [written(hall, word) for word in words]
+        for _ in range(4):
+            hall.tell(MODELS, b"refused by DDS, as the queue of a reader is full")
+        node = JoinClient(JOB, late, SERVER.public, "client")
+        hall.nodes = [node]
+        hall.later(SILENT_S)
+        hall.meet(node)
+        assert [hall.heard(node, MODELS, frame) for frame in frames] == ["replay", "replay", "2", "3", "4"]
+        before = hall.controller.group
+        hall.controller.rotation.begin(set(hall.controller.members), hall.now_s, "a test")
+        hall.later(key_epoch.SWITCH_S)
+        hall.later(key_epoch.SWITCH_S)
+        assert hall.controller.group is not before
 
 
 def test_an_epoch_ends_before_its_counters_do(monkeypatch: pytest.MonkeyPatch) -> None:
