@@ -181,7 +181,7 @@ class ClientHost(Client):
 
     def _open(self) -> None:
         """Build the model, off the loop."""
-        self._bus.access_policy.check_client()
+        self._bus.access_policy.check_host()
         self._model = FlatModel(self._task.build_model())
         self._open_parts(self)
 

@@ -17,6 +17,7 @@ from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.dds.access_policy import NO_HOST
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import scratch_folder
@@ -74,7 +75,9 @@ class Hosted:
         cls, bus: BusSettings, task: ConfiguredTask, ids: Iterable[int], client: ClientConfig, state_dir: Path,
         options: SimulationOptions,
     ) -> Hosted:  # fmt: skip
-        """Open the pool that trains them."""
+        """Open the pool that trains them. Raises ConfigError: a bus with this security has no place for them."""
+        if bus.security == "identity":
+            raise ConfigError(NO_HOST)
         settings = PoolSettings(
             state_dir=state_dir, rule=client.rule, full_traceback=client.full_traceback, shared_memory=bus.shared_memory
         )

@@ -12,6 +12,10 @@ NO_RANKS = (
     "this bus was opened for a federated run, and cannot hold ranks of a group: with security 'identity' that takes "
     "Security(..., role='worker'), as 'gradbus worker' and the torch.distributed backend give it"
 )
+NO_HOST = (
+    "with security 'identity' no process can speak for several clients, as 'gradbus host' and 'gradbus virtual' do: "
+    "the ids of a node on the allow list are of clients that have its key. Use psk, or start each client by itself"
+)
 
 
 def job_in_use(why: str) -> JobInUse:
@@ -60,6 +64,12 @@ class AccessPolicy:
             raise ConfigError(f"this process joins as {self.role}: a client needs a key_file of its own")
         if self.refusal:
             raise JoinRefused(self.refusal)
+
+    def check_host(self) -> None:
+        """Raise ConfigError: this process cannot speak for several clients. Else as :meth:`check_client`."""
+        if self.role:
+            raise ConfigError(NO_HOST)
+        self.check_client()
 
     def check_rank(self) -> None:
         """Raise ConfigError: this process cannot be a rank of a group."""

@@ -70,7 +70,13 @@ class AuditEvents:
     _names: TokenBuckets = field(default_factory=lambda: TokenBuckets(1 / REFUSED_NAME_S, 1, _MAX_NAMES))
     _totals: TokenBuckets = field(default_factory=lambda: TokenBuckets(REFUSED_PER_S, REFUSED_AT_ONCE, 2))
 
-    def refused_limited(self, name: str, why: str, *, known: bool, now_s: float) -> None:
-        """Report a refusal, within the rate limits. ``known``: whether the node's key is on the allow list."""
-        if self._names.of(name).take(now_s) and self._totals.of(known).take(now_s):
+    def refused_limited(self, name: str, why: str, *, known: bool, now_s: float) -> bool:
+        """Report a refusal, within the rate limits. ``known``: whether the node's key is on the allow list.
+
+        Returns:
+            Whether it was reported.
+        """
+        is_due = self._names.of(name).take(now_s) and self._totals.of(known).take(now_s)
+        if is_due:
             self.refused(name, why)
+        return is_due

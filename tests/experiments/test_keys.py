@@ -281,6 +281,22 @@ def test_what_cannot_be_on_the_list_is_refused_and_makes_no_file(invoke, tmp_pat
     assert not (tmp_path / "allow.list").exists()
 
 
+def test_a_node_with_a_key_of_its_own_is_no_host_of_virtual_clients(invoke, configs) -> None:
+    for name in ("server", "robot"):
+        invoke("keys", "new", "--identity", name, f"{name}.key")
+    server, robot = (invoke("keys", "show", f"{name}.key").out.split()[1] for name in ("server", "robot"))
+    invoke("keys", "allow", "robot", robot, "--ids", "0-3", "--list", "allow.list")
+    own = ["--set", "bus.security=identity", "--set", f"bus.controller_key={server}"]
+    listed = ["--set", "bus.allow_file=allow.list"]
+    for command in (
+        ["host", configs / "client.conf.json", "--ids", "0-3", "--set", "bus.key_file=robot.key"],
+        ["virtual", configs / "controller.conf.json", "--clients", "4", "--set", "bus.key_file=server.key", *listed],
+    ):
+        refused = invoke(*command, *own)
+        assert refused.code == 2
+        assert "with security 'identity' no process can speak for several clients" in refused.err
+
+
 def test_identity_without_what_it_needs_says_which_setting_is_missing(invoke, configs, tmp_path: Path) -> None:
     invoke("keys", "new", "--identity", "server", "server.key")
     public = invoke("keys", "show", "server.key").out.split()[1]

@@ -19,7 +19,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity import handshake, key_messages
-from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
+from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry, ids_text
 from gradbus.runtime.security.identity.controller_signatures import BroadcastSigner
 from gradbus.runtime.security.identity.duplicate_controllers import EarlierControllers
 from gradbus.runtime.security.identity.handshake import Secrets, Stamps
@@ -141,16 +141,16 @@ class Admission:
         session: random id of this start. refusal: why this controller must stop; empty: it may run.
         dropped: counts of rejected messages, by reason.
         ranks: in a job of ranks, the keys that this process itself encrypts with; None: a federated run.
-        retained: by topic, the number of newest envelopes that DDS retains.
         participant: GUID prefix of this process's DDS participant.
         on_removed: called with the sessions of removed processes. on_refused: called when :attr:`refusal` is set.
     """
 
     def __init__(
-        self, job: str, key: NodeKey, allowed: AllowList, *, label: str = "", now_s: float = 0.0,
+        self, job: str, key: NodeKey, allowed: AllowList, *, now_s: float, label: str = "",
         ranks: RankKeys | None = None,
     ) -> None:  # fmt: skip
-        """``label``: host and process, as a duplicate controller reports them."""
+        """``now_s``: time of this start on the clock of all other calls. ``label``: host and process, as a duplicate
+        controller reports them."""
         self.job = job
         self.key = key
         self.session = secrets.token_bytes(envelope.SESSION_BYTES)
@@ -161,7 +161,6 @@ class Admission:
         self.events = AuditEvents()
         self.signer = BroadcastSigner(job, key, self.session)
         self.allowed = allowed
-        self.retained: dict[str, int] = {}
         self.members: dict[str, AdmittedNode] = {}  # by member id
         self._inbound: dict[bytes, _Inbound] = {}  # by key id
         self._label = label
@@ -178,6 +177,7 @@ class Admission:
         self.ranks = ranks
         self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
         self.on_refused: Callable[[], None] = lambda: None
+        self._unsent: list[bytes] = []  # refusals that the next tick sends
         self._removed: deque[bytes] = deque(maxlen=key_messages.MAX_REMOVED)
         # Processes on the controller's own machine may share its key; all but one of them join like any node.
         self._own = Entry(key.name, "worker", key.public, ((0, MAX_OWN_RANKS - 1),))
@@ -383,6 +383,18 @@ class Admission:
         self.events.refused_limited(hello.name, why, known=known, now_s=now_s)
         return [self._refusal_to(signed, why)] if self._refusals.of(known).take(now_s) else []
 
+    def refuse_sender(self, entry: Entry, client_id: int, now_s: float) -> None:
+        """Refuse a member that sends as a client that its line of the list does not have: else it would wait for ever
+        for an answer. Within the limits of the audit events, as each of its messages comes here."""
+        ids = ids_text(entry.ids) or "none"
+        why = (
+            f"{entry.name} sends as client {client_id}, and the allow list of the controller gives it "
+            f"{ids if len(ids) <= 80 else f'{ids[:80]}...'}"
+        )
+        member = self.members.get(entry.name)
+        if self.events.refused_limited(entry.name, why, known=True, now_s=now_s) and member is not None:
+            self._unsent.append(self._refusal_to(member.hello, why))
+
     def _refusal_to(self, asked: SignedMessage, why: str) -> bytes:
         hello = asked.message
         assert isinstance(hello, JoinHello)
@@ -456,9 +468,11 @@ class Admission:
         if self.ranks is not None:
             message = key_messages.RankKeyGrant(key.epoch, key.secret, member.entry.ids, tuple(self._removed))
         else:
-            last, retained = group.last, self.retained
+            # Of a topic that DDS retains, all that it may still have counts: more than the newest ones by counter, as
+            # a write that DDS refuses has used one up.
+            last, oldest = group.last, group.retained
             commands, models, controls = (
-                max(0, last.get(topic, 0) - retained.get(topic, 0)) for topic in key_messages.TOPICS
+                oldest[topic] - 1 if topic in oldest else last.get(topic, 0) for topic in key_messages.TOPICS
             )
             signed = max(0, self.signer.last_of.get(key_messages.COMMANDS, 0) - 1), self.signer.last
             floors = commands, models, controls
@@ -495,7 +509,7 @@ class Admission:
 
     def tick(self, now_s: float) -> list[bytes]:
         """Advance timers; returns the messages to send."""
-        probes = self._duplicates.tick(now_s)
+        messages, self._unsent = self._duplicates.tick(now_s) + self._unsent, []
         for key in [key for key, one in self._pending.items() if now_s > one.until_s]:
             del self._pending[key]
         for key_id in [key_id for key_id, one in self._inbound.items() if now_s > one.until_s]:
@@ -510,4 +524,4 @@ class Admission:
         if self.rotation.switched:
             self.events.rotated(*self.rotation.switched)
             self.rotation.switched = None
-        return probes + [self._grant(self.members[name], streams) for name, streams in due if name in self.members]
+        return messages + [self._grant(self.members[name], streams) for name, streams in due if name in self.members]

@@ -180,16 +180,21 @@ def parse_allow_list(text: str, where: str) -> AllowList:
     return AllowList(tuple(entries), where)
 
 
+class UnreadableList(ConfigError):
+    """The file of a list could not be read, which may pass: too many open files, a file system that is away."""
+
+
 def load_allow_list(path: Path) -> AllowList:
     """Read the list in a file that only its owner, who is this user or root, can write.
 
     Raises:
-        ConfigError: it cannot be read, others can write it, or it is no list.
+        UnreadableList: it cannot be read.
+        ConfigError: others can write it, or it is no list.
     """
     try:
         mode, data = read_beginning(path, MAX_LIST_BYTES + 1)
     except OSError as error:
-        raise ConfigError(
+        raise UnreadableList(
             f"allow list {path} cannot be read: {error.strerror}. 'gradbus keys allow' makes one"
         ) from None
     if not stat.S_ISREG(mode.st_mode) or len(data) > MAX_LIST_BYTES:
@@ -206,16 +211,50 @@ def load_allow_list(path: Path) -> AllowList:
     return parse_allow_list(text, f"allow list {path}")
 
 
+def _target(path: Path) -> Path:
+    """The file that a path means: a link stays, and what it leads to is changed."""
+    return Path(os.path.realpath(path))
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """The metadata of a file; None: there is no such file."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _give(handle: int, former: os.stat_result) -> None:
+    """Give an open file the owner and the group of another one, as far as this user may: root may."""
+    with contextlib.suppress(PermissionError):
+        os.fchown(handle, former.st_uid if os.geteuid() == 0 else -1, former.st_gid)
+
+
+def _open_lock(lock: Path, of_list: os.stat_result | None) -> int:
+    """Open the lock file of a list, and make it if there is none. Raises OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        handle = os.open(lock, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return os.open(lock, flags)  # and its owner stays: who may write the folder may have put any file there
+    if of_list is not None:
+        _give(handle, of_list)
+    return handle
+
+
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[None]:
     """Lock a list against other processes that change it, for reading, changing and writing in one step.
 
+    The lock is a file beside the list, of the same owner.
+
     Raises:
         ConfigError: another process holds the lock for :data:`LOCK_S`, or there can be no lock file beside the list.
     """
-    lock = path.with_name(f".{path.name}.lock")  # stays there: the list itself is replaced
+    target = _target(path)
+    lock = target.with_name(f".{target.name}.lock")  # stays there: the list itself is replaced
     try:
-        handle = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        handle = _open_lock(lock, _status(target))
     except OSError as error:
         raise ConfigError(f"allow list {path} cannot be changed: {lock}: {error.strerror}") from None
     try:
@@ -236,15 +275,24 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def write_allow_list(path: Path, allowed: AllowList) -> None:
-    """Replace the file atomically. Raises ConfigError: that failed."""
+    """Replace the file atomically; mode and, where root does it, owner stay: the controller reads the list anew.
+
+    Raises:
+        ConfigError: that failed.
+    """
+    target = _target(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        former = _status(target)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with open(handle, "w", encoding="ascii") as file:
+                if former is not None:
+                    _give(handle, former)
+                    os.fchmod(handle, stat.S_IMODE(former.st_mode) & 0o755)  # others may not write it
                 file.write(allowed.text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, path)
+            os.replace(name, target)
         except BaseException:
             os.unlink(name)
             raise
@@ -285,7 +333,8 @@ class AllowListWatcher:
     """Watches the file of an allow list, and reloads it when it has changed.
 
     An editor or a copy may write the file in several steps, so a state counts once two successive checks have found it,
-    and an empty file never does: an intentionally empty list contains a comment.
+    and an empty file never does: an intentionally empty list contains a comment. A file that cannot be read is tried
+    again with every check: a node that was removed must not stay because of one failure.
 
     Attributes:
         allowed: the list as it was read last.
@@ -294,25 +343,36 @@ class AllowListWatcher:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError: it cannot be read, or is no list."""
         self._path = path
+        self._unread = ""  # why the state that was found last could not be read
         self._seen = self._looked = self._stamp()  # before reading: a change meanwhile is found by the next check
         self.allowed = self._read(self._seen)
 
     @property
     def is_changing(self) -> bool:
-        """Whether the last check has found another state than was read last."""
-        return self._looked != self._seen
+        """Whether the last check has found another state than was read last, which the next one may read."""
+        return self._looked != self._seen and not self._unread
 
     def news(self) -> AllowList | None:
         """Check the file; returns the new list, or None if it is unchanged or not stable yet.
 
         Raises:
-            ConfigError: the file is invalid; raised once per state.
+            ConfigError: the file is invalid, or cannot be read; raised once per state, and once per reason.
         """
         before, self._looked = self._looked, self._stamp()
-        if not self.is_changing or self._looked != before:
+        if self._looked == self._seen or self._looked != before:
+            self._unread = ""
             return None
-        self._seen = self._looked
-        allowed = self._read(self._seen)
+        try:
+            allowed = self._read(self._looked)
+        except UnreadableList as error:
+            told, self._unread = self._unread, str(error)
+            if told == self._unread:
+                return None
+            raise
+        except ConfigError:
+            self._seen, self._unread = self._looked, ""
+            raise
+        self._seen, self._unread = self._looked, ""
         if self._stamp() != self._seen:
             return None  # changed while it was read
         self.allowed = allowed

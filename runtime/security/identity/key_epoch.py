@@ -46,6 +46,7 @@ class KeyRotation:
     def __init__(self, job: str, session: bytes, now_s: float) -> None:
         self._job = job
         self._session = session
+        self._retained: dict[str, int] = {}  # by topic, the number of samples
         # From the clock, so that it grows with each start. Only people read it; keys are identified by their id.
         self.current = self._new_epoch(int(time.time()) & 0x7FFF_FFFF)
         self.next: OutboundStreams | None = None
@@ -60,6 +61,14 @@ class KeyRotation:
         key = SharedKey(self._job, envelope.GROUP, epoch, secrets.token_bytes(KEY_BYTES))
         return OutboundStreams(key, self._session)
 
+    def retain(self, topic: str, samples: int) -> None:
+        """Note, for all epochs, that DDS retains so many of the newest envelopes of a topic. Any thread may call it."""
+        self._retained[topic] = samples
+        # In this order: what is next now may be current then, and begin() looks for topics after it has set next.
+        for streams in (self.next, self.current):
+            if streams is not None:
+                streams.encryptor(topic).retain(samples)
+
     def keys_for(self, name: str) -> list[OutboundStreams]:
         """Return the keys that a new member needs."""
         if self.next is None:
@@ -73,6 +82,8 @@ class KeyRotation:
             self._again = why
             return
         self.next = self._new_epoch(self.current.key.epoch + 1)
+        for topic, samples in self._retained.copy().items():
+            self.next.encryptor(topic).retain(samples)
         self._why, self._pending = why, set(members)
         self._until_s, self._sent_s = now_s + SWITCH_S, float("-inf")
 

@@ -90,14 +90,16 @@ class ControllerMembership(JobMembership):
         return decrypt
 
     def accepts(self, topic: Topic, opened: _Opened, sample: Any, source: int, release: Release) -> bool:
-        client_id = frames.sender_of(sample.data)
-        if opened.sender is None or not opened.sender.may_be(client_id):
-            name = opened.sender and opened.sender.name
+        client_id, sender = frames.sender_of(sample.data), opened.sender
+        if sender is None or not sender.may_be(client_id):
+            if sender is not None and topic.name == _CONTROL:
+                self.party.refuse_sender(sender, client_id, time.monotonic())
+            name = sender and sender.name
             raise FrameError("identity", f"{name} sends as client {client_id}, which the allow list does not give it")
         return True
 
     def retain(self, topic: str, samples: int) -> None:
-        self.party.retained[topic] = samples
+        self.party.rotation.retain(topic, samples)
 
     def check_topic(self, topic: Topic) -> None:
         if topic.name not in _NAMES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from gradbus.runtime.errors import ConfigError
@@ -70,5 +71,5 @@ def identity_membership(job: str, security: Security) -> JobMembership:
         return RankMembership(client, client.ranks) if security.role == "worker" else ClientMembership(client)
     keys = RankKeys(job) if security.role == "worker" else None
     allowed = AllowList() if watcher is None else watcher.allowed
-    admission = Admission(job, key, allowed, label=process_name(), ranks=keys)
+    admission = Admission(job, key, allowed, now_s=time.monotonic(), label=process_name(), ranks=keys)
     return ControllerMembership(admission, watcher) if keys is None else RankMembership(admission, keys, watcher)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
+from pathlib import Path
 
 import pytest
+from identities import Identities
 from joining_hall import CONTROL, JOB, LIST, ONE, SERVER, TWO, UPDATES, Hall, upload
 
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import key_epoch
-from gradbus.runtime.security.identity.allow_list import without
+from gradbus.runtime.security.identity.admission import SILENT_S, Admission
+from gradbus.runtime.security.identity.allow_list import Role, without
 from gradbus.runtime.security.identity.controller_signatures import check_model, check_payload, sign_model
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.key_messages import COMMANDS, MODELS
+from gradbus.runtime.security.identity.membership import ControllerMembership, RankMembership
+from gradbus.runtime.security.identity.opening import identity_membership
 from gradbus.runtime.security.streams import OutboundStreams, StreamEncryptor
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
@@ -155,6 +162,34 @@ def test_a_new_epoch_waits_for_members_that_have_not_got_its_key_but_not_for_eve
     assert hall.taken(UPDATES, upload(one, b"x")) == "robot-1: x"
 
 
+def written(hall: Hall, text: bytes) -> bytes:
+    """A frame of a model that DDS has taken."""
+    sealed = hall.controller.seal(MODELS, (text,), None)
+    assert sealed is not None
+    sealed.written()
+    return sealed.octets()
+
+
+def test_who_comes_late_takes_the_models_that_dds_retains_however_many_writes_it_has_refused() -> None:
+    hall = Hall(ONE)
+    ControllerMembership(hall.controller).retain(MODELS, 3)
+    for late in (TWO, ONE):  # the latter is in the epoch that began after the writer was opened
+        words = [b"0", b"1", b"2", b"3", b"4"]
+        frames = [written(hall, word) for word in words]
+        for _ in range(4):
+            hall.tell(MODELS, b"refused by DDS, as the queue of a reader is full")
+        node = JoinClient(JOB, late, SERVER.public, "client")
+        hall.nodes = [node]
+        hall.later(SILENT_S)
+        hall.meet(node)
+        assert [hall.heard(node, MODELS, frame) for frame in frames] == ["replay", "replay", "2", "3", "4"]
+        before = hall.controller.group
+        hall.controller.rotation.begin(set(hall.controller.members), hall.now_s, "a test")
+        hall.later(key_epoch.SWITCH_S)
+        hall.later(key_epoch.SWITCH_S)
+        assert hall.controller.group is not before
+
+
 def test_an_epoch_ends_before_its_counters_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_epoch, "EPOCH_FRAMES", 10)
     hall = Hall(ONE)
@@ -164,3 +199,22 @@ def test_an_epoch_ends_before_its_counters_do(monkeypatch: pytest.MonkeyPatch) -
     hall.later(0.1)
     hall.later(0.1)
     assert hall.controller.group.key.epoch == before + 1
+
+
+@pytest.mark.parametrize("role", ["client", "worker"])
+def test_a_start_on_a_machine_that_has_been_up_for_days_changes_no_keys_until_a_day_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, role: Role
+) -> None:
+    up_s = 100 * key_epoch.EPOCH_S
+    monkeypatch.setattr(time, "monotonic", lambda: up_s)
+    security = Security(**Identities(tmp_path, clients=1).rank_security("server", 0, role=role, gives_keys=None))
+    membership = identity_membership(JOB, security)
+    assert isinstance(membership, ControllerMembership | RankMembership)
+    controller = membership.party
+    assert isinstance(controller, Admission)
+    key = controller.group.key
+    for passed_s in (1.0, 2.0, key_epoch.EPOCH_S):
+        controller.tick(up_s + passed_s)
+        assert controller.group.key is key
+    controller.tick(up_s + key_epoch.EPOCH_S + 1.0)
+    assert controller.group.key.epoch == key.epoch + 1

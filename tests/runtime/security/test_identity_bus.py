@@ -17,10 +17,11 @@ from identities import Identities
 from patience import eventually
 
 import gradbus
+from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.dds.idl_types import FrameType, ModelBlobType
 from gradbus.runtime.dds.topics import TOPICS
-from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobInUse
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobInUse, JoinRefused
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.endpoints import wire_topic
 from gradbus.runtime.security.identity.controller_signatures import check_payload
@@ -223,6 +224,27 @@ def test_who_is_not_let_in_and_finds_nobody_says_why(opens: Callable[..., Any], 
             assert server.rejected["refused"] >= 1
             with bus.subscribe(TrainCmd), pytest.raises(BarrierTimeout, match="stranger is not on the allow list"):
                 await bus.matched(lambda: bus.matched_writers(TrainCmd) > 0, timeout_s=0.01)
+
+    run(main())
+
+
+def test_a_client_whose_id_is_not_on_the_line_of_its_node_ends_with_the_ids_that_are(opens: Callable[..., Any]) -> None:
+    async def main() -> None:
+        async with opens("server") as server, opens("robot-0") as bus:
+            with server.subscribe(Control):
+                client = gradbus.Client(bus, NoopTask(4), client_id=8)
+                with pytest.raises(JoinRefused, match=r"robot-0 sends as client 8, and the allow list .* gives it 0$"):
+                    await client.run()
+            assert server.rejected["identity"] >= 1
+
+    run(main())
+
+
+def test_a_bus_whose_node_has_a_key_of_its_own_speaks_for_no_several_clients(opens: Callable[..., Any]) -> None:
+    async def main() -> None:
+        async with opens("robot-0") as bus:
+            with pytest.raises(ConfigError, match="no process can speak for several clients"):
+                bus.access_policy.check_host()
 
     run(main())
 

@@ -23,6 +23,7 @@ from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC, VERSION,
 from gradbus.runtime.security.identity.key import NodeKey
 from gradbus.runtime.security.identity.key_messages import COMMANDS, MODELS
 from gradbus.runtime.security.identity.membership import ControllerMembership
+from gradbus.runtime.security.rate_limits import REFUSED_NAME_S
 from gradbus.runtime.security.streams import OutboundStreams, SharedKey
 from gradbus.runtime.wire import control, frames
 
@@ -103,6 +104,24 @@ def test_who_is_not_let_in_leaves_nothing_behind_and_both_sides_know_why(
     for _ in range(20):
         hall.later(1.0)
     assert node.seal(UPDATES, (b"x",)) is None
+
+
+def test_a_member_that_sends_as_a_client_that_is_not_its_own_is_told_so_and_the_log_only_now_and_then() -> None:
+    hall, told = Hall(ONE, TWO), []
+    hall.controller.events.refused = lambda name, text: told.append((name, text))
+    one = hall.controller.members["robot-1"].entry
+    why = "robot-1 sends as client 8, and the allow list of the controller gives it 0-3"
+    for _ in range(20):
+        hall.controller.refuse_sender(one, 8, hall.now_s)
+    hall.later(0.1)
+    assert told == [("robot-1", why)]
+    assert [node.refusal for node in hall.nodes] == [why, ""]
+    said = len(hall.said)
+    hall.later(0.1)
+    assert len(hall.said) == said, "it is told once"
+    hall.later(REFUSED_NAME_S)
+    hall.controller.refuse_sender(one, 8, hall.now_s)
+    assert told == [("robot-1", why)] * 2
 
 
 def test_a_hello_in_the_name_of_another_costs_no_check_and_no_memory_and_takes_nothing_from_it() -> None:

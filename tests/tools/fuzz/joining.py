@@ -29,7 +29,7 @@ _PARTY_BYTES = 64 << 10  # what controller and node may take for a message that 
 @functools.cache
 def _parties() -> tuple[NodeKey, NodeKey, Admission, JoinClient]:
     server, node = new_node_key("server"), new_node_key("robot-1")
-    controller = Admission(_JOB, server, AllowList((Entry(node.name, "client", node.public, ((1, 1),)),)))
+    controller = Admission(_JOB, server, AllowList((Entry(node.name, "client", node.public, ((1, 1),)),)), now_s=0.0)
     return server, node, controller, JoinClient(_JOB, node, server.public, "client")
 
 

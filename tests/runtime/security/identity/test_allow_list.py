@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from gradbus.runtime.security.identity.allow_list import (
     AllowList,
     AllowListWatcher,
     Entry,
+    changing,
     load_allow_list,
     parse_allow_list,
     parse_ids,
@@ -82,6 +85,34 @@ def test_a_list_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["allow"]
     with pytest.raises(ConfigError, match="'robot-1' is not on the list, which has: desk"):
         without(load_allow_list(path), "robot-1")
+
+
+def test_a_list_that_is_changed_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> None:
+    path, link = tmp_path / "folder" / "real.list", tmp_path / "allow.list"
+    path.parent.mkdir()
+    write_allow_list(path, AllowList())
+    link.symlink_to(path)
+    for before, after in ((0o600, 0o600), (0o644, 0o644), (0o664, 0o644)):
+        path.chmod(before)
+        with changing(link):
+            write_allow_list(link, AllowList((Entry("desk", "observer", TWO.public),)))
+        assert stat.S_IMODE(path.stat().st_mode) == after
+    assert link.is_symlink()
+    assert load_allow_list(path).get("desk") is not None
+    assert sorted(os.listdir(tmp_path)) == ["allow.list", "folder"]
+    assert sorted(os.listdir(path.parent)) == [".real.list.lock", "real.list"], "who names the file has the same lock"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
+def test_a_list_that_root_changes_stays_that_of_the_user_who_reads_it(tmp_path: Path) -> None:
+    path, user, group = tmp_path / "allow.list", 12345, 12346
+    write_allow_list(path, AllowList())
+    os.chown(path, user, group)
+    with changing(path):
+        write_allow_list(path, AllowList((Entry("desk", "observer", TWO.public),)))
+    for file in (path, tmp_path / ".allow.list.lock"):
+        status = file.stat()
+        assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (user, group, 0o600)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +201,48 @@ def test_a_list_that_changes_while_it_is_read_is_read_again_and_a_bad_one_is_tol
         file.news()
     assert file.news() is None
     assert file.allowed is news
+
+
+@pytest.mark.parametrize("reason", [errno.EMFILE, errno.EIO])
+def test_a_list_that_cannot_be_read_for_a_while_is_read_when_it_can_be_and_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    path = tmp_path / "allow.list"
+    write_allow_list(path, AllowList((Entry(ONE.name, "observer", ONE.public),)))
+    file = AllowListWatcher(path)
+    write_allow_list(path, AllowList())
+
+    def fail(path: Path, limit_bytes: int) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(allow_list, "read_beginning", fail)
+        assert file.news() is None
+        with pytest.raises(ConfigError, match=f"cannot be read: {os.strerror(reason)}"):
+            file.news()
+        assert [file.news() for _ in range(3)] == [None] * 3, "the same failure is told of once"
+        assert not file.is_changing, "nobody looks more often for it"
+    news = file.news()
+    assert news is not None
+    assert not news.entries
+    assert file.news() is None
+
+
+def test_a_list_that_is_gone_is_told_of_once_and_read_when_it_is_back(tmp_path: Path) -> None:
+    path = tmp_path / "allow.list"
+    write_allow_list(path, AllowList())
+    file = AllowListWatcher(path)
+    path.unlink()
+    assert file.news() is None
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        file.news()
+    assert file.news() is None
+    write_allow_list(path, AllowList((Entry(ONE.name, "observer", ONE.public),)))
+    assert file.news() is None
+    assert file.is_changing
+    news = file.news()
+    assert news is not None
+    assert len(news.entries) == 1
 
 
 def test_a_list_that_is_being_written_by_hand_is_used_when_it_does_not_change_any_more(tmp_path: Path) -> None:
