@@ -93,13 +93,15 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """An instruction that some nodes have not answered. ``awaited``: these, with the incarnation it was sent to."""
+    """An instruction that some nodes have not answered. ``awaited``: these, with the incarnation it was sent to.
+    ``given_up``: the reply of some other node is no longer awaited."""
 
     number: int
     payload: Payload
     awaited: dict[int, int]
     expires_s: float
     signature: str = ""
+    given_up: bool = False
     queue: ResendQueue = field(default_factory=ResendQueue)
 
 
@@ -141,6 +143,7 @@ class MessageHub:
         self._numbers = 0
         self._open: dict[int, _Open] = {}
         self._next_named = 0
+        self._over: list[int] = []  # instructions that ended without all their replies, to be told to the nodes
         self._requests: OrderedDict[FrameKey, IncomingUpload] = OrderedDict()
         self._reading: set[FrameKey] = set()
         self._unreadable: set[Identity] = set()  # nodes whose memory cannot be read from here
@@ -203,8 +206,10 @@ class MessageHub:
             if instruction is not None:
                 incarnation = instruction.awaited.pop(node, None)
                 if incarnation is not None:
+                    instruction.given_up = True
                     self._forget(reply_key(self.run_id, number, node, incarnation))
                 self._drop_if_done(instruction)
+        await self._tell_over()
 
     # The run
 
@@ -247,6 +252,7 @@ class MessageHub:
         for instruction in [one for one in self._open.values() if one.expires_s <= now_s]:
             for node in list(instruction.awaited):
                 self._fail(instruction, node, "expired", "no reply within the message's time to live")
+        await self._tell_over()
         self._registry.find_silent(now_s)
         newest = max(self._open, default=0)
         awaited = sum(len(one.awaited) for one in self._open.values())
@@ -272,6 +278,12 @@ class MessageHub:
                 instruction.payload.place, instruction.signature,
             )
         )  # fmt: skip
+
+    async def _tell_over(self) -> None:
+        """Send that nobody waits for these instructions: where they lay in shared memory, they are no longer."""
+        over, self._over = self._over, []
+        for number in over:
+            await self._publish(RoundTerms(self.run_id, number, {}, ""))
 
     async def _sign(self, instruction: _Open) -> None:
         policy = self._bus.access_policy
@@ -381,13 +393,15 @@ class MessageHub:
 
     def _fail(self, instruction: _Open, node: int, kind: Literal["gone", "expired", "refused"], why: str) -> None:
         del instruction.awaited[node]
+        instruction.given_up = True
         self._drop_if_done(instruction)
         log.warning("no reply", node=node, number=instruction.number, reason=why)
         self._settle((instruction.number, node), Answer(failure=why, kind=kind))
 
     def _drop_if_done(self, instruction: _Open) -> None:
         if not instruction.awaited:
-            self._open.pop(instruction.number, None)
+            if self._open.pop(instruction.number, None) is not None and instruction.given_up:
+                self._over.append(instruction.number)
             if instruction.payload.shared is not None:
                 instruction.payload.shared.hide()
 

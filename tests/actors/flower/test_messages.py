@@ -217,6 +217,38 @@ def test_a_message_without_a_reply_in_its_time_fails() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.skipif(not has_memfd(), reason="there is no memory to share")
+@pytest.mark.parametrize("how", ["withdrawn", "expired"])
+def test_a_node_that_comes_too_late_to_an_instruction_goes_on_at_once_and_reads_memory(how: str) -> None:
+    async def run() -> None:
+        scene, data = Scene(), os.urandom(100_000)
+        async with scene.hub() as hub:
+            busy = Reversing()
+            release = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            busy.gate = lambda: asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+            scene.start(0, busy)
+            await ready(hub, 0)
+            first = await push(hub, [0], data)
+            await eventually(lambda: busy.asked == [first])
+            late = await push(hub, [0], data, ttl_s=60.0 if how == "withdrawn" else 0.1)
+            if how == "withdrawn":
+                await hub.withdraw([(late, 0)])
+            else:
+                assert (await answers(hub, late, 0))[0].kind == "expired"
+            release.set()
+            await answers(hub, first, 0)
+            after = await push(hub, [0], data)
+            async with asyncio.timeout(2):
+                await answers(hub, after, 0)
+            assert busy.asked == [first, after]
+            number = next(iter(hub._registry)).seen_s
+            await eventually(lambda: next(iter(hub._registry)).seen_s > number)
+            assert next(iter(hub._registry)).hello.memory == hub._bus.memory.here != ""
+
+    asyncio.run(run())
+
+
 def test_messages_beyond_the_limits_are_refused_on_both_sides_before_they_are_read() -> None:
     async def run() -> None:
         scene = Scene()
