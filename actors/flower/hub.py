@@ -66,7 +66,8 @@ from gradbus.runtime.wire.messages import (
     new_incarnation,
 )
 
-NAMED_AT_ONCE = 64  # open instructions that a heartbeat names
+NAMED_AT_ONCE = 64  # open instructions that a heartbeat names at least
+NAMED_WITHIN = 4  # heartbeats, in which each of them is named: nodes go by what they have heard within WITHDRAWN_S
 MATCHED_S = 0.25  # so long a reader that requests frames may take to be found
 FAREWELL_S = 5.0  # how long the end of a run is announced to nodes that have not left
 _KEPT_RECEIPTS = 16_384
@@ -230,8 +231,9 @@ class MessageHub:
                     group.create_task(self._repair(), name="hub-repair")
                     self.started.set()
                     while True:
-                        await self._beat()
-                        await asyncio.sleep(HEARTBEAT_S)
+                        next_s = time.monotonic() + HEARTBEAT_S
+                        await self._beat()  # with thousands of open instructions it takes a part of that time
+                        await asyncio.sleep(max(0.0, next_s - time.monotonic()))
         except BaseExceptionGroup as errors:
             raise single_error(errors) from None
         finally:
@@ -264,10 +266,11 @@ class MessageHub:
         )  # fmt: skip
         numbers = sorted(self._open)
         start = self._next_named % max(1, len(numbers))
-        for number in (numbers[start:] + numbers[:start])[:NAMED_AT_ONCE]:
+        named = max(NAMED_AT_ONCE, -(-len(numbers) // NAMED_WITHIN))
+        for number in (numbers[start:] + numbers[:start])[:named]:
             if number in self._open:
                 await self._name(self._open[number])
-        self._next_named = start + NAMED_AT_ONCE
+        self._next_named = start + named
 
     async def _name(self, instruction: _Open) -> None:
         """Send which nodes an instruction is for, and where it lies."""

@@ -19,9 +19,10 @@ from identities import Identities
 from patience import eventually
 
 import gradbus
+from gradbus.actors.flower import hub as hub_module
 from gradbus.actors.flower.hub import Answer, MessageHub
-from gradbus.actors.flower.node import MessageNode, NodeSummary
-from gradbus.actors.flower.protocol import layout_of, make_payload, partitions_of
+from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary
+from gradbus.actors.flower.protocol import HEARTBEAT_S, MAX_OPEN, Payload, layout_of, make_payload, partitions_of
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
@@ -247,6 +248,29 @@ def test_a_node_that_comes_too_late_to_an_instruction_goes_on_at_once_and_reads_
             assert next(iter(hub._registry)).hello.memory == hub._bus.memory.here != ""
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("instructions", [3, 330, MAX_OPEN])
+def test_however_many_instructions_are_open_each_is_named_before_nodes_give_it_up(instructions: int) -> None:
+    async def run() -> list[set[int]]:
+        async with gradbus.connect(**Scene().place) as bus:
+            hub = MessageHub(bus, run_id=RUN)
+            beats: list[set[int]] = []
+
+            async def name(instruction: Any) -> None:
+                beats[-1].add(instruction.number)
+
+            hub._name = name  # type: ignore[method-assign]
+            for number in range(1, instructions + 1):
+                hub._open[number] = hub_module._Open(number, Payload(memoryview(b"x"), None), {0: 1}, float("inf"))
+            for _ in range(12):
+                beats.append(set())
+                await hub._beat()
+            return beats
+
+    beats, window = asyncio.run(run()), int(WITHDRAWN_S / HEARTBEAT_S) - 1
+    for first in range(len(beats) - window + 1):
+        assert set().union(*beats[first : first + window]) == set(range(1, instructions + 1))
 
 
 def test_messages_beyond_the_limits_are_refused_on_both_sides_before_they_are_read() -> None:
