@@ -150,6 +150,7 @@ class MessageHub:
         self._unreadable: set[Identity] = set()  # nodes whose memory cannot be read from here
         self._accepted: OrderedDict[FrameKey, None] = OrderedDict()
         self._answers: dict[Address, Answer] = {}
+        self._concluding: set[Address] = set()  # replies that are complete, while their receipts are sent
         self._news = asyncio.Event()
         self._resending: asyncio.Task[None] | None = None
 
@@ -203,6 +204,7 @@ class MessageHub:
         """Nobody waits for these answers any more: nodes that have not begun need not."""
         for number, node in addresses:
             self._answers.pop((number, node), None)
+            self._concluding.discard((number, node))
             instruction = self._open.get(number)
             if instruction is not None:
                 incarnation = instruction.awaited.pop(node, None)
@@ -423,9 +425,13 @@ class MessageHub:
 
     async def _conclude(self, key: FrameKey, payload: memoryview) -> None:
         """Take a complete reply, and send its receipt: first, as the run may end with this reply."""
+        address = key.round_id, key.sender
         if self._accept(key, payload):
+            self._concluding.add(address)
             await self._receipt(key)
-            self._settle((key.round_id, key.sender), Answer(payload))
+            if address in self._concluding:  # else nobody waits for it any more
+                self._concluding.discard(address)
+                self._settle(address, Answer(payload))
         else:
             await self._receipt(key, "nobody waits for this reply any more")
 

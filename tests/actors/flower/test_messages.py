@@ -273,6 +273,48 @@ def test_however_many_instructions_are_open_each_is_named_before_nodes_give_it_u
         assert set().union(*beats[first : first + window]) == set(range(1, instructions + 1))
 
 
+def test_of_a_reply_that_is_complete_as_it_is_withdrawn_nothing_is_left() -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            scene.start(0, Reversing())
+            await ready(hub, 0)
+            send_receipt, complete, withdrawn = hub._receipt, asyncio.Event(), asyncio.Event()
+
+            async def receipt(*given: Any) -> None:
+                complete.set()
+                await withdrawn.wait()
+                await send_receipt(*given)
+
+            hub._receipt = receipt  # type: ignore[method-assign]
+            number = await push(hub, [0], b"instruction")
+            await complete.wait()
+            await hub.withdraw([(number, 0)])
+            withdrawn.set()
+            again = await push(hub, [0], b"another")
+            await answers(hub, again, 0)
+            assert hub._answers == {}
+
+    asyncio.run(run())
+
+
+def test_one_node_more_than_there_may_be_is_refused_and_those_that_are_there_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub_module, "MAX_NODES", 1)
+
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            scene.start(0, Reversing())
+            await ready(hub, 0)
+            with pytest.raises(JoinRefused, match="this run has 1 nodes already"):
+                await scene.start(1, Reversing())
+            assert await answers(hub, await push(hub, [0], b"instruction"), 0)
+
+    asyncio.run(run())
+
+
 def test_messages_beyond_the_limits_are_refused_on_both_sides_before_they_are_read() -> None:
     async def run() -> None:
         scene = Scene()
