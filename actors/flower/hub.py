@@ -371,7 +371,7 @@ class MessageHub:
                 f"it says that there are {partitions} partitions, and node {self._partitions[1]} says "
                 f"{self._partitions[0]}: give all nodes the same --of"
             )
-        if node not in {one.client_id for one in self._registry} and len(self._registry) >= MAX_NODES:
+        if self._registry.incarnation_of(node) is None and len(self._registry) >= MAX_NODES:
             return f"this run has {MAX_NODES} nodes already"
         if self._partitions is None or self._partitions[0] != partitions:
             self._partitions = partitions, str(node)
