@@ -303,6 +303,7 @@ class MessageNode:
             if begun != (session, current.run_id):
                 await self._compute.run(self._answering.begin, current.run_id, dict(current.welcome.options))
                 begun = (session, current.run_id)
+                continue  # the hub may be gone by now
             try:
                 await self._answer(instruction, current.welcome, session)
             finally:

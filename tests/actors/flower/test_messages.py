@@ -63,6 +63,7 @@ class Scene:
         """``known``: each process has a key of its own, and what the hub sends is signed."""
         self.place = {"job": f"hub-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), "shared_memory": shared_memory}
         self._known = known
+        self.nodes: dict[int, MessageNode] = {}
         self.tasks: dict[int, asyncio.Task[NodeSummary]] = {}
 
     def bus(self, name: str) -> AbstractAsyncContextManager[gradbus.Bus]:
@@ -92,7 +93,9 @@ class Scene:
 
         async def run() -> NodeSummary:
             async with self.bus(f"robot-{partition}") as bus:
-                return await MessageNode(bus, answering, partition=partition, num_partitions=of, **settings).run()
+                node = MessageNode(bus, answering, partition=partition, num_partitions=of, **settings)
+                self.nodes[partition] = node
+                return await node.run()
 
         self.tasks[partition] = asyncio.create_task(run())
         return self.tasks[partition]
@@ -361,6 +364,36 @@ def test_a_node_outlives_its_hub_and_takes_part_in_the_next_run() -> None:
             assert (await answers(hub, await push(hub, [0], b"2"), 0))[0].payload is not None
         assert [run_id for run_id, _ in answering.runs] == [1, RUN]
         assert node.result().answered == 2
+
+    asyncio.run(run())
+
+
+def test_a_node_outlives_a_hub_that_goes_while_it_begins_the_run() -> None:
+    async def run() -> None:
+        scene, answering = Scene(), Reversing()
+        release, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def begin(run_id: int, options: Mapping[str, Any]) -> None:
+            answering.runs.append((run_id, dict(options)))
+            asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+
+        answering.begin = begin  # type: ignore[method-assign]
+        async with gradbus.connect(**scene.place) as bus:
+            first = MessageHub(bus, run_id=1)
+            serving = asyncio.create_task(first.run())
+            await first.started.wait()
+            node = scene.start(0, answering)
+            await ready(first, 0)
+            await push(first, [0], b"1")
+            await eventually(lambda: len(answering.runs) == 1)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        await eventually(lambda: scene.nodes[0]._session.welcome is None)
+        release.set()
+        async with scene.hub() as hub:
+            await ready(hub, 0)
+            assert await answers(hub, await push(hub, [0], b"2"), 0)
+        assert node.result().answered == 1
 
     asyncio.run(run())
 
