@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -22,11 +23,14 @@ from gradbus.actors.virtual import host as host_module
 from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
-from gradbus.actors.virtual.local_pool import LocalPool
+from gradbus.actors.virtual.local_pool import LocalPool, LocalProcess
 from gradbus.actors.virtual.pool import EvaluationWork
 from gradbus.actors.virtual.simulation import run_beside
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError, TrainingFailed
+from gradbus.runtime.fast_paths import has_memfd
+from gradbus.runtime.shm.segment import SharedMemoryFault
+from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.wire.control import EvaluationRequest, Welcome
 
 DIM = 20_000  # more than fits into a frame that is copied: updates lie in shared memory
@@ -106,6 +110,29 @@ def test_a_killed_training_process_is_replaced_and_its_client_trained_again(tmp_
     assert result.replaced == 1
     assert [report.clients for report in result.rounds] == [(0, 1, 2, 3, 4)] * 3
     assert checksums(result) == checksums(virtual(NoopTask(DIM, delta="seeded"), 5, rules()))
+
+
+@pytest.mark.skipif(not has_memfd(), reason="updates are not in shared memory")
+def test_a_training_process_that_ends_right_after_its_answer_is_replaced_and_its_client_trained_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = LocalProcess._take
+    killed: list[int] = []
+
+    async def take(process: LocalProcess, work: Any, update: Any, released: Any) -> Any:
+        if not killed:
+            killed.append(process._process)
+            process.kill()
+            async with asyncio.timeout(10):
+                with contextlib.suppress(SharedMemoryFault):  # its memory goes with it
+                    while read(update.request.memory, update.request.total_bytes):
+                        await asyncio.sleep(0.01)
+        return await taken(process, work, update, released)
+
+    monkeypatch.setattr(LocalProcess, "_take", take)
+    result = virtual(NoopTask(DIM), 3, rules(rounds=2))
+    assert result.replaced == len(killed) == 1
+    assert [report.clients for report in result.rounds] == [(0, 1, 2)] * 2
 
 
 def test_a_client_whose_training_always_kills_its_process_fails_and_the_others_count(tmp_path: Path) -> None:
