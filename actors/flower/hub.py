@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
-from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
+from gradbus.actors.federated.liveness import BeatClock, DuplicateControllers, claim_job
 from gradbus.actors.federated.publish import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.actors.flower.protocol import (
@@ -138,6 +138,7 @@ class MessageHub:
             memory=bus.memory.here,
         )  # fmt: skip
         self._others = DuplicateControllers(bus.job, self._identity)
+        self._clock = BeatClock(HEARTBEAT_S)
         self._partitions: tuple[int, str] | None = None  # their number, and the node that said so first
         self._compute = ComputeThread("hub")
         self._uploads: Uploads[IncomingUpload] = Uploads(self._publish)
@@ -232,6 +233,7 @@ class MessageHub:
                     group.create_task(self._listen(inbox, group), name="hub-listen")
                     group.create_task(self._repair(), name="hub-repair")
                     self.started.set()
+                    self._clock.start()
                     while True:
                         next_s = time.monotonic() + HEARTBEAT_S
                         await self._beat()  # with thousands of open instructions it takes a part of that time
@@ -257,7 +259,10 @@ class MessageHub:
             for node in list(instruction.awaited):
                 self._fail(instruction, node, "expired", "no reply within the message's time to live")
         await self._tell_over()
-        self._registry.find_silent(now_s)
+        self._clock.beat(now_s, self._registry)
+        for node in self._registry.find_silent(now_s):
+            if node.is_doubted:  # DDS was right
+                self._lose(node.client_id, node.incarnation, "nothing came from it any more")
         newest = max(self._open, default=0)
         awaited = sum(len(one.awaited) for one in self._open.values())
         await self._publish(
@@ -311,8 +316,8 @@ class MessageHub:
             match message:
                 case ClientUpdate():
                     self._on_frame(message, group)
-                case PeerGone(sender=node, incarnation=incarnation) if node != CONTROLLER:
-                    self._lose(node, incarnation, "its process has ended, or cannot be reached")
+                case PeerGone(sender=node) if node != CONTROLLER:
+                    self._on_gone(message)
                 case Control(sender=node) if node != CONTROLLER:
                     await self._on_control(message, group)
                 case _:
@@ -339,8 +344,9 @@ class MessageHub:
             return
         known = self._registry.incarnation_of(sender.sender)
         answer, why = self._registry.hello(
-            sender, dataclasses.replace(hello, layout=0), message.number, now_s=time.monotonic(), next_round=0
-        )
+            sender, dataclasses.replace(hello, layout=0), message.number, now_s=time.monotonic(), next_round=0,
+            is_stalled=self._clock.is_stalled(),
+        )  # fmt: skip
         if answer is HelloAnswer.REFUSE:
             why = why.replace("client id", "partition").replace("give each its own id", "give each node its own")
             await self._publish(Refused(*_of(sender), why))
@@ -376,6 +382,14 @@ class MessageHub:
         if self._partitions is None or self._partitions[0] != partitions:
             self._partitions = partitions, str(node)
         return None
+
+    def _on_gone(self, gone: PeerGone) -> None:
+        node = self._registry.get(gone.sender, gone.incarnation)
+        waits = node is not None and not node.silent and not gone.why and not gone.certain
+        if waits and self._clock.is_stalled():  # perhaps it was the hub that could not be reached
+            self._registry.wait_for(gone.sender, gone.incarnation, time.monotonic())
+        else:
+            self._lose(gone.sender, gone.incarnation, "its process has ended, or cannot be reached")
 
     def _lose(self, node: int, incarnation: int, why: str) -> None:
         if self._registry.remove(node, incarnation):

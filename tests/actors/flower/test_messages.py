@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flower_node
@@ -19,6 +20,7 @@ from identities import Identities
 from patience import eventually
 
 import gradbus
+from gradbus.actors.federated import liveness
 from gradbus.actors.flower import hub as hub_module
 from gradbus.actors.flower.hub import Answer, MessageHub
 from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary
@@ -26,6 +28,8 @@ from gradbus.actors.flower.protocol import HEARTBEAT_S, MAX_OPEN, Payload, layou
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
+from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.messages import Identity, PeerGone
 
 RUN = 77
 _jobs = itertools.count()
@@ -199,6 +203,36 @@ def test_a_node_that_is_gone_fails_at_once_and_answers_again_when_it_is_back() -
             assert bytes((await answers(hub, again, 0))[0].payload or b"") == b"new" + b"instruction"[::-1]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("then", ["speaks", "says nothing", "has ended for certain"])
+def test_a_hub_that_stood_still_waits_for_a_node_that_seems_gone_and_fails_one_that_is(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    for module in (hub_module, liveness):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    async def run() -> Answer | None:
+        nonlocal now_s
+        async with gradbus.connect(**Scene().place) as bus:
+            hub = MessageHub(bus, run_id=RUN)
+            hello = Hello(PROTOCOL, 0, 0, True, hub._identity.incarnation, "training", 1, -1, "host-a:1", -1)
+            hub._registry.hello(Identity(0, 9), hello, 1, now_s=now_s, next_round=0)
+            hub._open[1] = hub_module._Open(1, Payload(memoryview(b"x"), None), {0: 9}, float("inf"))
+            await hub._beat()
+            now_s += 3 * HEARTBEAT_S
+            hub._on_gone(PeerGone(0, 9, certain=then == "has ended for certain"))
+            assert (hub._answers == {}) is (then != "has ended for certain")
+            if then == "speaks":
+                hub._registry.hello(Identity(0, 9), hello, 2, now_s=now_s, next_round=0)
+            for _ in range(8):
+                await hub._beat()
+                now_s += HEARTBEAT_S
+            return hub._answers.get((1, 0))
+
+    found = asyncio.run(run())
+    assert (found and found.kind) == (None if then == "speaks" else "gone")
 
 
 def test_a_message_without_a_reply_in_its_time_fails() -> None:
