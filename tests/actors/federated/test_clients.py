@@ -324,9 +324,11 @@ def test_several_newcomers_with_the_id_of_a_live_client_are_all_refused() -> Non
     refused: list[int] = []
     for tick in range(40):
         heard(members, 0, 100, 0.25 * tick)
-        for incarnation in set(newcomers) - set(refused):
-            if greet(members, incarnation=incarnation, now_s=0.25 * tick)[0] is HelloAnswer.REFUSE:
-                refused.append(incarnation)
+        refused += [
+            incarnation
+            for incarnation in sorted(set(newcomers) - set(refused))
+            if greet(members, incarnation=incarnation, now_s=0.25 * tick)[0] is HelloAnswer.REFUSE
+        ]
     assert sorted(refused) == list(newcomers)
     assert members.ready(1) == [0]
 
