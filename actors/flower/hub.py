@@ -260,9 +260,9 @@ class MessageHub:
                 self._fail(instruction, node, "expired", "no reply within the message's time to live")
         await self._tell_over()
         self._clock.beat(now_s, self._registry)
-        for node in self._registry.find_silent(now_s):
-            if node.is_doubted:  # DDS was right
-                self._lose(node.client_id, node.incarnation, "nothing came from it any more")
+        for silent in self._registry.find_silent(now_s):
+            if silent.is_doubted:  # DDS was right
+                self._lose(silent.client_id, silent.incarnation, "nothing came from it any more")
         newest = max(self._open, default=0)
         awaited = sum(len(one.awaited) for one in self._open.values())
         await self._publish(
