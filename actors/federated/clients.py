@@ -22,6 +22,7 @@ from gradbus.runtime.wire.messages import Identity, is_later
 
 Compared = Literal["all", "trained", "shared"]
 MAX_MEMBERS = 65_536  # any process can send a Hello
+MAX_NEWCOMERS = 8  # processes with the id of one member that wait at the same time, each for an answer of its own
 FIRST_HOST = 0x8000_0000  # no client has such an id: a host has the lowest one of its clients, above this
 DOUBT_S = 5.0  # so long a client that may be gone is waited for
 BUSY_PHASES = frozenset(
@@ -132,12 +133,11 @@ Member = ClientRecord | HostedClient
 
 
 @dataclass(slots=True)
-class _Duplicate:
-    """A second process with the id of a member."""
+class _Newcomer:
+    """A further process with the id of a member. ``since_s``: when its wait began; ``seen_s``: when it sent last."""
 
-    incarnation: int
     since_s: float
-    host: str
+    seen_s: float
 
 
 class ClientRegistry:
@@ -145,7 +145,7 @@ class ClientRegistry:
 
     A client with another incarnation replaces its older start as soon as that one is known to be gone, or has been
     silent for ``dead_after_s``. While the older one still sends, the newcomer is refused, as two processes must not
-    train under one id. In between, the newcomer waits.
+    train under one id. In between, the newcomer waits, and each of several newcomers for itself.
 
     Attributes:
         max_members: further clients are refused.
@@ -176,7 +176,7 @@ class ClientRegistry:
         self._memory = memory
         self._members: dict[int, Member] = {}
         self._hosts: dict[int, ClientRecord] = {}
-        self._duplicates: dict[int, _Duplicate] = {}
+        self._newcomers: dict[int, dict[int, _Newcomer]] = {}  # by the id that they would take, and by incarnation
 
     def __len__(self) -> int:
         return len(self._members)
@@ -247,10 +247,11 @@ class ClientRegistry:
         member = self._members.get(client_id)
         if isinstance(member, HostedClient) or (member is not None and incarnation != member.incarnation):
             # Which of the two is older does not matter, and a clock that was set back would get it wrong.
-            answer = self._answer_duplicate(_record(member), _Duplicate(incarnation, now_s, hello.host), is_stalled)
+            answer = self._answer_newcomer(_record(member), sender, now_s, is_stalled)
             if answer is not None:
                 return answer
             del self._members[client_id]
+            self._newcomers.pop(client_id, None)
             member = None
         if member is None:  # new, or back after it was taken for dead: it needs the round from which on it counts
             if len(self._members) >= self.max_members:
@@ -299,7 +300,8 @@ class ClientRegistry:
             _record(self._members[one]).client_id: _record(self._members[one]) for one in ids if one in self._members
         }
         for holder in holders.values():
-            answer = self._answer_duplicate(holder, _Duplicate(sender.incarnation, now_s, hello.host), is_stalled)
+            newcomer = Identity(holder.client_id, sender.incarnation)
+            answer = self._answer_newcomer(holder, newcomer, now_s, is_stalled)
             if answer is not None:
                 return answer
         for holder in holders.values():
@@ -335,37 +337,43 @@ class ClientRegistry:
             return f"{shared}{dim:,} values, here {self._dim:,}"
         return None if layout == self._layout else "other names or shapes, or others of its parameters are frozen"
 
-    def _answer_duplicate(
-        self, member: ClientRecord, newcomer: _Duplicate, is_stalled: bool
+    def _answer_newcomer(
+        self, member: ClientRecord, newcomer: Identity, now_s: float, is_stalled: bool
     ) -> tuple[HelloAnswer, str] | None:
-        """The answer to a second process with the id of a member; None: it takes the member's place."""
-        client_id, now_s = member.client_id, newcomer.since_s
-        known = self._duplicates.get(client_id)
-        if known is None or known.incarnation != newcomer.incarnation:
-            known = self._duplicates[client_id] = newcomer
+        """The answer to a further process with the id of a member; None: it takes the member's place."""
+        waiting = self._newcomers.setdefault(newcomer.sender, {})
+        if newcomer.incarnation not in waiting and len(waiting) >= MAX_NEWCOMERS:
+            for gone in [one for one, its in waiting.items() if now_s - its.seen_s > self._dead_after_s]:
+                del waiting[gone]
+            if len(waiting) >= MAX_NEWCOMERS:
+                return HelloAnswer.NOTHING, ""  # its wait begins once another one has its answer
+        known = waiting.setdefault(newcomer.incarnation, _Newcomer(now_s, now_s))
+        known.seen_s = now_s
         if now_s - known.since_s < self._duplicate_after_s:
             return HelloAnswer.NOTHING, ""  # the older one may yet send something
         if member.seen_s > known.since_s + self._duplicate_after_s / 2:
-            del self._duplicates[client_id]
-            return HelloAnswer.REFUSE, f"client id {client_id} is in use by {member.hello.host}: give each its own id"
+            del waiting[newcomer.incarnation]
+            shown = newcomer.sender & ~FIRST_HOST
+            return HelloAnswer.REFUSE, f"client id {shown} is in use by {member.hello.host}: give each its own id"
         if not (member.silent or member.is_doubted) and member.silent_for_s(now_s) <= self._dead_after_s:
             return HelloAnswer.NOTHING, ""  # nothing shows that it is dead: training may hold its interpreter
         if is_stalled:  # the older one may have sent something: the wait for it begins anew
-            self._duplicates[client_id] = newcomer
+            known.since_s = now_s
             return HelloAnswer.NOTHING, ""
-        del self._duplicates[client_id]
         return None
 
     def remove(self, client_id: int, incarnation: int) -> bool:
         """Remove a client that has left, or that is dead, or a host with its clients. True if it was here."""
-        gone = self.get(client_id, incarnation)
-        if gone is None:
+        if self.get(client_id, incarnation) is None:
             return False
-        self._duplicates.pop(client_id, None)
+        of_host = self.clients_of(client_id, incarnation)
+        self._newcomers.pop(client_id, None)
         if self._hosts.pop(client_id, None) is None:
             del self._members[client_id]
         else:
-            self._members = {one: member for one, member in self._members.items() if _record(member) is not gone}
+            for one in of_host:
+                del self._members[one]
+                self._newcomers.pop(one, None)
         return True
 
     def clients_of(self, host_id: int, incarnation: int) -> list[int]:

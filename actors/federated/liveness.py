@@ -167,6 +167,36 @@ async def announce_run_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> No
         await asyncio.sleep(min(heartbeat_s, BYE_S / 4))
 
 
+class BeatClock:
+    """Knows by its own beats whether this process stands still: stopped, or without processor time."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        """``heartbeat_s``: from beat to beat."""
+        self._heartbeat_s = heartbeat_s
+        self._beaten_s = time.monotonic()
+        self._stalled_until_s = float("-inf")
+
+    def is_stalled(self) -> bool:
+        """Whether this process stood still until a moment ago: leases that DDS reports as expired then mean nothing."""
+        now_s = time.monotonic()
+        return now_s < self._stalled_until_s or now_s - self._beaten_s > 2 * self._heartbeat_s
+
+    def start(self) -> None:
+        """The first beat is about to come."""
+        self._beaten_s = time.monotonic()
+
+    def beat(self, now_s: float, registry: ClientRegistry) -> None:
+        """Note a beat. One that is far too late excuses the silence of clients.
+
+        Their messages of that time may be handled after this timer, so the time counts as one heartbeat of silence. Not
+        as none: where every beat is late, a client that hangs is still found.
+        """
+        if now_s - self._beaten_s > 2 * self._heartbeat_s:
+            registry.excuse_silence(now_s - self._beaten_s - self._heartbeat_s, now_s)
+            self._stalled_until_s = now_s + 2 * self._heartbeat_s
+        self._beaten_s = now_s
+
+
 class LivenessMonitor:
     """Publishes the controller's heartbeat, and watches those of the clients."""
 
@@ -182,23 +212,16 @@ class LivenessMonitor:
         self._changed = changed
         self._open_round = open_round
         self._left = asyncio.Event()
-        self._beaten_s = time.monotonic()
-        self._stalled_until_s = float("-inf")
+        self._clock = BeatClock(context.config.clients.heartbeat_s)
 
     def is_stalled(self) -> bool:
-        """Whether this process stood still until a moment ago: leases that DDS reports as expired then mean nothing."""
-        now_s = time.monotonic()
-        return now_s < self._stalled_until_s or now_s - self._beaten_s > 2 * self._context.config.clients.heartbeat_s
+        """As :meth:`BeatClock.is_stalled`."""
+        return self._clock.is_stalled()
 
     async def run(self) -> None:
-        """Send heartbeats, and find silent clients, until cancelled.
-
-        When a beat is far too late, this process was stopped, or had no processor time. Its clients' messages of that
-        time may be handled after this timer, so the time counts as one heartbeat of silence. Not as none: where every
-        beat is late, a client that hangs is still found.
-        """
+        """Send heartbeats, and find silent clients, until cancelled."""
         host, heartbeat_s, registry = process_name(), self._context.config.clients.heartbeat_s, self._registry
-        self._beaten_s = time.monotonic()
+        self._clock.start()
         while True:
             status = make_status(
                 self._progress, self._open_round(), registry, self._receiver.dropped, run_id=self._context.run_id,
@@ -207,10 +230,7 @@ class LivenessMonitor:
             with contextlib.suppress(BusError):  # the next one will do
                 await self._context.publish(status)
             now_s = time.monotonic()
-            if now_s - self._beaten_s > 2 * heartbeat_s:
-                registry.excuse_silence(now_s - self._beaten_s - heartbeat_s, now_s)
-                self._stalled_until_s = now_s + 2 * heartbeat_s
-            self._beaten_s = now_s
+            self._clock.beat(now_s, registry)
             silent = registry.find_silent(now_s)
             for client in silent:
                 log.warning(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
-from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
+from gradbus.actors.federated.liveness import BeatClock, DuplicateControllers, claim_job
 from gradbus.actors.federated.publish import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.actors.flower.protocol import (
@@ -66,7 +66,8 @@ from gradbus.runtime.wire.messages import (
     new_incarnation,
 )
 
-NAMED_AT_ONCE = 64  # open instructions that a heartbeat names
+NAMED_AT_ONCE = 64  # open instructions that a heartbeat names at least
+NAMED_WITHIN = 4  # heartbeats, in which each of them is named: nodes go by what they have heard within WITHDRAWN_S
 MATCHED_S = 0.25  # so long a reader that requests frames may take to be found
 FAREWELL_S = 5.0  # how long the end of a run is announced to nodes that have not left
 _KEPT_RECEIPTS = 16_384
@@ -93,13 +94,15 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """An instruction that some nodes have not answered. ``awaited``: these, with the incarnation it was sent to."""
+    """An instruction that some nodes have not answered. ``awaited``: these, with the incarnation it was sent to.
+    ``given_up``: the reply of some other node is no longer awaited."""
 
     number: int
     payload: Payload
     awaited: dict[int, int]
     expires_s: float
     signature: str = ""
+    given_up: bool = False
     queue: ResendQueue = field(default_factory=ResendQueue)
 
 
@@ -135,17 +138,20 @@ class MessageHub:
             memory=bus.memory.here,
         )  # fmt: skip
         self._others = DuplicateControllers(bus.job, self._identity)
+        self._clock = BeatClock(HEARTBEAT_S)
         self._partitions: tuple[int, str] | None = None  # their number, and the node that said so first
         self._compute = ComputeThread("hub")
         self._uploads: Uploads[IncomingUpload] = Uploads(self._publish)
         self._numbers = 0
         self._open: dict[int, _Open] = {}
         self._next_named = 0
+        self._over: list[int] = []  # instructions that ended without all their replies, to be told to the nodes
         self._requests: OrderedDict[FrameKey, IncomingUpload] = OrderedDict()
         self._reading: set[FrameKey] = set()
         self._unreadable: set[Identity] = set()  # nodes whose memory cannot be read from here
         self._accepted: OrderedDict[FrameKey, None] = OrderedDict()
         self._answers: dict[Address, Answer] = {}
+        self._concluding: set[Address] = set()  # replies that are complete, while their receipts are sent
         self._news = asyncio.Event()
         self._resending: asyncio.Task[None] | None = None
 
@@ -199,12 +205,15 @@ class MessageHub:
         """Nobody waits for these answers any more: nodes that have not begun need not."""
         for number, node in addresses:
             self._answers.pop((number, node), None)
+            self._concluding.discard((number, node))
             instruction = self._open.get(number)
             if instruction is not None:
                 incarnation = instruction.awaited.pop(node, None)
                 if incarnation is not None:
+                    instruction.given_up = True
                     self._forget(reply_key(self.run_id, number, node, incarnation))
                 self._drop_if_done(instruction)
+        await self._tell_over()
 
     # The run
 
@@ -224,9 +233,11 @@ class MessageHub:
                     group.create_task(self._listen(inbox, group), name="hub-listen")
                     group.create_task(self._repair(), name="hub-repair")
                     self.started.set()
+                    self._clock.start()
                     while True:
-                        await self._beat()
-                        await asyncio.sleep(HEARTBEAT_S)
+                        next_s = time.monotonic() + HEARTBEAT_S
+                        await self._beat()  # with thousands of open instructions it takes a part of that time
+                        await asyncio.sleep(max(0.0, next_s - time.monotonic()))
         except BaseExceptionGroup as errors:
             raise single_error(errors) from None
         finally:
@@ -247,7 +258,11 @@ class MessageHub:
         for instruction in [one for one in self._open.values() if one.expires_s <= now_s]:
             for node in list(instruction.awaited):
                 self._fail(instruction, node, "expired", "no reply within the message's time to live")
-        self._registry.find_silent(now_s)
+        await self._tell_over()
+        self._clock.beat(now_s, self._registry)
+        for silent in self._registry.find_silent(now_s):
+            if silent.is_doubted:  # DDS was right
+                self._lose(silent.client_id, silent.incarnation, "nothing came from it any more")
         newest = max(self._open, default=0)
         awaited = sum(len(one.awaited) for one in self._open.values())
         await self._publish(
@@ -258,10 +273,11 @@ class MessageHub:
         )  # fmt: skip
         numbers = sorted(self._open)
         start = self._next_named % max(1, len(numbers))
-        for number in (numbers[start:] + numbers[:start])[:NAMED_AT_ONCE]:
+        named = max(NAMED_AT_ONCE, -(-len(numbers) // NAMED_WITHIN))
+        for number in (numbers[start:] + numbers[:start])[:named]:
             if number in self._open:
                 await self._name(self._open[number])
-        self._next_named = start + NAMED_AT_ONCE
+        self._next_named = start + named
 
     async def _name(self, instruction: _Open) -> None:
         """Send which nodes an instruction is for, and where it lies."""
@@ -272,6 +288,12 @@ class MessageHub:
                 instruction.payload.place, instruction.signature,
             )
         )  # fmt: skip
+
+    async def _tell_over(self) -> None:
+        """Send that nobody waits for these instructions: where they lay in shared memory, they are no longer."""
+        over, self._over = self._over, []
+        for number in over:
+            await self._publish(RoundTerms(self.run_id, number, {}, ""))
 
     async def _sign(self, instruction: _Open) -> None:
         policy = self._bus.access_policy
@@ -294,8 +316,8 @@ class MessageHub:
             match message:
                 case ClientUpdate():
                     self._on_frame(message, group)
-                case PeerGone(sender=node, incarnation=incarnation) if node != CONTROLLER:
-                    self._lose(node, incarnation, "its process has ended, or cannot be reached")
+                case PeerGone(sender=node) if node != CONTROLLER:
+                    self._on_gone(message)
                 case Control(sender=node) if node != CONTROLLER:
                     await self._on_control(message, group)
                 case _:
@@ -322,8 +344,9 @@ class MessageHub:
             return
         known = self._registry.incarnation_of(sender.sender)
         answer, why = self._registry.hello(
-            sender, dataclasses.replace(hello, layout=0), message.number, now_s=time.monotonic(), next_round=0
-        )
+            sender, dataclasses.replace(hello, layout=0), message.number, now_s=time.monotonic(), next_round=0,
+            is_stalled=self._clock.is_stalled(),
+        )  # fmt: skip
         if answer is HelloAnswer.REFUSE:
             why = why.replace("client id", "partition").replace("give each its own id", "give each node its own")
             await self._publish(Refused(*_of(sender), why))
@@ -354,11 +377,19 @@ class MessageHub:
                 f"it says that there are {partitions} partitions, and node {self._partitions[1]} says "
                 f"{self._partitions[0]}: give all nodes the same --of"
             )
-        if node not in {one.client_id for one in self._registry} and len(self._registry) >= MAX_NODES:
+        if self._registry.incarnation_of(node) is None and len(self._registry) >= MAX_NODES:
             return f"this run has {MAX_NODES} nodes already"
         if self._partitions is None or self._partitions[0] != partitions:
             self._partitions = partitions, str(node)
         return None
+
+    def _on_gone(self, gone: PeerGone) -> None:
+        node = self._registry.get(gone.sender, gone.incarnation)
+        waits = node is not None and not node.silent and not gone.why and not gone.certain
+        if waits and self._clock.is_stalled():  # perhaps it was the hub that could not be reached
+            self._registry.wait_for(gone.sender, gone.incarnation, time.monotonic())
+        else:
+            self._lose(gone.sender, gone.incarnation, "its process has ended, or cannot be reached")
 
     def _lose(self, node: int, incarnation: int, why: str) -> None:
         if self._registry.remove(node, incarnation):
@@ -381,13 +412,15 @@ class MessageHub:
 
     def _fail(self, instruction: _Open, node: int, kind: Literal["gone", "expired", "refused"], why: str) -> None:
         del instruction.awaited[node]
+        instruction.given_up = True
         self._drop_if_done(instruction)
         log.warning("no reply", node=node, number=instruction.number, reason=why)
         self._settle((instruction.number, node), Answer(failure=why, kind=kind))
 
     def _drop_if_done(self, instruction: _Open) -> None:
         if not instruction.awaited:
-            self._open.pop(instruction.number, None)
+            if self._open.pop(instruction.number, None) is not None and instruction.given_up:
+                self._over.append(instruction.number)
             if instruction.payload.shared is not None:
                 instruction.payload.shared.hide()
 
@@ -406,9 +439,13 @@ class MessageHub:
 
     async def _conclude(self, key: FrameKey, payload: memoryview) -> None:
         """Take a complete reply, and send its receipt: first, as the run may end with this reply."""
+        address = key.round_id, key.sender
         if self._accept(key, payload):
+            self._concluding.add(address)
             await self._receipt(key)
-            self._settle((key.round_id, key.sender), Answer(payload))
+            if address in self._concluding:  # else nobody waits for it any more
+                self._concluding.discard(address)
+                self._settle(address, Answer(payload))
         else:
             await self._receipt(key, "nobody waits for this reply any more")
 

@@ -303,6 +303,7 @@ class MessageNode:
             if begun != (session, current.run_id):
                 await self._compute.run(self._answering.begin, current.run_id, dict(current.welcome.options))
                 begun = (session, current.run_id)
+                continue  # the hub may be gone by now
             try:
                 await self._answer(instruction, current.welcome, session)
             finally:
@@ -396,25 +397,26 @@ class MessageNode:
             raise FrameError("oversized", text)
         key = instruction_key(notice.run_id, notice.round_id, session, notice.signature)
         self._bus.access_policy.check_model(key, int(Flags.NONE), notice.total_bytes)
-        payload = None
+        payload, fault = None, ""
         if notice.memory and is_here(notice.memory) and self._bus.memory.here and self._reads_memory:
-            payload = await self._read(notice)
+            try:
+                payload = await self._compute.run(read, notice.memory, notice.total_bytes)
+            except SharedMemoryFault as error:
+                fault = str(error)
         if payload is None:
             payload = await self._receive(key, instruction, notice, session)
+            if fault and payload is not None:  # else it was no longer wanted: then it does not lie there any more
+                await self._give_up_memory(fault)
         if payload is not None and key.name:  # models are signed
             from gradbus.runtime.security.identity.controller_signatures import check_payload
 
             await self._compute.run(check_payload, key, payload)
         return payload
 
-    async def _read(self, notice: ModelAvailable) -> memoryview | None:
-        try:
-            return await self._compute.run(read, notice.memory, notice.total_bytes)
-        except SharedMemoryFault as error:
-            self._reads_memory = False
-            log.warning("no shared memory", node=self.partition, reason=str(error), effect="messages go over DDS")
-            await self._send_hello()
-            return None
+    async def _give_up_memory(self, why: str) -> None:
+        self._reads_memory = False
+        log.warning("no shared memory", node=self.partition, reason=why, effect="messages go over DDS")
+        await self._send_hello()
 
     async def _receive(
         self, key: FrameKey, instruction: _Instruction, notice: ModelAvailable, session: int

@@ -290,15 +290,17 @@ class ClientHost(Client):
         its training."""
         while queue and not self._pool.is_stopped(work):
             client_id, deaths = queue.popleft()
+            update: EncodedUpdate | None = None
             if client_id not in self._session.asked(self._commanded[0]):
                 continue  # others were faster
             await room.acquire()
             sent = False
             try:
                 async with self._pool.borrow(work) as process:
-                    update = await process.train(
-                        work, Identity(client_id, self._identity.incarnation), next(self._transfers)
-                    )
+                    if not self._pool.is_stopped(work):  # while it waited for a process
+                        update = await process.train(
+                            work, Identity(client_id, self._identity.incarnation), next(self._transfers)
+                        )
                 if update is not None:
                     group.create_task(self._deliver(update, process, room), name=f"host-send-{client_id}")
                     sent = True
@@ -397,6 +399,8 @@ class ClientHost(Client):
             result: EvaluationResult | None = None
             with contextlib.suppress(ProcessDied):
                 async with self._pool.borrow(work) as process:
+                    if self._pool.is_stopped(work):  # while it waited for a process
+                        return
                     result = await process.evaluate(work, client_id, tells_errors=self._config.report_failures)
                 if result is None:
                     return  # stopped

@@ -27,6 +27,7 @@ from gradbus.actors.virtual.pool import (
 from gradbus.actors.virtual.training_process import StopFlag, run_template
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.shm.shared_payload import read
 
 START_S = 60.0  # a fork and a model; the data are loaded by then
@@ -75,7 +76,11 @@ class LocalProcess(TrainingProcess):
         if not update.request.memory:
             return update
         # It stays here, too, should that process end before the controller has read it.
-        payload = await asyncio.to_thread(read, update.request.memory, update.request.total_bytes)
+        try:
+            payload = await asyncio.to_thread(read, update.request.memory, update.request.total_bytes)
+        except SharedMemoryFault:  # it has ended already, right after its answer
+            self.close()
+            raise ProcessDied from None
         return replace(update, payload=payload)
 
     def is_read(self, update: EncodedUpdate) -> None:

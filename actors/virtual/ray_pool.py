@@ -300,7 +300,9 @@ class RayPool(TrainingPool[RayProcess]):
         except BaseException:
             self.ray.kill(actor)
             raise
-        return RayProcess(self, actor, process)
+        started = RayProcess(self, actor, process)
+        started.stop(self._stopped)  # it has not heard what the others have
+        return started
 
     def _new_actor(self) -> Any:
         made = self.ray.remote(concurrency_groups={"stop": 1})(RayTrainer).options(

@@ -242,6 +242,10 @@ def test_an_actor_that_does_not_stop_is_killed_and_replaced(
 
     class Hangs(NoopTask):
         def train(self, model: nn.Module, **arguments: Any) -> Any:
+            if arguments["client_id"] == 1:
+                while not arguments["should_stop"]():
+                    time.sleep(0.01)
+                raise TrainingStopped(0)
             began.write_text("now")
             while True:
                 time.sleep(1.0)
@@ -263,6 +267,8 @@ def test_an_actor_that_does_not_stop_is_killed_and_replaced(
                 pool.stop(work)
                 with pytest.raises(ProcessDied):
                     await training
+                async with pool.borrow(work) as process:
+                    assert await process.train(work, Identity(1, 1), 2) is None, "the new one has heard it, too"
             return pool.replaced
         finally:
             await pool.close()

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,26 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
+from patience import eventually
 from torch import nn
 
 import gradbus
 from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.local_training import RoundInputs
 from gradbus.actors.virtual import host as host_module
 from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
-from gradbus.actors.virtual.local_pool import LocalPool
-from gradbus.actors.virtual.pool import EvaluationWork
+from gradbus.actors.virtual.local_pool import LocalPool, LocalProcess
+from gradbus.actors.virtual.pool import EvaluationWork, TrainingPool
 from gradbus.actors.virtual.simulation import run_beside
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError, TrainingFailed
+from gradbus.runtime.fast_paths import has_memfd
+from gradbus.runtime.shm.segment import SharedMemoryFault
+from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.wire.control import EvaluationRequest, Welcome
+from gradbus.runtime.wire.messages import TrainCmd
 
 DIM = 20_000  # more than fits into a frame that is copied: updates lie in shared memory
 
@@ -108,6 +115,32 @@ def test_a_killed_training_process_is_replaced_and_its_client_trained_again(tmp_
     assert checksums(result) == checksums(virtual(NoopTask(DIM, delta="seeded"), 5, rules()))
 
 
+@pytest.mark.skipif(not has_memfd(), reason="updates are not in shared memory")
+def test_a_training_process_that_ends_right_after_its_answer_is_replaced_and_its_client_trained_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = LocalProcess._take
+    killed: list[int] = []
+
+    def is_there(place: str, size: int) -> bool:
+        try:
+            return bool(read(place, size))
+        except SharedMemoryFault:
+            return False
+
+    async def take(process: LocalProcess, work: Any, update: Any, released: Any) -> Any:
+        if not killed:
+            killed.append(process._process)
+            process.kill()
+            await eventually(lambda: not is_there(update.request.memory, update.request.total_bytes))
+        return await taken(process, work, update, released)
+
+    monkeypatch.setattr(LocalProcess, "_take", take)
+    result = virtual(NoopTask(DIM), 3, rules(rounds=2))
+    assert result.replaced == len(killed) == 1
+    assert [report.clients for report in result.rounds] == [(0, 1, 2)] * 2
+
+
 def test_a_client_whose_training_always_kills_its_process_fails_and_the_others_count(tmp_path: Path) -> None:
     result = virtual(DiesOnce(tmp_path, 3), 4, rules())
     assert [report.clients for report in result.rounds] == [(0, 1, 2, 3), (0, 1, 3), (0, 1, 2, 3)]
@@ -159,6 +192,53 @@ class FailsSometimes(NoopTask):
         if arguments["client_id"] in self._clients:
             raise ValueError("no such file: patients.csv")
         return super().train(model, **arguments)
+
+
+class EmptyPool(TrainingPool[Any]):
+    """A pool that starts no processes."""
+
+    async def open(self, client_id: int, num_clients: int) -> None: ...
+
+    async def _start(self) -> Any: ...
+
+    def _stop(self, number: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Noting:
+    """In place of a training process: notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def train(self, *given: Any) -> None:
+        self.asked.append("train")
+
+    async def evaluate(self, *given: Any, **named: Any) -> None:
+        self.asked.append("evaluate")
+
+
+def test_work_that_is_stopped_while_it_waits_for_a_process_is_given_to_none(tmp_path: Path) -> None:
+    welcome, command = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), TrainCmd(1, 0, 1, 0.1, 0)
+
+    async def main() -> list[str]:
+        async with asyncio.timeout(10), gradbus.connect(f"stopped-{os.getpid()}", domain=new_domain()) as bus:
+            pool, process = EmptyPool(1), Noting()
+            host = ClientHost(bus, NoopTask(5), ids=range(2), pool=pool, state_dir=tmp_path)
+            host._commanded = command, 1
+            host._session.asked = lambda _: frozenset({0, 1})  # type: ignore[method-assign]
+            trained = pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(5)))
+            evaluated = pool.new_evaluation(welcome, EvaluationRequest(7, 1, "0", 1.0), torch.zeros(5))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(host._train_some(trained, deque([(0, 0)]), asyncio.Semaphore(1), group))
+                group.create_task(host._evaluate_some(evaluated, deque([(0, 0)]), {}))
+                await asyncio.sleep(0)
+                pool.stop(evaluated)
+                pool._add(process)
+            return process.asked
+
+    assert asyncio.run(main()) == []
 
 
 def test_a_client_whose_training_raises_is_left_out() -> None:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.clients import MAX_NEWCOMERS, ClientRegistry, HelloAnswer
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 from gradbus.runtime.wire.messages import Identity
 
@@ -305,12 +305,43 @@ def test_a_newcomer_with_a_taken_id_is_refused_also_where_the_controller_stands_
 def test_every_further_newcomer_gets_a_wait_of_its_own() -> None:
     members = new_members()
     join(members, incarnation=100)
-    assert greet(members, incarnation=200, now_s=1.0)[0] is HelloAnswer.NOTHING
-    assert greet(members, incarnation=300, now_s=2.0)[0] is HelloAnswer.NOTHING
-    assert greet(members, incarnation=200, now_s=2.6)[0] is HelloAnswer.NOTHING
-    assert greet(members, incarnation=300, now_s=2.7)[0] is HelloAnswer.NOTHING
-    assert greet(members, incarnation=300, now_s=2.7 + RIVAL_AFTER_S)[0] is HelloAnswer.WELCOME
-    assert members.get(0, 300) is not None
+    assert greet(members, incarnation=200, now_s=2.0)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=300, now_s=3.0)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=200, now_s=3.1)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=300, now_s=3.1)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=200, now_s=2.0 + RIVAL_AFTER_S)[0] is HelloAnswer.WELCOME
+    assert members.get(0, 200) is not None
+    heard(members, 0, 200, 4.0)
+    assert greet(members, incarnation=300, now_s=4.3)[0] is HelloAnswer.NOTHING, "it waits for the new one anew"
+    heard(members, 0, 200, 5.4)
+    assert greet(members, incarnation=300, now_s=4.3 + RIVAL_AFTER_S)[0] is HelloAnswer.REFUSE
+
+
+def test_several_newcomers_with_the_id_of_a_live_client_are_all_refused() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    newcomers = range(200, 200 + 2 * MAX_NEWCOMERS)
+    refused: list[int] = []
+    for tick in range(40):
+        heard(members, 0, 100, 0.25 * tick)
+        refused += [
+            incarnation
+            for incarnation in sorted(set(newcomers) - set(refused))
+            if greet(members, incarnation=incarnation, now_s=0.25 * tick)[0] is HelloAnswer.REFUSE
+        ]
+    assert sorted(refused) == list(newcomers)
+    assert members.ready(1) == [0]
+
+
+def test_newcomers_that_say_nothing_more_leave_their_wait_to_others() -> None:
+    members = new_members()
+    join(members, incarnation=100, phase="training")
+    for incarnation in range(200, 200 + MAX_NEWCOMERS):
+        greet(members, incarnation=incarnation, now_s=0.1)
+    later_s = 0.2 + DEAD_AFTER_S
+    greet(members, incarnation=300, now_s=later_s)
+    heard(members, 0, 100, later_s + RIVAL_AFTER_S)
+    assert greet(members, incarnation=300, now_s=later_s + RIVAL_AFTER_S)[0] is HelloAnswer.REFUSE
 
 
 def test_a_start_that_seems_older_is_a_rival_too_for_clocks_may_be_set_back() -> None:

@@ -114,6 +114,34 @@ def test_a_second_process_with_an_id_of_a_live_host_is_refused_and_the_other_way
     assert registry.ready(1) == [0, 1, 2, 3]
 
 
+def test_hosts_that_share_the_clients_of_one_that_hangs_all_take_its_place() -> None:
+    registry = new_registry()
+    join(registry, "0-9")
+    now_s, waiting = 0.0, {"0-4": 200, "5-9": 300}
+    while waiting and now_s < 4 * DEAD_AFTER_S:
+        now_s += RIVAL_AFTER_S / 4
+        waiting = {
+            ids: one for ids, one in waiting.items() if greet(registry, ids, one, now_s=now_s)[0] is HelloAnswer.NOTHING
+        }
+    assert not waiting
+    assert [registry.incarnation_of(client_id) for client_id in (0, 4, 5, 9)] == [200, 200, 300, 300]
+    assert registry.get(FIRST_HOST, 100) is None
+
+
+def test_clients_that_share_the_ids_of_a_host_that_hangs_do_not_wait_for_each_other() -> None:
+    registry = new_registry()
+    join(registry, "0-99")
+
+    def come(now_s: float) -> set[HelloAnswer]:
+        return {
+            registry.hello(Identity(one, 200), hello(""), next(_numbers), now_s=now_s, next_round=1)[0]
+            for one in range(100)
+        }
+
+    assert come(DEAD_AFTER_S) == {HelloAnswer.NOTHING}
+    assert come(DEAD_AFTER_S + RIVAL_AFTER_S) == {HelloAnswer.WELCOME}
+
+
 @pytest.mark.parametrize(
     ("ids", "sender", "why"),
     [

@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flower_node
@@ -19,12 +20,16 @@ from identities import Identities
 from patience import eventually
 
 import gradbus
+from gradbus.actors.federated import liveness
+from gradbus.actors.flower import hub as hub_module
 from gradbus.actors.flower.hub import Answer, MessageHub
-from gradbus.actors.flower.node import MessageNode, NodeSummary
-from gradbus.actors.flower.protocol import layout_of, make_payload, partitions_of
+from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary
+from gradbus.actors.flower.protocol import HEARTBEAT_S, MAX_OPEN, Payload, layout_of, make_payload, partitions_of
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
+from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.messages import Identity, PeerGone
 
 RUN = 77
 _jobs = itertools.count()
@@ -62,6 +67,7 @@ class Scene:
         """``known``: each process has a key of its own, and what the hub sends is signed."""
         self.place = {"job": f"hub-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), "shared_memory": shared_memory}
         self._known = known
+        self.nodes: dict[int, MessageNode] = {}
         self.tasks: dict[int, asyncio.Task[NodeSummary]] = {}
 
     def bus(self, name: str) -> AbstractAsyncContextManager[gradbus.Bus]:
@@ -91,7 +97,9 @@ class Scene:
 
         async def run() -> NodeSummary:
             async with self.bus(f"robot-{partition}") as bus:
-                return await MessageNode(bus, answering, partition=partition, num_partitions=of, **settings).run()
+                node = MessageNode(bus, answering, partition=partition, num_partitions=of, **settings)
+                self.nodes[partition] = node
+                return await node.run()
 
         self.tasks[partition] = asyncio.create_task(run())
         return self.tasks[partition]
@@ -197,6 +205,36 @@ def test_a_node_that_is_gone_fails_at_once_and_answers_again_when_it_is_back() -
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("then", ["speaks", "says nothing", "has ended for certain"])
+def test_a_hub_that_stood_still_waits_for_a_node_that_seems_gone_and_fails_one_that_is(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    for module in (hub_module, liveness):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    async def run() -> Answer | None:
+        nonlocal now_s
+        async with gradbus.connect(**Scene().place) as bus:
+            hub = MessageHub(bus, run_id=RUN)
+            hello = Hello(PROTOCOL, 0, 0, True, hub._identity.incarnation, "training", 1, -1, "host-a:1", -1)
+            hub._registry.hello(Identity(0, 9), hello, 1, now_s=now_s, next_round=0)
+            hub._open[1] = hub_module._Open(1, Payload(memoryview(b"x"), None), {0: 9}, float("inf"))
+            await hub._beat()
+            now_s += 3 * HEARTBEAT_S
+            hub._on_gone(PeerGone(0, 9, certain=then == "has ended for certain"))
+            assert (hub._answers == {}) is (then != "has ended for certain")
+            if then == "speaks":
+                hub._registry.hello(Identity(0, 9), hello, 2, now_s=now_s, next_round=0)
+            for _ in range(8):
+                await hub._beat()
+                now_s += HEARTBEAT_S
+            return hub._answers.get((1, 0))
+
+    found = asyncio.run(run())
+    assert (found and found.kind) == (None if then == "speaks" else "gone")
+
+
 def test_a_message_without_a_reply_in_its_time_fails() -> None:
     async def run() -> None:
         scene = Scene()
@@ -213,6 +251,103 @@ def test_a_message_without_a_reply_in_its_time_fails() -> None:
             slow.gate = lambda: None
             again = await push(hub, [0], b"another")
             assert bytes((await answers(hub, again, 0))[0].payload or b"") == b"rehtona"
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(not has_memfd(), reason="there is no memory to share")
+@pytest.mark.parametrize("how", ["withdrawn", "expired"])
+def test_a_node_that_comes_too_late_to_an_instruction_goes_on_at_once_and_reads_memory(how: str) -> None:
+    async def run() -> None:
+        scene, data = Scene(), os.urandom(100_000)
+        async with scene.hub() as hub:
+            busy = Reversing()
+            release = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            busy.gate = lambda: asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+            scene.start(0, busy)
+            await ready(hub, 0)
+            first = await push(hub, [0], data)
+            await eventually(lambda: busy.asked == [first])
+            late = await push(hub, [0], data, ttl_s=60.0 if how == "withdrawn" else 0.1)
+            if how == "withdrawn":
+                await hub.withdraw([(late, 0)])
+            else:
+                assert (await answers(hub, late, 0))[0].kind == "expired"
+            release.set()
+            await answers(hub, first, 0)
+            after = await push(hub, [0], data)
+            async with asyncio.timeout(2):
+                await answers(hub, after, 0)
+            assert busy.asked == [first, after]
+            number = next(iter(hub._registry)).seen_s
+            await eventually(lambda: next(iter(hub._registry)).seen_s > number)
+            assert next(iter(hub._registry)).hello.memory == hub._bus.memory.here != ""
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("instructions", [3, 330, MAX_OPEN])
+def test_however_many_instructions_are_open_each_is_named_before_nodes_give_it_up(instructions: int) -> None:
+    async def run() -> list[set[int]]:
+        async with gradbus.connect(**Scene().place) as bus:
+            hub = MessageHub(bus, run_id=RUN)
+            beats: list[set[int]] = []
+
+            async def name(instruction: Any) -> None:
+                beats[-1].add(instruction.number)
+
+            hub._name = name  # type: ignore[method-assign]
+            for number in range(1, instructions + 1):
+                hub._open[number] = hub_module._Open(number, Payload(memoryview(b"x"), None), {0: 1}, float("inf"))
+            for _ in range(12):
+                beats.append(set())
+                await hub._beat()
+            return beats
+
+    beats, window = asyncio.run(run()), int(WITHDRAWN_S / HEARTBEAT_S) - 1
+    for first in range(len(beats) - window + 1):
+        assert set().union(*beats[first : first + window]) == set(range(1, instructions + 1))
+
+
+def test_of_a_reply_that_is_complete_as_it_is_withdrawn_nothing_is_left() -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            scene.start(0, Reversing())
+            await ready(hub, 0)
+            send_receipt, complete, withdrawn = hub._receipt, asyncio.Event(), asyncio.Event()
+
+            async def receipt(*given: Any) -> None:
+                complete.set()
+                await withdrawn.wait()
+                await send_receipt(*given)
+
+            hub._receipt = receipt  # type: ignore[method-assign]
+            number = await push(hub, [0], b"instruction")
+            await complete.wait()
+            await hub.withdraw([(number, 0)])
+            withdrawn.set()
+            again = await push(hub, [0], b"another")
+            await answers(hub, again, 0)
+            assert hub._answers == {}
+
+    asyncio.run(run())
+
+
+def test_one_node_more_than_there_may_be_is_refused_and_those_that_are_there_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub_module, "MAX_NODES", 1)
+
+    async def run() -> None:
+        scene = Scene()
+        async with scene.hub() as hub:
+            scene.start(0, Reversing())
+            await ready(hub, 0)
+            with pytest.raises(JoinRefused, match="this run has 1 nodes already"):
+                await scene.start(1, Reversing())
+            assert await answers(hub, await push(hub, [0], b"instruction"), 0)
 
     asyncio.run(run())
 
@@ -263,6 +398,36 @@ def test_a_node_outlives_its_hub_and_takes_part_in_the_next_run() -> None:
             assert (await answers(hub, await push(hub, [0], b"2"), 0))[0].payload is not None
         assert [run_id for run_id, _ in answering.runs] == [1, RUN]
         assert node.result().answered == 2
+
+    asyncio.run(run())
+
+
+def test_a_node_outlives_a_hub_that_goes_while_it_begins_the_run() -> None:
+    async def run() -> None:
+        scene, answering = Scene(), Reversing()
+        release, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def begin(run_id: int, options: Mapping[str, Any]) -> None:
+            answering.runs.append((run_id, dict(options)))
+            asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+
+        answering.begin = begin  # type: ignore[method-assign]
+        async with gradbus.connect(**scene.place) as bus:
+            first = MessageHub(bus, run_id=1)
+            serving = asyncio.create_task(first.run())
+            await first.started.wait()
+            node = scene.start(0, answering)
+            await ready(first, 0)
+            await push(first, [0], b"1")
+            await eventually(lambda: len(answering.runs) == 1)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        await eventually(lambda: scene.nodes[0]._session.welcome is None)
+        release.set()
+        async with scene.hub() as hub:
+            await ready(hub, 0)
+            assert await answers(hub, await push(hub, [0], b"2"), 0)
+        assert node.result().answered == 1
 
     asyncio.run(run())
 
