@@ -250,6 +250,9 @@ def late_gradients(place: RankLocation) -> dict[str, Any]:
             (training.model.state_dict(), training.optimizer.state_dict(), training.hook.state_dict())
         )
         found[f"drained {delay}"] = drained(training.steps(2))
+        for smaller in range(delay):
+            other = Training(place.rank, "dense", delay_steps=smaller).hook
+            found[f"{delay} loaded into {smaller}"] = told(other, saved[2])
         by_hand = Training(place.rank)
         waiting: list[list[Tensor | None]] = []
         for number in range(6):
@@ -266,6 +269,8 @@ def late_gradients(place: RankLocation) -> dict[str, Any]:
         assert again.hook is not None
         for part, state in zip((again.model, again.optimizer, again.hook), saved, strict=True):
             part.load_state_dict(state)  # type: ignore[arg-type]
+        renamed = [{**one, "tensors": {"another": torch.zeros(3)}} for one in saved[2]["waiting"]]
+        found[f"of another model {delay}"] = told(again.hook, {**saved[2], "waiting": renamed})
         again.step_number = 4
         found[f"resumed {delay}"] = drained(again.steps(2))
     spoilt = Training(place.rank, "topk", delay_steps=1).steps(2)
@@ -274,6 +279,14 @@ def late_gradients(place: RankLocation) -> dict[str, Any]:
     assert spoilt.hook is not None
     found["skipped"] = spoilt.hook.skipped_steps
     return found
+
+
+def told(hook: AlgorithmHook | None, state: dict[str, Any]) -> str:
+    """Why a hook refuses a state."""
+    assert hook is not None
+    with pytest.raises(ValueError) as caught:
+        hook.load_state_dict(state)
+    return str(caught.value)
 
 
 def drained(training: Training) -> list[Tensor]:
@@ -299,6 +312,11 @@ def late_weights(place: RankLocation) -> dict[str, Any]:
             for number in range(7):
                 if hook is not None and number == 4:
                     hook.load_state_dict(copy.deepcopy(hook.state_dict()))
+                    if delay == 1:
+                        parts = net(), torch.optim.SGD(model.parameters(), lr=0.02)
+                        other = with_algorithm(parts[0], [parts[1]], "async-averaging", delay_steps=0, every_steps=2)
+                        found["1 loaded into 0"] = told(other, hook.state_dict())
+                        other.close()
                 x, wanted = batch(place.rank, number)
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), wanted).backward()
