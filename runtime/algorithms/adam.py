@@ -123,6 +123,7 @@ class OneBitAdam(CompressedAdam):
 
     choice = "onebit-adam"
     own = frozenset({"worker_error", "server_error"})
+    relative = frozenset({"server_error"})  # of the part that goes with the number of this rank
 
     class Options(AdamOptions):
         """Options of ``onebit-adam``."""
