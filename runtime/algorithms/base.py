@@ -311,6 +311,11 @@ class Algorithm(ABC):
         """How its sums use an aggregator, which the driver is to join; None: there is none."""
         return None
 
+    @property
+    def by_hosts(self) -> bool:
+        """Whether the way of its sums goes by where the ranks of a fixed world are."""
+        return False
+
     def commit(self) -> None:
         """All buckets of the step have been exchanged, and are finite."""
         self.memory.commit()
