@@ -161,14 +161,17 @@ class Dgc(Algorithm):
 
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
-        layout = self._prepared(bucket.tensors)
+        layout, config = self._prepared(bucket.tensors), self._config
         if step.active < self.place.world:
-            bucket.flat.mul_(self.place.world / step.active)
+            more = self.place.world / step.active
+            bucket.flat.mul_(more)
+            if config.clip_norm is not None:  # of the mean over those that have data: as they are multiplied, so is it
+                config = dataclasses.replace(config, clip_norm=config.clip_norm * more)
         self._density = codecs.warmup_density(step.epoch, density=self.options.density, schedule=self._schedule)
         gradients = [bucket.tensors.get(slot.name) for slot in layout.slots]
         self._absent = {slot.name for slot in layout.slots} - bucket.tensors.keys()
         self._before = {name: one.clone() for name, one in self._own.items() if name[2:] in self._absent}
-        self._sent, self._state = codecs.dgc_step(gradients, self._state, self._config, density=self._density)
+        self._sent, self._state = codecs.dgc_step(gradients, self._state, config, density=self._density)
         messages = yield AllGather("dgc", torch.frombuffer(bytearray(self._sent), dtype=torch.uint8))
         mean = codecs.combine_dgc([message.numpy().data for message in messages], layout, out=self._flat)
         self.not_finite = mean.skipped_by
