@@ -197,6 +197,34 @@ def test_the_limit_of_norms_goes_by_the_ranks_that_there_are() -> None:
     assert norms == pytest.approx([1.0, 0.5], rel=1e-5)
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_step_that_is_given_up_leaves_no_trace_and_its_gradients_count_once(is_complete: bool) -> None:
+    """Before the messages of the others have come, and after the mean was made."""
+    usual, disturbed = (Ranks(1, nesterov=True).algorithms[0] for _ in range(2))
+    disturbed.may_give_up = True
+    for number in range(3):
+        before = {name: one.clone() for name, one in state_of(disturbed).items()}
+        program = disturbed.exchange(bucket_of(gradients(number, 0)), Step(number))
+        if is_complete:
+            Lockstep(1).run([program])
+        else:
+            next(program)
+            program.close()
+        disturbed.give_up()
+        assert all(torch.equal(state_of(disturbed)[name], one) for name, one in before.items())
+        buckets = [bucket_of(gradients(number, 0)) for _ in range(2)]
+        for algorithm, bucket in zip((usual, disturbed), buckets, strict=True):
+            Lockstep(1).run([algorithm.exchange(bucket, Step(number))])
+            algorithm.commit()
+        disturbed.give_up()  # between two steps there is nothing to give up
+        assert torch.equal(buckets[0].flat, buckets[1].flat)
+        assert all(torch.equal(state_of(disturbed)[name], one) for name, one in state_of(usual).items())
+
+
+def state_of(algorithm: Dgc) -> Gradients:
+    return {**algorithm.own_state(), **algorithm.shared_state()}
+
+
 @pytest.mark.parametrize("active", [4, 2, 1])
 def test_the_limit_of_norms_is_that_of_the_mean_over_ranks_that_have_data(active: int) -> None:
     ranks = Ranks(4, density=1.0, clip_norm=1.0)
