@@ -198,9 +198,9 @@ class Dgc(Algorithm):
     def give_up(self) -> None:
         """Nothing of the step stays, other than where all ranks skip it: its gradients come again."""
         if self._to_restore is not None:
-            U, V, steps = self._to_restore
-            self._state.U.copy_(U)
-            self._state.V.copy_(V)
+            momentum, residual, steps = self._to_restore
+            self._state.U.copy_(momentum)
+            self._state.V.copy_(residual)
             self._state, self._sent = dataclasses.replace(self._state, steps=steps), b""
         self.roll_back()
 
