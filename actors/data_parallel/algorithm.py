@@ -87,4 +87,18 @@ def start_algorithm(
     label = AlgorithmLabel.of(algorithm)
     if algorithm.scope == "step" and len({(p.dtype, p.device) for p in trained.values()}) > 1:
         raise ConfigError(f"{label.name} exchanges all gradients in one piece: the model has several dtypes or devices")
+    if config.elastic.is_on:
+        _check_elastic(algorithm, label, algorithm.check_delay(config.delay_steps))
     return algorithm, label
+
+
+def _check_elastic(algorithm: Algorithm, label: AlgorithmLabel, delay_steps: int) -> None:
+    """Before the algorithm is asked what it needs of the ranks, of which none is known yet. Raises ConfigError."""
+    for fault, what in (
+        (not algorithm.is_elastic, "keeps what is of certain ranks, or of late exchanges"),
+        (delay_steps > 0, "applies steps late (delay_steps)"),
+        (algorithm.in_network is not None, "adds up in the network"),
+        (algorithm.by_hosts, "adds up by hosts or a topology, which are those of a fixed world"),
+    ):
+        if fault:
+            raise ConfigError(f"{label}: it {what}, and ranks cannot come and go then. Set elastic.min_world=0")

@@ -279,16 +279,6 @@ class ElasticWorker(Worker):
         """Load everything. Returns what must be equal on all members, as hashes."""
         config, training = self._config, self._training
         await self._compute.run(training.open)
-        algorithm = training.algorithm
-        for fault, what in (
-            (not algorithm.is_elastic, "keeps what is of certain ranks, or of late exchanges"),
-            (training.delay_steps > 0, "applies steps late (delay_steps)"),
-            (algorithm.in_network is not None, "adds up in the network"),
-        ):
-            if fault:
-                raise ConfigError(
-                    f"{training.label}: it {what}, and ranks cannot come and go then. Set elastic.min_world=0"
-                )
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
             await self._compute.run(self._hold_directory, True)
             self._saved = await self._compute.run(self._find_checkpoint)

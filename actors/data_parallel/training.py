@@ -224,6 +224,7 @@ class ShardTraining:
         if not self.trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         self.algorithm, self.label = start_algorithm(config, self._group, self.trained, self._make_algorithm)
+        self.algorithm.may_give_up = config.elastic.is_on
         self.optimizer = RunOptimizer(config, self._task, self.model, self.trained, self.algorithm)
         self.delay_steps = self.algorithm.check_delay(config.delay_steps)
         if config.predicts_weights:
@@ -264,7 +265,7 @@ class ShardTraining:
 
     def give_up_step(self) -> None:
         """A step that this rank has computed and not applied leaves no trace."""
-        self.algorithm.roll_back()
+        self.algorithm.give_up()
         if self._unfinished is not None:
             self._buffers[self._unfinished.memory].put_back()
             self._unfinished = None

@@ -630,6 +630,7 @@ class AlgorithmHook:
             run.ended.result()
         return {
             "algorithm": self._name, "rank": self._place.rank, "world": self._place.world, "steps": self._number,
+            "delay_steps": self.delay_steps,
             "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
             "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(),
             "loss": [self._loss, self._has_newer_loss, self._reported],
@@ -646,8 +647,8 @@ class AlgorithmHook:
         are put back on the rank that saved them; states of older versions have none.
 
         Raises:
-            ValueError: it is of another algorithm, model or rank, or damaged, here or on another rank; or the states of
-                the ranks are of different steps.
+            ValueError: it is of another algorithm, model or rank, or damaged, here or on another rank; more waits in it
+                than the delay here has room for; or the states of the ranks are of different steps.
         """
         try:
             self._load(state)
@@ -671,6 +672,7 @@ class AlgorithmHook:
             raise ValueError(
                 f"saved state of with_algorithm: {sorted(missing) or 'a whole number of steps'} is missing"
             )
+        self._check_waiting(state)
         is_own = state.get("rank") == self._place.rank  # what all ranks share may be that of another one
         of_rank = {kind: live for kind, live in self._of_rank().items() if is_own and kind in state}
         for kind, live in of_rank.items():
@@ -685,13 +687,30 @@ class AlgorithmHook:
         self._run, self._due, self._waiting = _Run(is_concluded=True, is_applied=True), None, deque()
         for saved in state["waiting"]:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
-            if self.algorithm.scope == "weights" and saved["counts"] and tensors.keys() != {"before", "result"}:
-                raise ValueError(
-                    f"saved state of with_algorithm: late weights as {sorted(tensors)}, from another version"
-                )
             run = _Run(saved["number"], counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors)
             run.ended.set_result(None)
             self._waiting.append(run)
+
+    def _check_waiting(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError: with the delay of here what waits in this state would never be applied in time, or it is
+        of other tensors."""
+        waiting = state["waiting"]
+        if len(waiting) > self.delay_steps:
+            raise ValueError(
+                f"saved state of with_algorithm: {len(waiting)} exchanges wait to be applied, here delay_steps is "
+                f"{self.delay_steps}: drain() before saving, or load with "
+                f"delay_steps={state.get('delay_steps', len(waiting))}"
+            )
+        for saved in waiting:
+            tensors = saved["tensors"]
+            if not saved["counts"]:
+                continue
+            if self.algorithm.scope != "weights":
+                _check_fit("late gradients", tensors, self._parameters)
+            elif tensors.keys() != {"before", "result"}:
+                raise ValueError(
+                    f"saved state of with_algorithm: late weights as {sorted(tensors)}, from another version"
+                )
 
 
 def _check_fit(kind: str, saved: Any, live: Mapping[str, Tensor]) -> None:

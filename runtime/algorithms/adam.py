@@ -60,7 +60,8 @@ class CompressedAdam(Algorithm):
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         options, t = self.options, step.number + 1
-        gradient = bucket.flat
+        is_in_order = all(one.is_contiguous() for one in bucket.tensors.values())
+        gradient = bucket.flat if is_in_order else flattened(bucket.tensors)  # m and v are in the order of the entries
         m = flattened({name: self._kept("m", name, one) for name, one in bucket.tensors.items()})
         v = flattened({name: self._kept("v", name, one) for name, one in bucket.tensors.items()})
         if t <= options.warmup_steps:
@@ -76,7 +77,7 @@ class CompressedAdam(Algorithm):
         self._stage("v", bucket.tensors, v)
         frozen = min(t, options.warmup_steps)
         denominator = (v / (1 - options.beta2**frozen)).sqrt_().add_(options.eps)
-        gradient.copy_((m / (1 - options.beta1**t)).div_(denominator))
+        copy_into(bucket.tensors, (m / (1 - options.beta1**t)).div_(denominator))
 
     def mean_momentum(self, m: Tensor, bucket: TensorBucket, step: Step) -> Program[Tensor]:
         """The mean of the momenta of all ranks: float32, shape (n,), bit-equal on all ranks."""
@@ -123,6 +124,7 @@ class OneBitAdam(CompressedAdam):
 
     choice = "onebit-adam"
     own = frozenset({"worker_error", "server_error"})
+    relative = frozenset({"server_error"})  # of the part that goes with the number of this rank
 
     class Options(AdamOptions):
         """Options of ``onebit-adam``."""

@@ -182,6 +182,8 @@ class Algorithm(ABC):
         self.place = place
         self.options = options
         self.memory = Memory()
+        self.may_give_up = False
+        """Whether the driver may call :meth:`give_up`; it sets this before the first step."""
         self.not_finite: tuple[int, ...] = ()
         """Ranks whose tensors of the newest step were not finite, where the messages tell; set by :meth:`exchange`."""
 
@@ -311,6 +313,11 @@ class Algorithm(ABC):
         """How its sums use an aggregator, which the driver is to join; None: there is none."""
         return None
 
+    @property
+    def by_hosts(self) -> bool:
+        """Whether the way of its sums goes by where the ranks of a fixed world are."""
+        return False
+
     def commit(self) -> None:
         """All buckets of the step have been exchanged, and are finite."""
         self.memory.commit()
@@ -318,6 +325,13 @@ class Algorithm(ABC):
     def roll_back(self) -> None:
         """The step is skipped by all ranks."""
         self.memory.roll_back()
+
+    def give_up(self) -> None:
+        """This rank does not apply the step, as another one was lost: it is computed anew, and leaves no trace.
+
+        Called between two steps, too, and only where :attr:`may_give_up` was set before.
+        """
+        self.roll_back()
 
     def regroup(self, place: Place) -> None:
         """Go on among other ranks: one has joined, has left, or was replaced. On all ranks, between the same two steps.

@@ -48,6 +48,10 @@ class ByteGrad(Algorithm):
 
     options: Any
 
+    @property
+    def by_hosts(self) -> bool:
+        return bool(self.options.hierarchical)
+
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         super().check(parameters, optimizer)
         if self.options.hierarchical:

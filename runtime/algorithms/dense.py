@@ -61,6 +61,10 @@ class Dense(Algorithm):
     def any_device(self) -> bool:
         return self.options.route not in ROUTES  # which move parts from rank to rank in memory of the CPU
 
+    @property
+    def by_hosts(self) -> bool:
+        return bool(self.options.route == "hierarchical")
+
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         super().check(parameters, optimizer)
         if self.options.topology is not None:

@@ -104,6 +104,7 @@ class Dgc(Algorithm):
         self._own: dict[str, Tensor] = {}  # views into the state
         self._shared: dict[str, Tensor] = {}  # into the momentum of the dense tensors
         self._sent = b""  # of this step, until it counts
+        self._to_restore: tuple[Tensor, Tensor, int] | None = None  # U, V and steps as they were before this step
         self._before: dict[str, Tensor] = {}  # what this step may have changed, until it counts
         self._absent: set[str] = set()  # names of tensors that are not in the bucket of this step
 
@@ -161,14 +162,19 @@ class Dgc(Algorithm):
 
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
-        layout = self._prepared(bucket.tensors)
+        layout, config = self._prepared(bucket.tensors), self._config
         if step.active < self.place.world:
-            bucket.flat.mul_(self.place.world / step.active)
+            more = self.place.world / step.active
+            bucket.flat.mul_(more)
+            if config.clip_norm is not None:  # of the mean over those that have data: as they are multiplied, so is it
+                config = dataclasses.replace(config, clip_norm=config.clip_norm * more)
         self._density = codecs.warmup_density(step.epoch, density=self.options.density, schedule=self._schedule)
         gradients = [bucket.tensors.get(slot.name) for slot in layout.slots]
         self._absent = {slot.name for slot in layout.slots} - bucket.tensors.keys()
         self._before = {name: one.clone() for name, one in self._own.items() if name[2:] in self._absent}
-        self._sent, self._state = codecs.dgc_step(gradients, self._state, self._config, density=self._density)
+        if self.may_give_up:
+            self._to_restore = self._state.U.clone(), self._state.V.clone(), self._state.steps
+        self._sent, self._state = codecs.dgc_step(gradients, self._state, config, density=self._density)
         messages = yield AllGather("dgc", torch.frombuffer(bytearray(self._sent), dtype=torch.uint8))
         mean = codecs.combine_dgc([message.numpy().data for message in messages], layout, out=self._flat)
         self.not_finite = mean.skipped_by
@@ -189,12 +195,21 @@ class Dgc(Algorithm):
             self._state = codecs.undo_step(self._sent, self._state)
         self._put_back({name[2:] for name in self._before})
 
+    def give_up(self) -> None:
+        """Nothing of the step stays, other than where all ranks skip it: its gradients come again."""
+        if self._to_restore is not None:
+            momentum, residual, steps = self._to_restore
+            self._state.U.copy_(momentum)
+            self._state.V.copy_(residual)
+            self._state, self._sent = dataclasses.replace(self._state, steps=steps), b""
+        self.roll_back()
+
     def _put_back(self, names: Set[str]) -> None:
         """Make what is kept for these tensors what it was before the step. The step is over."""
         for name, before in self._before.items():
             if name[2:] in names:
                 {**self._own, **self._shared}[name].copy_(before)
-        self._sent, self._before = b"", {}
+        self._sent, self._before, self._to_restore = b"", {}, None
 
     # Its state: U and V of each compressed tensor, M of each dense one, in the shape of the tensor
 
@@ -237,7 +252,7 @@ class Dgc(Algorithm):
         if place is not None and (place.dtype != torch.int64 or place.shape != (2,) or int(place.min()) < 0):
             raise ValueError(f"state 'samples/place' must be the numbers of steps and the seed, got {place}")
         self._layout, self._own, self._shared = None, {}, {}
-        self._sent, self._before = b"", {}
+        self._sent, self._before, self._to_restore = b"", {}, None
         if self._parameters:
             self._prepared(self._parameters)
 

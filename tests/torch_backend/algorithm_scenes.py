@@ -250,6 +250,9 @@ def late_gradients(place: RankLocation) -> dict[str, Any]:
             (training.model.state_dict(), training.optimizer.state_dict(), training.hook.state_dict())
         )
         found[f"drained {delay}"] = drained(training.steps(2))
+        for smaller in range(delay):
+            other = Training(place.rank, "dense", delay_steps=smaller).hook
+            found[f"{delay} loaded into {smaller}"] = told(other, saved[2])
         by_hand = Training(place.rank)
         waiting: list[list[Tensor | None]] = []
         for number in range(6):
@@ -266,6 +269,8 @@ def late_gradients(place: RankLocation) -> dict[str, Any]:
         assert again.hook is not None
         for part, state in zip((again.model, again.optimizer, again.hook), saved, strict=True):
             part.load_state_dict(state)  # type: ignore[arg-type]
+        renamed = [{**one, "tensors": {"another": torch.zeros(3)}} for one in saved[2]["waiting"]]
+        found[f"of another model {delay}"] = told(again.hook, {**saved[2], "waiting": renamed})
         again.step_number = 4
         found[f"resumed {delay}"] = drained(again.steps(2))
     spoilt = Training(place.rank, "topk", delay_steps=1).steps(2)
@@ -274,6 +279,14 @@ def late_gradients(place: RankLocation) -> dict[str, Any]:
     assert spoilt.hook is not None
     found["skipped"] = spoilt.hook.skipped_steps
     return found
+
+
+def told(hook: AlgorithmHook | None, state: dict[str, Any]) -> str:
+    """Why a hook refuses a state."""
+    assert hook is not None
+    with pytest.raises(ValueError, match="saved state of with_algorithm") as caught:
+        hook.load_state_dict(state)
+    return str(caught.value)
 
 
 def drained(training: Training) -> list[Tensor]:
@@ -287,7 +300,7 @@ def drained(training: Training) -> list[Tensor]:
 def late_weights(place: RankLocation) -> dict[str, Any]:
     """Weights where their means of every second step are applied some steps later: with a hook, and by hand."""
     place.start()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"1 loaded into 0": late_weights_without_a_delay(place)}
     for delay in (0, 1, 3):
         for with_hook in (True, False):
             model = net()
@@ -324,6 +337,14 @@ def late_weights(place: RankLocation) -> dict[str, Any]:
             key = f"{'hook' if with_hook else 'by hand'} {delay}"
             found[key] = [parameter.detach().clone() for parameter in model.parameters()]
     return found
+
+
+def late_weights_without_a_delay(place: RankLocation) -> str:
+    """Why a hook without a delay refuses a state in which a mean of weights waits."""
+    late = Training(place.rank, "async-averaging", delay_steps=1, every_steps=2).steps(2)
+    assert late.hook is not None
+    in_time = Training(place.rank, "async-averaging", delay_steps=0, every_steps=2)
+    return told(in_time.hook, late.hook.state_dict())
 
 
 @torch.no_grad()

@@ -184,6 +184,16 @@ def memory_formats(place: RankLocation) -> dict[str, bool]:
         first, second = (one.state_dict()["own"][waiting].reshape(gradient.shape) for one in (state, other))
         kept = first.abs() > 0.2  # less may be what rounding has left of an entry that was sent
         found[hook] = torch.equal(first, second) and bool(kept.any()) and torch.equal(first[kept], gradient[kept])
+    for name in ("qadam", "onebit-adam"):
+        model = Product(torch.channels_last)
+        adam = hooks.HookState(model.named_parameters(), name)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(adam, hooks.exchange)
+        of_ranks = [torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        ddp(of_ranks[place.rank]).backward()
+        m = adam.state_dict()["shared"]["m/weight"]
+        step = grad_of(model.weight)
+        found[name] = torch.allclose(m, 0.05 * (of_ranks[0] + of_ranks[1])) and torch.equal(step.sign(), m.sign())
     return found
 
 

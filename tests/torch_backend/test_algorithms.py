@@ -19,6 +19,11 @@ def trained(backend: str, world: int) -> list[dict[str, Any]]:
     return play("algorithm_scenes", "every_algorithm", world, backend, timeout_s=150.0)
 
 
+@cache
+def late(what: str, backend: str) -> list[dict[str, Any]]:
+    return play("algorithm_scenes", f"late_{what}", 2, backend)
+
+
 def largest_difference(here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in zip(here, there, strict=True))
 
@@ -73,7 +78,7 @@ def test_a_run_goes_on_from_its_state_to_the_same_bits() -> None:
 
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
 def test_with_a_delay_a_step_takes_the_gradients_of_an_earlier_one(backend: str) -> None:
-    first, second = play("algorithm_scenes", "late_gradients", 2, backend)
+    first, second = late("gradients", backend)
     for found in (first, second):
         for delay in (1, 2):
             assert largest_difference(found[f"hook {delay}"], found[f"by hand {delay}"]) == 0.0
@@ -86,9 +91,21 @@ def test_with_a_delay_a_step_takes_the_gradients_of_an_earlier_one(backend: str)
 
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
 def test_means_of_weights_are_applied_after_the_optimizers_step_and_some_steps_later(backend: str) -> None:
-    for found in play("algorithm_scenes", "late_weights", 2, backend):
+    for found in late("weights", backend):
         for delay in (0, 1, 3):
             assert largest_difference(found[f"hook {delay}"], found[f"by hand {delay}"]) <= 1e-7, delay
+
+
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_a_state_in_which_more_waits_than_the_delay_has_room_for_is_refused(backend: str) -> None:
+    """Each step would take a gradient of before for ever, and a mean of weights would be added at the end alone."""
+    for gradients, weights in zip(late("gradients", backend), late("weights", backend), strict=True):
+        for waiting, delay in ((1, 0), (2, 0), (2, 1)):
+            text = gradients[f"{waiting} loaded into {delay}"]
+            assert f"{waiting} exchanges wait to be applied, here delay_steps is {delay}" in text
+            assert f"load with delay_steps={waiting}" in text
+        assert "1 exchanges wait to be applied, here delay_steps is 0" in weights["1 loaded into 0"]
+        assert "late gradients are ['another'], here ['0.bias'" in gradients["of another model 2"]
 
 
 def test_an_algorithm_is_told_the_mean_loss_of_the_last_step_that_counted_and_ranks_that_differ_are_named() -> None:

@@ -95,7 +95,7 @@ def test_a_saved_state_goes_on_bit_equal_with_other_buckets(ours: Results, folde
 
 def test_what_is_saved_has_each_entry_in_its_place_whatever_the_order_in_memory(ours: Results) -> None:
     for found in of_both(ours, "memory_formats"):
-        assert found == dict.fromkeys(("dgc", "dgc fp16", "top k"), True)
+        assert found == dict.fromkeys(("dgc", "dgc fp16", "top k", "qadam", "onebit-adam"), True)
 
 
 def test_an_infinite_gradient_on_one_rank_makes_the_loss_scalers_of_all_leave_the_step_out(ours: Results) -> None:

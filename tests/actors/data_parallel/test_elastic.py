@@ -794,12 +794,28 @@ def test_a_wish_to_end_in_a_vote_that_is_lost_is_told_again(place: dict[str, Any
     assert ranks[0].worker.step == ranks[1].worker.step == 5
 
 
-def test_what_cannot_be_elastic_is_refused(place: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"delay_steps": 1}, "applies steps late (delay_steps)"),
+        ({"algorithm__name": "dense", "algorithm__route": "hierarchical"}, "adds up by hosts"),
+        (
+            {
+                "algorithm__name": "dense", "algorithm__route": "hierarchical",
+                "algorithm__topology": {"ranks": [{"host": host} for host in "aabb"]},
+            },
+            "or a topology, which are those of a fixed world",
+        ),
+        ({"algorithm__name": "bytegrad", "algorithm__hierarchical": True}, "adds up by hosts"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_elastic_is_refused(place: dict[str, Any], settings: dict[str, Any], reason: str) -> None:
     def scene(cast: Cast) -> None:
         cast.start(0, 1)
 
-    ranks = play(place, scene, delay_steps=1)
-    assert "ranks cannot come and go" in str(ranks[0].error)
+    ranks = play(place, scene, **settings)
+    assert reason in str(ranks[0].error)
+    assert "ranks cannot come and go then. Set elastic.min_world=0" in str(ranks[0].error)
 
 
 def test_who_is_cancelled_while_it_gives_up_a_transfer_is_cancelled(place: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from gradbus.experiments.simulate.lockstep import Lockstep
-from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.parts import entries_of
 from gradbus.runtime.algorithms.powersgd import PowerSGD
 from gradbus.runtime.algorithms.randomk import RandomK
@@ -393,6 +393,36 @@ def test_ranks_without_data_do_not_count_in_the_mean(name: str) -> None:
     for key, tensor in found.items():
         mean = (own[0][key] + own[1][key]) / 2
         assert (tensor - mean).abs().max() <= (0.4 if name == "bytegrad" else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["qadam", "onebit-adam"])
+def test_adam_does_not_depend_on_the_order_in_memory_which_may_change_from_step_to_step(name: str) -> None:
+    """As with DDP, whose buckets have the order of the parameters, until one of them is not used in a step."""
+
+    def trained(*in_memory: torch.memory_format) -> list[Tensor]:
+        ranks = [make_algorithm(name, Place(rank, 2), {"warmup_steps": 2}) for rank in range(2)]
+        found = []
+        for number, order in enumerate(in_memory):
+            torch.manual_seed(number)
+            buckets = [bucket_in(order, torch.randn(4, 3, 2, 2)) for _ in ranks]
+            Lockstep(2).run([a.exchange(b, Step(number, active=2)) for a, b in zip(ranks, buckets, strict=True)])
+            for algorithm in ranks:
+                algorithm.commit()
+            found.append(buckets[0].tensors["w"].contiguous())
+        return found
+
+    rows, channels = torch.contiguous_format, torch.channels_last
+    expected = trained(*[rows] * 5)
+    for orders in ([channels] * 5, [channels, rows] * 2 + [channels]):
+        assert all(map(torch.equal, trained(*orders), expected)), orders
+
+
+def bucket_in(order: torch.memory_format, gradient: Tensor) -> TensorBucket:
+    """A bucket whose memory has the entries of a gradient in this order."""
+    like = torch.empty(gradient.shape, device="meta").to(memory_format=order)
+    view = torch.empty(gradient.numel()).as_strided(gradient.shape, like.stride())
+    view.copy_(gradient)
+    return TensorBucket(0, view.as_strided((gradient.numel(),), (1,)), {"w": view})
 
 
 def bytes_of(name: str, world: int, shapes: dict[str, tuple[int, ...]], **options: Any) -> int:

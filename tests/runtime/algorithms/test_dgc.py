@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -78,10 +79,12 @@ class Plain:
 
     def step(self, number: int, own: list[Gradients], active: int) -> None:
         density = codecs.warmup_density(number // 2, density=0.05, schedule=self.schedule)
-        payloads = []
+        config, payloads = self.config, []
+        if config.clip_norm is not None:
+            config = dataclasses.replace(config, clip_norm=config.clip_norm * self.world / active)
         for rank, tensors in enumerate(own):
             scaled = [gradient * (self.world / active) for gradient in tensors.values()]
-            payload, self.states[rank] = codecs.dgc_step(scaled, self.states[rank], self.config, density=density)
+            payload, self.states[rank] = codecs.dgc_step(scaled, self.states[rank], config, density=density)
             payloads.append(payload)
         mean = codecs.combine_dgc(payloads, self.layout)
         if mean.skipped_by:
@@ -192,6 +195,45 @@ def test_the_limit_of_norms_goes_by_the_ranks_that_there_are() -> None:
         Lockstep(1).run([ranks.algorithms[0].exchange(bucket, Step(0, active=world))])
         norms.append(float(bucket.flat.norm()))
     assert norms == pytest.approx([1.0, 0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_step_that_is_given_up_leaves_no_trace_and_its_gradients_count_once(is_complete: bool) -> None:
+    """Before the messages of the others have come, and after the mean was made."""
+    usual, disturbed = (Ranks(1, nesterov=True).algorithms[0] for _ in range(2))
+    disturbed.may_give_up = True
+    for number in range(3):
+        before = {name: one.clone() for name, one in state_of(disturbed).items()}
+        program = disturbed.exchange(bucket_of(gradients(number, 0)), Step(number))
+        if is_complete:
+            Lockstep(1).run([program])
+        else:
+            next(program)
+            program.close()
+        disturbed.give_up()
+        assert all(torch.equal(state_of(disturbed)[name], one) for name, one in before.items())
+        buckets = [bucket_of(gradients(number, 0)) for _ in range(2)]
+        for algorithm, bucket in zip((usual, disturbed), buckets, strict=True):
+            Lockstep(1).run([algorithm.exchange(bucket, Step(number))])
+            algorithm.commit()
+        disturbed.give_up()  # between two steps there is nothing to give up
+        assert torch.equal(buckets[0].flat, buckets[1].flat)
+        assert all(torch.equal(state_of(disturbed)[name], one) for name, one in state_of(usual).items())
+
+
+def state_of(algorithm: Dgc) -> Gradients:
+    return {**algorithm.own_state(), **algorithm.shared_state()}
+
+
+@pytest.mark.parametrize("active", [4, 2, 1])
+def test_the_limit_of_norms_is_that_of_the_mean_over_ranks_that_have_data(active: int) -> None:
+    ranks = Ranks(4, density=1.0, clip_norm=1.0)
+    buckets = [bucket_of(gradients(0, 0)) for _ in range(4)]
+    for bucket in buckets[active:]:
+        bucket.flat.zero_()
+    step = Step(0, active=active)
+    Lockstep(4).run([one.exchange(bucket, step) for one, bucket in zip(ranks.algorithms, buckets, strict=True)])
+    assert float(buckets[0].flat.norm()) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_an_optimizer_that_adds_momentum_is_refused() -> None:

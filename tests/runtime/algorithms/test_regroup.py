@@ -122,3 +122,12 @@ def test_replicas_of_neighbours_are_theirs_after_a_change(change: str) -> None:
 def test_the_document_says_what_a_rank_that_joins_gets(name: str) -> None:
     text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
     assert f"| `{name}` | {ALGORITHMS.table[name].joiner_gets() or 'ranks cannot come and go'} |" in text
+
+
+def test_1_bit_adam_keeps_no_error_of_a_part_that_another_rank_adds_up_now() -> None:
+    options = {"warmup_steps": 2}
+    ranks = [make_algorithm("onebit-adam", Place(rank, 3), options) for rank in range(3)]
+    play(ranks, 0, 4)
+    assert all("server_error/matrix+bias" in one.own_state() for one in ranks)
+    first, *_ = regrouped(ranks, [1, 2, None], "onebit-adam", options)
+    assert first.own_state().keys() == {"worker_error/matrix", "worker_error/bias"}
