@@ -95,6 +95,7 @@ class ParameterServerWorker:
         self._votes = False  # some worker has callbacks
         self._wants_end = False  # a callback of this one, since the last push
         self._is_stopped = False  # callbacks want it
+        self._met_at = 0  # the step at which all stood together last
         self._training = ShardTraining(config, workers, task, self._compute.should_stop)
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{self._rank}.jsonl"
         self.profile = Profile(self._rank, window_steps=config.profile.window_steps, jsonl=jsonl)
@@ -250,9 +251,8 @@ class ParameterServerWorker:
             )
             for server in servers
         ]
-        limit_s = timeouts.collective_s + _GRACE_S
-        if kind != "push" or Flag.MEETS in flags:
-            limit_s = max(limit_s, self._config.checkpoint.timeout_s + _GRACE_S)
+        is_meeting = kind != "push" or Flag.MEETS in flags
+        limit_s = self._answer_limit_s(kind, is_meeting)
         handles: list[CollectiveHandle[Any]] = []
         started_s = time.perf_counter()
         try:
@@ -273,7 +273,26 @@ class ParameterServerWorker:
         for server, reply in zip(servers, found, strict=True):
             if reply.kind != kind:
                 raise CollectiveError(f"server {server} answered {kind} with {reply.kind}")
+        if is_meeting:
+            self._met_at = clock + (kind == "push")
         return found
+
+    def _answer_limit_s(self, kind: Kind, is_meeting: bool) -> float:
+        """How long a server may take to answer: as long as it waits for what the slowest worker has to send before.
+
+        A server waits ``collective_s`` for a request, after a meeting as long as a checkpoint may take, and again
+        ``collective_s`` until its answer is taken. A worker that is silent for longer is dropped, and then the answer
+        comes. So this deadline is for servers that are alive, but do not answer; of one that dies the group tells.
+        """
+        collective_s = self._config.timeouts.collective_s
+        longest_s = max(collective_s, self._config.checkpoint.timeout_s)
+        if kind != "push":
+            return longest_s + _GRACE_S
+        since = self._position.step - self._met_at
+        behind = min(since, self._settings.staleness) if self._settings.mode == "asynchronous" else 0
+        awaited = behind + 1 if is_meeting else 1  # before, it may go on as soon as the slowest one has pushed once
+        has_begun = not is_meeting and since > behind  # each has pushed since the meeting
+        return (collective_s if has_begun else longest_s) + 2 * collective_s * (awaited - 1) + _GRACE_S
 
     async def _reply(self, server: int, handle: CollectiveHandle[Any]) -> Message:
         """The reply of a server. Raises CollectiveError: it goes on without this worker."""
