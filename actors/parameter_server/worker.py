@@ -11,6 +11,7 @@ needs of it is saved by server 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -30,7 +31,7 @@ from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
 from gradbus.actors.parameter_server.agreement import Introduction, Roles, agree, find_version
-from gradbus.actors.parameter_server.assignment import TensorPart, assign
+from gradbus.actors.parameter_server.assignment import TensorPart, assign, put
 from gradbus.actors.parameter_server.clocks import Kind
 from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of, split
 from gradbus.actors.parameter_server.server import REPLY, REQUEST
@@ -243,11 +244,12 @@ class ParameterServerWorker:
         network, roles, timeouts = self._network, self._roles, self._config.timeouts
         servers = range(1) if kind == "meet" else range(roles.servers)
         clock, epoch = self._position.step, self._position.epoch
+        flat = {} if tensors is None else await self._compute.run(_flat, tensors)
         requests = [
             await self._compute.run(
                 encode,
                 Message(kind, clock, flags, epoch, meta=None if server else meta, state={} if server else state or {}),
-                [] if tensors is None else [piece.of(tensors[piece.tensor]) for piece in self._pieces[server]],
+                [] if tensors is None else [piece.of(flat[piece.tensor]) for piece in self._pieces[server]],
             )
             for server in servers
         ]
@@ -319,18 +321,9 @@ class ParameterServerWorker:
 
     @torch.no_grad()
     def _take_weights(self, replies: Sequence[Message]) -> None:
-        trained = self._training.trained
-        for pieces, reply in zip(self._pieces, replies, strict=True):
-            for piece, part in zip(pieces, split(reply.packed, pieces), strict=True):
-                live = trained[piece.tensor].detach()
-                if piece.is_whole:
-                    live.copy_(part.view(piece.shape))
-                elif live.is_contiguous():
-                    piece.of(live).copy_(part)
-                else:
-                    whole = live.contiguous()
-                    piece.of(whole).copy_(part)
-                    live.copy_(whole)
+        came = zip(self._pieces, replies, strict=True)
+        parts = [zip(own, split(reply.packed, own), strict=True) for own, reply in came]
+        put(self._training.trained, itertools.chain.from_iterable(parts))
         for group in self._training.optimizer.optimizer.param_groups:
             group["lr"] = replies[0].lr or group["lr"]  # of the server's, for callbacks and reports
 
@@ -547,6 +540,11 @@ class ParameterServerWorker:
         await self._ask("save", meta=kept, state={**self._buffers(), "torch_rng": torch.get_rng_state()})
         self.profile.add_span("checkpoint", started_s, time.perf_counter())
         self._log.info("checkpoint", step=position.step)
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views, or of what is not contiguous one copy each, of which parts are views."""
+    return {name: tensor.reshape(-1) for name, tensor in tensors.items()}
 
 
 def _norm(tensor: Tensor) -> Tensor:

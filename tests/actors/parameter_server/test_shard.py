@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradbus.actors.data_parallel.replicas import describe_layout
 
 from gradbus.actors.parameter_server.assignment import assign
 from gradbus.actors.parameter_server.messages import Message, encode
 from gradbus.actors.parameter_server.shard import Shard
+from gradbus.actors.parameter_server.state import restore_model
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError
@@ -71,3 +76,36 @@ def test_sums_over_a_flat_tensor_and_weights_of_another_shape_are_refused() -> N
         held.restore(Checkpoint(1, before, {}))
     with pytest.raises(CheckpointError, match=r"expected float32 of shape \(6, 8\), found float32 of shape \(8, 6\)"):
         held.restore(Checkpoint(1, tensors | {"weights/0.weight": torch.zeros(8, 6)}, {}))
+
+
+class Copied(TorchDispatchMode):
+    """Counts the entries that are copied."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_):
+            self.entries += found.numel()
+        return found
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_each_entry_of_a_cut_tensor_is_copied_a_few_times_whatever_its_parts(
+    memory_format: torch.memory_format,
+) -> None:
+    model = nn.Conv2d(16, 32, 3, bias=False).to(memory_format=memory_format)  # type: ignore[call-overload]
+    pieces = assign(dict(model.named_parameters()), 1, cut_bytes=512)[0]
+    values = torch.randn(model.weight.shape)
+    meta = {
+        "run_id": "0" * 16, "server": 0, "servers": 1, "workers": 1, "layout": describe_layout(model),
+        "pieces": [{"tensor": p.tensor, "start": p.start, "stop": p.stop, "shape": list(p.shape)} for p in pieces],
+        "settings": {}, "updates": 0, "refused": 0, "staleness": {},
+    }  # fmt: skip
+    checkpoint = Checkpoint(1, {f"weights/{piece.name}": piece.of(values) for piece in pieces}, meta)
+    with Copied() as copied:
+        restore_model(model, [checkpoint])
+    assert torch.equal(model.weight, values)
+    assert model.weight.is_contiguous(memory_format=memory_format)
+    assert copied.entries <= 3 * values.numel()
+    assert len(pieces) == 36
