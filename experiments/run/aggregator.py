@@ -7,7 +7,6 @@ import asyncio
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import AggregatorFile
-from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, CollectiveError, ConfigError
 from gradbus.runtime.logs import get_logger
 
@@ -32,44 +31,44 @@ async def run_aggregator(file: AggregatorFile) -> None:
         )
     )
 
-    async def once(bus: Bus, world: int) -> None:
-        await actor.serve(
-            bus, world, node=settings.node, nodes=settings.nodes, timeout_s=settings.join_s,
-            is_idle=settings.keep_serving,
-        )  # fmt: skip
-
-    async def serve(job: str, world: int) -> None:
-        """Until it is stopped, or once. An error of one job is not the others'."""
-        own = file.bus.model_copy(update={"job": job})
-        while True:
-            failed: Exception | None = None
-            try:
-                async with open_bus(own, rank=world + settings.node) as bus:  # the ranks after the workers
-                    try:
-                        await once(bus, world)
-                    except ConfigError as error:  # workers that do not fit; those of the next start may
-                        failed = error
-            except (BarrierTimeout, CollectiveError) as error:
-                failed = error
-            if not settings.keep_serving:
-                if failed is not None:
-                    raise failed
-                return
-            if failed is not None:
-                log.warning("job failed", job=job, reason=str(failed), effect="its workers are waited for again")
-                await asyncio.sleep(_PAUSE_S)
+    jobs = settings.jobs or {file.bus.job: settings.world}
 
     async def told(job: str, world: int) -> None:
-        """The same. What ends this job is told at once: the others may go on for long."""
+        """An error of one job is not the others', which may go on for long: it is told at once."""
         try:
-            await serve(job, world)
+            await _serve(file, actor, job, world)
         except Exception as error:
             if len(jobs) > 1:
                 log.error("job is served no more", job=job, reason=str(error), exc_info=error)
             raise
 
-    jobs = settings.jobs or {file.bus.job: settings.world}
     ends = await asyncio.gather(*(told(job, world) for job, world in jobs.items()), return_exceptions=True)
     for end in ends:
         if isinstance(end, BaseException):
             raise end
+
+
+async def _serve(file: AggregatorFile, actor: AggregatorActor, job: str, world: int) -> None:
+    """Serve a job until it is stopped, or once."""
+    settings = file.aggregator
+    own = file.bus.model_copy(update={"job": job})
+    while True:
+        failed: Exception | None = None
+        try:
+            async with open_bus(own, rank=world + settings.node) as bus:  # aggregators are the ranks after the workers
+                try:
+                    await actor.serve(
+                        bus, world, node=settings.node, nodes=settings.nodes, timeout_s=settings.join_s,
+                        is_idle=settings.keep_serving,
+                    )  # fmt: skip
+                except ConfigError as error:  # workers that do not fit; those of the next start may
+                    failed = error
+        except (BarrierTimeout, CollectiveError) as error:
+            failed = error
+        if not settings.keep_serving:
+            if failed is not None:
+                raise failed
+            return
+        if failed is not None:
+            log.warning("job failed", job=job, reason=str(failed), effect="its workers are waited for again")
+            await asyncio.sleep(_PAUSE_S)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradbus.actors.data_parallel.replicas import describe_layout
-
 from gradbus.actors.parameter_server.assignment import assign
 from gradbus.actors.parameter_server.messages import Message, encode
 from gradbus.actors.parameter_server.shard import Shard
