@@ -267,6 +267,7 @@ async def find_checkpoint(
     Args:
         steps: those that each rank has.
         has_completed: some rank knows of a checkpoint that all ranks had.
+        timeout_s: how long to wait for others, which read theirs.
 
     Raises:
         CheckpointError: there are some, but none that all ranks can go on from.

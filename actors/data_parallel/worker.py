@@ -274,7 +274,8 @@ class Worker:
         if self._state is not None:
             checkpoint = await find_checkpoint(
                 group, self._compute, self._state, [hello["steps"] for hello in hellos],
-                has_completed=any(hello["has_completed"] for hello in hellos), timeout_s=config.timeouts.collective_s,
+                has_completed=any(hello["has_completed"] for hello in hellos),
+                timeout_s=max(config.timeouts.collective_s, config.checkpoint.timeout_s),  # others read theirs
             )  # fmt: skip
         if checkpoint is not None:
             await self._restore(checkpoint)

@@ -134,6 +134,7 @@ async def find_version(
         log.warning("starting afresh: the first checkpoint was never complete", steps=agreement.steps)
         return None
     faults: list[str] = []
+    timeout_s = max(config.timeouts.join_s, config.checkpoint.timeout_s)  # servers read theirs meanwhile
     for step in newest_common(agreement.steps):
         facts: Mapping[str, Any] | None = None
         fault, fits = "", True
@@ -143,7 +144,7 @@ async def find_version(
             except CheckpointError as error:
                 fault, fits = str(error), not isinstance(error, CheckpointMismatch)
         found = await network.all_gather_object(
-            "parameter_server/version", [facts, fault, fits], round_id=step, timeout_s=config.timeouts.join_s
+            "parameter_server/version", [facts, fault, fits], round_id=step, timeout_s=timeout_s
         )
         first = network.world - len(agreement.steps)
         here = [f"server {rank - first}: {why}" for rank, (_, why, _) in enumerate(found) if why]

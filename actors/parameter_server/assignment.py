@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,29 @@ def assign(
         tuple(pieces[number] for number in sorted(own, key=lambda number: (-pieces[number].dtype.itemsize, number)))
         for own in dealt
     ]
+
+
+@torch.no_grad()
+def put(tensors: Mapping[str, Tensor], parts: Iterable[tuple[TensorPart, Tensor]]) -> None:
+    """Copy parts to where they belong, in time that grows as their size.
+
+    Args:
+        tensors: by name. Of one that is not contiguous a whole copy is made, once for all of its parts.
+        parts: each with its entries, of any shape.
+    """
+    wholes: dict[str, Tensor] = {}
+    for piece, part in parts:
+        live = tensors[piece.tensor].detach()
+        if piece.is_whole:
+            live.copy_(part.reshape(piece.shape))
+            continue
+        if not live.is_contiguous():
+            if piece.tensor not in wholes:
+                wholes[piece.tensor] = live.contiguous()
+            live = wholes[piece.tensor]
+        piece.of(live).copy_(part.reshape(-1))
+    for name, whole in wholes.items():
+        tensors[name].detach().copy_(whole)
 
 
 def _cut(name: str, tensor: Tensor, cut_bytes: int | None) -> list[TensorPart]:

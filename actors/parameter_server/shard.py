@@ -72,8 +72,7 @@ class Shard:
                 parameter.data = parameter.data.cpu()
         else:
             self._parameters = {
-                piece.name: nn.Parameter(piece.of(trained[piece.tensor].detach()).cpu().clone())
-                for piece in self.pieces
+                piece.name: nn.Parameter(_as_held(piece, trained[piece.tensor].detach())) for piece in self.pieces
             }
             holder = nn.ParameterList(self._parameters.values())
             self.optimizer = RunOptimizer(config, task, holder, self._parameters, dense)
@@ -135,7 +134,28 @@ class Shard:
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint) -> None:
         """The inverse. Raises CheckpointError: it does not fit; ConfigError: it is of another optimizer."""
-        for name, parameter in self._parameters.items():
-            parameter.copy_(tensor_of(checkpoint, WEIGHTS + name, parameter.shape, parameter.dtype))
         own = {name.removeprefix(_OWN): t for name, t in checkpoint.tensors.items() if name.startswith(_OWN)}
+        for name, parameter in self._parameters.items():
+            saved = tensor_of(checkpoint, WEIGHTS + name, dtype=parameter.dtype)
+            if saved.shape == (parameter.numel(),):  # versions before held all of them flat
+                saved = saved.view(parameter.shape)
+                self._shape_state(own, name, parameter)
+            elif saved.shape != parameter.shape:
+                tensor_of(checkpoint, WEIGHTS + name, parameter.shape, parameter.dtype)  # says what is wrong
+            parameter.copy_(saved)
         self.optimizer.load(own)
+
+    def _shape_state(self, own: dict[str, Tensor], name: str, parameter: Tensor) -> None:
+        """Give what the optimizer has of each entry of a parameter the parameter's shape."""
+        if isinstance(self.optimizer.optimizer, torch.optim.Adafactor):
+            return  # of a flat tensor it had other sums: load() refuses them
+        for key, tensor in own.items():
+            kind, _, rest = key.partition("/")
+            if kind == "optimizer" and rest.partition("/")[2] == name and tensor.shape == (parameter.numel(),):
+                own[key] = tensor.view(parameter.shape)
+
+
+def _as_held(piece: TensorPart, tensor: Tensor) -> Tensor:
+    """A copy on the CPU: of a whole tensor in its shape, as optimizers may look at it; of a part flat."""
+    part = piece.of(tensor).cpu().clone()
+    return part.view(piece.shape) if piece.is_whole else part

@@ -19,7 +19,7 @@ from gradbus.actors.data_parallel.joint_checkpoints import JointCheckpoints, sep
 from gradbus.actors.data_parallel.replicas import describe_layout
 from gradbus.actors.data_parallel.state import MAX_LAYOUT, CheckpointMismatch, newest_common, tensors_below
 from gradbus.actors.parameter_server.agreement import Roles
-from gradbus.actors.parameter_server.assignment import TensorPart
+from gradbus.actors.parameter_server.assignment import TensorPart, put
 from gradbus.actors.parameter_server.shard import WEIGHTS, Shard
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Count, Hex64, Meta, tensor_of
 from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -155,13 +155,11 @@ def restore_model(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
         raise CheckpointError("it is of a model with other names, shapes or frozen parts")
     parameters = dict(model.named_parameters())
     for checkpoint, saved in zip(checkpoints, all_saved, strict=True):
-        for part in saved.pieces:
-            live = parameters[part.tensor]
-            piece = TensorPart(part.tensor, part.start, part.stop, part.shape, live.dtype)
-            name = WEIGHTS + piece.name
-            whole = live.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-            whole[part.start : part.stop] = tensor_of(checkpoint, name, dtype=live.dtype).reshape(-1)
-            live.copy_(whole.reshape(live.shape))
+        pieces = [
+            TensorPart(part.tensor, part.start, part.stop, part.shape, parameters[part.tensor].dtype)
+            for part in saved.pieces
+        ]
+        put(parameters, ((p, tensor_of(checkpoint, WEIGHTS + p.name, dtype=p.dtype)) for p in pieces))
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             parameter.copy_(tensor_of(checkpoints[0], FROZEN + name, parameter.shape, parameter.dtype))

@@ -11,6 +11,7 @@ needs of it is saved by server 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -30,7 +31,7 @@ from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
 from gradbus.actors.parameter_server.agreement import Introduction, Roles, agree, find_version
-from gradbus.actors.parameter_server.assignment import TensorPart, assign
+from gradbus.actors.parameter_server.assignment import TensorPart, assign, put
 from gradbus.actors.parameter_server.clocks import Kind
 from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of, split
 from gradbus.actors.parameter_server.server import REPLY, REQUEST
@@ -95,6 +96,7 @@ class ParameterServerWorker:
         self._votes = False  # some worker has callbacks
         self._wants_end = False  # a callback of this one, since the last push
         self._is_stopped = False  # callbacks want it
+        self._met_at = 0  # the step at which all stood together last
         self._training = ShardTraining(config, workers, task, self._compute.should_stop)
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{self._rank}.jsonl"
         self.profile = Profile(self._rank, window_steps=config.profile.window_steps, jsonl=jsonl)
@@ -242,17 +244,17 @@ class ParameterServerWorker:
         network, roles, timeouts = self._network, self._roles, self._config.timeouts
         servers = range(1) if kind == "meet" else range(roles.servers)
         clock, epoch = self._position.step, self._position.epoch
+        flat = {} if tensors is None else await self._compute.run(_flat, tensors)
         requests = [
             await self._compute.run(
                 encode,
                 Message(kind, clock, flags, epoch, meta=None if server else meta, state={} if server else state or {}),
-                [] if tensors is None else [piece.of(tensors[piece.tensor]) for piece in self._pieces[server]],
+                [] if tensors is None else [piece.of(flat[piece.tensor]) for piece in self._pieces[server]],
             )
             for server in servers
         ]
-        limit_s = timeouts.collective_s + _GRACE_S
-        if kind != "push" or Flag.MEETS in flags:
-            limit_s = max(limit_s, self._config.checkpoint.timeout_s + _GRACE_S)
+        is_meeting = kind != "push" or Flag.MEETS in flags
+        limit_s = self._answer_limit_s(kind, is_meeting)
         handles: list[CollectiveHandle[Any]] = []
         started_s = time.perf_counter()
         try:
@@ -273,7 +275,26 @@ class ParameterServerWorker:
         for server, reply in zip(servers, found, strict=True):
             if reply.kind != kind:
                 raise CollectiveError(f"server {server} answered {kind} with {reply.kind}")
+        if is_meeting:
+            self._met_at = clock + (kind == "push")
         return found
+
+    def _answer_limit_s(self, kind: Kind, is_meeting: bool) -> float:
+        """How long a server may take to answer: as long as it waits for what the slowest worker has to send before.
+
+        A server waits ``collective_s`` for a request, after a meeting as long as a checkpoint may take, and again
+        ``collective_s`` until its answer is taken. A worker that is silent for longer is dropped, and then the answer
+        comes. So this deadline is for servers that are alive, but do not answer; of one that dies the group tells.
+        """
+        collective_s = self._config.timeouts.collective_s
+        longest_s = max(collective_s, self._config.checkpoint.timeout_s)
+        if kind != "push":
+            return longest_s + _GRACE_S
+        since = self._position.step - self._met_at
+        behind = min(since, self._settings.staleness) if self._settings.mode == "asynchronous" else 0
+        awaited = behind + 1 if is_meeting else 1  # before, it may go on as soon as the slowest one has pushed once
+        has_begun = not is_meeting and since > behind  # each has pushed since the meeting
+        return (collective_s if has_begun else longest_s) + 2 * collective_s * (awaited - 1) + _GRACE_S
 
     async def _reply(self, server: int, handle: CollectiveHandle[Any]) -> Message:
         """The reply of a server. Raises CollectiveError: it goes on without this worker."""
@@ -300,18 +321,9 @@ class ParameterServerWorker:
 
     @torch.no_grad()
     def _take_weights(self, replies: Sequence[Message]) -> None:
-        trained = self._training.trained
-        for pieces, reply in zip(self._pieces, replies, strict=True):
-            for piece, part in zip(pieces, split(reply.packed, pieces), strict=True):
-                live = trained[piece.tensor].detach()
-                if piece.is_whole:
-                    live.copy_(part.view(piece.shape))
-                elif live.is_contiguous():
-                    piece.of(live).copy_(part)
-                else:
-                    whole = live.contiguous()
-                    piece.of(whole).copy_(part)
-                    live.copy_(whole)
+        came = zip(self._pieces, replies, strict=True)
+        parts = [zip(own, split(reply.packed, own), strict=True) for own, reply in came]
+        put(self._training.trained, itertools.chain.from_iterable(parts))
         for group in self._training.optimizer.optimizer.param_groups:
             group["lr"] = replies[0].lr or group["lr"]  # of the server's, for callbacks and reports
 
@@ -528,6 +540,11 @@ class ParameterServerWorker:
         await self._ask("save", meta=kept, state={**self._buffers(), "torch_rng": torch.get_rng_state()})
         self.profile.add_span("checkpoint", started_s, time.perf_counter())
         self._log.info("checkpoint", step=position.step)
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views, or of what is not contiguous one copy each, of which parts are views."""
+    return {name: tensor.reshape(-1) for name, tensor in tensors.items()}
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ import asyncio
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import AggregatorFile
-from gradbus.runtime.errors import BarrierTimeout, CollectiveError
+from gradbus.runtime.errors import BarrierTimeout, CollectiveError, ConfigError
 from gradbus.runtime.logs import get_logger
+
+_PAUSE_S = 2.0  # after a job that failed: members that were refused may be seen for a moment longer
 
 log = get_logger("aggregator")
 
@@ -29,27 +31,44 @@ async def run_aggregator(file: AggregatorFile) -> None:
         )
     )
 
-    async def serve(job: str, world: int) -> None:
-        """Until it is stopped, or once. An error of one job is not the others'."""
-        own = file.bus.model_copy(update={"job": job})
-        while True:
-            try:
-                async with open_bus(
-                    own, rank=world + settings.node
-                ) as bus:  # aggregators are the ranks after the workers
+    jobs = settings.jobs or {file.bus.job: settings.world}
+
+    async def told(job: str, world: int) -> None:
+        """An error of one job is not the others', which may go on for long: it is told at once."""
+        try:
+            await _serve(file, actor, job, world)
+        except Exception as error:
+            if len(jobs) > 1:
+                log.error("job is served no more", job=job, reason=str(error), exc_info=error)
+            raise
+
+    ends = await asyncio.gather(*(told(job, world) for job, world in jobs.items()), return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+
+
+async def _serve(file: AggregatorFile, actor: AggregatorActor, job: str, world: int) -> None:
+    """Serve a job until it is stopped, or once."""
+    settings = file.aggregator
+    own = file.bus.model_copy(update={"job": job})
+    while True:
+        failed: Exception | None = None
+        try:
+            async with open_bus(own, rank=world + settings.node) as bus:  # aggregators are the ranks after the workers
+                try:
                     await actor.serve(
                         bus, world, node=settings.node, nodes=settings.nodes, timeout_s=settings.join_s,
                         is_idle=settings.keep_serving,
                     )  # fmt: skip
-            except (BarrierTimeout, CollectiveError) as error:
-                if not settings.keep_serving:
-                    raise
-                log.warning("job failed", job=job, reason=str(error), effect="its workers are waited for again")
-            if not settings.keep_serving:
-                return
-
-    jobs = settings.jobs or {file.bus.job: settings.world}
-    ends = await asyncio.gather(*(serve(job, world) for job, world in jobs.items()), return_exceptions=True)
-    for end in ends:
-        if isinstance(end, BaseException):
-            raise end
+                except ConfigError as error:  # workers that do not fit; those of the next start may
+                    failed = error
+        except (BarrierTimeout, CollectiveError) as error:
+            failed = error
+        if not settings.keep_serving:
+            if failed is not None:
+                raise failed
+            return
+        if failed is not None:
+            log.warning("job failed", job=job, reason=str(failed), effect="its workers are waited for again")
+            await asyncio.sleep(_PAUSE_S)

@@ -30,6 +30,7 @@ from gradbus.runtime.logs import get_logger
 
 MESSAGE_BYTES = 4 << 20  # packets of one message, about
 UNDER_WAY = 4  # messages to one rank
+MAX_WAITING = 2 * MAX_PACKETS  # packets to one rank; a window of 64 groups among 64 workers is 4096 blocks
 # A stream waits as long as the group lasts: the group tells of a peer that dies, and a step has its own deadline.
 _FOREVER_S = 1e9
 
@@ -56,7 +57,7 @@ class PacketStreams:
         Args:
             peers: ranks of the group.
             receive: called on the event loop with a rank and packets that came from it.
-            lost: called once for a peer that is gone, or sends what is none.
+            lost: called once for a peer that is gone, sends what is none, or takes none.
             loss: for experiments: probability that a packet is dropped before it is sent.
         """
         self._group = group
@@ -85,14 +86,20 @@ class PacketStreams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def post(self, to: int, packet: Packet) -> None:
-        """Send a packet, after those before it. The protocol's window bounds how many wait. To a peer that is gone
-        nothing is sent."""
+        """Send a packet, after those before it. To a peer that is gone nothing is sent.
+
+        The protocol's window bounds how many wait for an honest peer. One that has more answers to take than
+        :data:`MAX_WAITING` asks and does not read: it is lost.
+        """
         if to in self._gone or to not in self._waiting:
             return
         if packet.is_repeated and self._waiting[to]:
             return  # the first copy may still be among these
         if self._loss and self._random.random() < self._loss:
             self.lost_packets += 1
+            return
+        if len(self._waiting[to]) >= MAX_WAITING:
+            self._lose(to, CollectiveError(f"rank {to} takes no packets: {MAX_WAITING} wait for it"))
             return
         self._waiting[to].append(packet)
         self._wake[to].set()
@@ -128,7 +135,7 @@ class PacketStreams:
         # Several calls ahead: a large message is sent when its receiver has called, and would wait for that each time.
         expected: deque[CollectiveHandle[Any]] = deque()
         try:
-            while True:
+            while peer not in self._gone:
                 while len(expected) < UNDER_WAY:
                     expected.append(self._group.recv("packets", source=peer, timeout_s=_FOREVER_S))
                 self._take(peer, await expected.popleft())
@@ -148,7 +155,10 @@ class PacketStreams:
         except Exception as error:
             if not isinstance(error, BusClosed | CollectiveError | MalformedPackets):
                 log.error("packets of a peer", group=self._group.name, peer=peer, exc_info=error)
-            if peer not in self._gone:
-                self._gone.add(peer)
-                self._waiting[peer].clear()
-                self._lost(peer, error)
+            self._lose(peer, error)
+
+    def _lose(self, peer: int, error: Exception) -> None:
+        if peer not in self._gone:
+            self._gone.add(peer)
+            self._waiting[peer].clear()
+            self._lost(peer, error)

@@ -29,7 +29,7 @@ class RankCheckpointSettings(CheckpointSettings):
     """Number of steps between two checkpoints. 0: one at the end of every epoch. The end of the run always makes one.
     """
     timeout_s: Annotated[Positive, PER_RANK] = 600.0
-    """Seconds that a rank waits for the others to save a checkpoint."""
+    """Seconds that a rank waits for the others to save a checkpoint, and at a resume to read theirs."""
 
 
 class TimeoutSettings(Settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,23 @@ def test_newest_common() -> None:
     assert newest_common([[4, 6, 7], [2, 4, 6]]) == [6, 4]
     with pytest.raises(CheckpointError, match="no step that all ranks have"):
         newest_common([[4], [2]])
+
+
+def test_a_rank_that_reads_its_checkpoint_for_long_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"checkpoint__dir": tmp_path, "timeouts__collective_s": 1.0}
+    succeeded(train(make_task(), epochs=1, **settings))
+    load, lock = WorkerState.load, threading.Lock()
+
+    def slow(self: WorkerState, step: int) -> Any:
+        if lock.acquire(blocking=False):  # one of the two
+            time.sleep(1.5)
+        return load(self, step)
+
+    monkeypatch.setattr(WorkerState, "load", slow)
+    again = succeeded(train(make_task(), epochs=2, **settings))
+    assert [[report.epoch for report in outcome.reports] for outcome in again] == [[1], [1]]
 
 
 def test_checkpoints_of_two_runs_do_not_mix(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ddp_scene import make_task, small_mlp
 from server_scene import serve
 from torch import nn
 
+from gradbus.actors.parameter_server import worker
 from gradbus.models import ClassificationTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import CollectiveError, PeerLost
@@ -104,6 +105,38 @@ def test_a_worker_that_was_silent_and_is_alive_is_told_that_it_is_dropped() -> N
     assert ends.workers[0].error is None
     assert type(ends.workers[1].error) is CollectiveError
     assert "server 0 has dropped this worker: " in str(ends.workers[1].error)
+
+
+class Slow(ClassificationTask):
+    """Worker 1 takes its time for each batch, or for the first one."""
+
+    def __init__(self, *, first_s: float = 0.0, each_s: float = 0.0) -> None:
+        super().__init__(small_mlp, make_task().data, batch_size=16)
+        self._first_s, self._each_s = first_s, each_s
+
+    def batches(self, *, rank: int, **where: Any) -> Iterator[Any]:
+        for number, batch in enumerate(super().batches(rank=rank, **where)):
+            if rank == 1:
+                time.sleep(self._each_s if number else self._first_s)
+            yield batch
+
+
+def test_a_fast_worker_waits_at_a_meeting_for_all_the_steps_that_a_slow_one_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "_GRACE_S", 0.1)
+    limits = {"timeouts__collective_s": 0.9, "checkpoint__timeout_s": 0.9}
+    task = Slow(first_s=0.4, each_s=0.4)  # each within the limit, all of them not
+    serve(task, workers=2, mode="asynchronous", staleness=1000, parallel=limits).succeeded()
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_worker_that_loads_its_data_for_long_is_waited_for_by_servers_and_workers(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_GRACE_S", 0.1)
+    limits = {"timeouts__collective_s": 0.5, "checkpoint__timeout_s": 9.0}
+    serve(Slow(first_s=1.2), workers=2, mode=mode, staleness=0, parallel=limits).succeeded()
 
 
 def test_with_fewer_workers_than_are_needed_the_run_ends_and_names_who_is_lost() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ddp_scene import make_task, single_process, succeeded, train, vector
 from server_scene import Ends, serve
 from torch import Tensor, nn
 
-from gradbus.actors.parameter_server.state import newest_version, restore_model
+from gradbus.actors.parameter_server.state import ServerState, newest_version, restore_model
 from gradbus.models import ClassificationTask
 from gradbus.runtime.errors import CheckpointError, ConfigError, PeerLost, TrainingDiverged
 
@@ -37,7 +38,12 @@ def test_a_run_has_the_bits_of_one_process(workers: int, servers: int, settings:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"optimizer": "adamw", "schedule": "cosine"}, {"schedule": "one-cycle", "accumulation_steps": 2}]
+    "settings",
+    [
+        {"optimizer": "adamw", "schedule": "cosine"},
+        {"optimizer": "adafactor"},  # it has other sums for matrices than for vectors
+        {"schedule": "one-cycle", "accumulation_steps": 2},
+    ],
 )
 def test_optimizers_and_schedules_do_what_they_do_without_a_server(settings: dict[str, Any]) -> None:
     plain = succeeded(train(make_task(), epochs=2, **settings))[0]
@@ -138,6 +144,22 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     whole = run()
     run(checkpoint__dir=tmp_path, max_steps=16)
     assert torch.equal(run(checkpoint__dir=tmp_path), whole)
+
+
+def test_servers_that_read_their_checkpoints_for_long_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"checkpoint__dir": tmp_path, "timeouts__join_s": 1.0}
+    serve(make_task(), workers=1, parallel={"epochs": 1, **settings}).succeeded()
+    load = ServerState.load
+
+    def slow(self: ServerState, step: int) -> Any:
+        time.sleep(1.5)  # longer than all may take to come
+        return load(self, step)
+
+    monkeypatch.setattr(ServerState, "load", slow)
+    resumed = serve(make_task(), workers=1, parallel={"epochs": 2, **settings}).succeeded()
+    assert [report.epoch for report in resumed.workers[0].reports] == [1]
 
 
 def test_a_version_that_one_server_lacks_is_not_gone_on_from(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from in_network_job import ELEMS, Run, aggregators, job, options, serve, total_o
 from patience import eventually
 
 import gradbus
+from gradbus.runtime.collectives import packet_streams
 from gradbus.runtime.collectives.in_network import InNetworkSum
-from gradbus.runtime.collectives.packet_streams import payload_limit
+from gradbus.runtime.collectives.packet_streams import PacketStreams, payload_limit
 from gradbus.runtime.errors import CollectiveError, ConfigError
+from gradbus.runtime.in_network.encoding import encode_packets
 from gradbus.runtime.in_network.options import InNetworkOptions
-from gradbus.runtime.in_network.packets import Packet, PacketKind
+from gradbus.runtime.in_network.packets import AGGREGATOR, Packet, PacketKind
 from gradbus.runtime.in_network.tree import TreeNode
 
 
@@ -355,3 +357,46 @@ def test_a_worker_that_sends_more_than_any_packets_have_is_left_out(place: dict[
 
     for total in run(lambda: job(place, 2, aggregators(), options("ina", timeout_s=0.4), program)):
         assert total.equal(total_of(2))
+
+
+def test_a_member_for_which_too_many_answers_wait_is_lost(
+    place: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packet_streams, "MAX_WAITING", 50)
+    asked = torch.from_numpy(encode_packets([Packet(PacketKind.PROBE, 0, 0, 0, 1, AGGREGATOR)] * 60))
+    lost: list[tuple[int, str]] = []
+    waiting: list[int] = []
+
+    async def answer(group: gradbus.Group) -> int:
+        def receive(peer: int, packets: list[Packet]) -> None:
+            for packet in packets:
+                streams.post(peer, packet)
+                waiting.append(len(streams._waiting[peer]))
+
+        streams = PacketStreams(
+            group, [1], block_elems=ELEMS, receive=receive, lost=lambda peer, error: lost.append((peer, str(error)))
+        )
+        async with streams:
+            await eventually(lambda: lost)
+            return streams.received_bytes
+
+    async def member(rank: int) -> int:
+        async with (
+            gradbus.connect(**place) as bus,
+            gradbus.join_group(bus, rank=rank, world=2, name="packets") as group,
+        ):
+            if rank == 0:
+                return await answer(group)
+            handles = [group.send("packets", asked, to=0) for _ in range(3)]
+            await eventually(lambda: lost)
+            for handle in handles:
+                handle.cancel()
+            return 0
+
+    async def main() -> list[int]:
+        return list(await asyncio.gather(member(0), member(1)))
+
+    received, _ = run(main)
+    assert lost == [(1, "rank 1 takes no packets: 50 wait for it")]
+    assert (max(waiting), waiting[-1]) == (50, 0)
+    assert received == asked.numel(), "of the second message nothing is taken"
