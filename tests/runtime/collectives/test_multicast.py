@@ -56,7 +56,11 @@ def test_a_rank_killed_while_it_multicasts_a_large_vector_is_named_in_time(algor
 
 
 def traffic(
-    hosts: tuple[Host, Host], places: list[int], interfaces: list[str], *, size_bytes: int = PAYLOAD_BYTES,
+    hosts: tuple[Host, Host],
+    places: list[int],
+    interfaces: list[str],
+    *,
+    size_bytes: int = PAYLOAD_BYTES,
     **network: Any,
 ) -> tuple[dict[str, float], int]:
     """What leaves by the interface of rank 0 in each collective, in payloads, and the bytes that leave by other ones.
