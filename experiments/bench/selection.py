@@ -1,20 +1,26 @@
 """Bytes of a round in which one client of twenty takes part, beside one of all.
 
-Each client is a process of its own, on a host with at most 100 of them, a network namespace, with a link to that of the
-controller. Nothing is shared in memory. Two things are counted: frames of models and updates, where they are received,
-and everything that passes the link of the controller's host in a round, with all headers. That has heartbeats and
-discovery, too, which are there whether or not anybody trains, and weigh more the smaller the model.
+Clients are on hosts, network namespaces, with links to that of the controller: each a process of its own, or 20 of
+them in one process (``gradbus host``), which receives a model once for all of its own. Nothing is shared in memory. Two
+things are counted: frames of models and updates, where they are received, and everything that passes the link of the
+controller's host in a round, with all headers. That has heartbeats and discovery, too, which are there whether or not
+anybody trains, and weigh more the smaller the model.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gradbus
+from gradbus.actors.virtual.client_trainer import PoolSettings
+from gradbus.actors.virtual.host import ClientHost
+from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.experiments.bench.processes import DOMAIN, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.lab.conditions import LinkConditions
@@ -23,6 +29,7 @@ from gradbus.models import NoopTask
 from gradbus.runtime.security import Security
 
 CLIENTS, SHARE = 40, 20  # in all, and for each one that takes part
+HOSTED, OF_EACH = 200, 20  # in all, and in one process
 DIM = 250_000  # 1 MB
 ON_A_HOST = 100
 WARM_ROUNDS = 1  # who comes then has not found everybody yet
@@ -72,8 +79,26 @@ async def _client(place: NetworkedProcess, client_id: int) -> int:
         return int(bus.received_bytes[_MODELS])
 
 
-def count_bytes(clients: int, rounds: int, *, dim: int = DIM, selection: Mapping[str, Any]) -> RoundBytes:
+async def _host(place: NetworkedProcess, ids: range) -> int:
+    """Bytes of models that a process with these clients has received."""
+    with tempfile.TemporaryDirectory(prefix="gradbus-bench-") as folder:
+        task, state_dir = NoopTask(place.dim), Path(folder)
+        pool = LocalPool(task, PoolSettings(state_dir=state_dir), size=1)  # forks, so before there is a bus
+        try:
+            async with place.connect() as bus:
+                await ClientHost(bus, task, ids=ids, pool=pool, state_dir=state_dir).run()
+                return int(bus.received_bytes[_MODELS])
+        finally:
+            await pool.close()
+
+
+def count_bytes(
+    clients: int, rounds: int, *, dim: int = DIM, selection: Mapping[str, Any], of_each: int = 1
+) -> RoundBytes:
     """Bytes of the rounds of one run.
+
+    Args:
+        of_each: clients in one process, on a host of its own; with 1 up to 100 processes share a host.
 
     Raises:
         NoNamespaces: none can be made here. ProcessFailed: a process failed, or they have not ended in time.
@@ -83,12 +108,17 @@ def count_bytes(clients: int, rounds: int, *, dim: int = DIM, selection: Mapping
         "clients": {"num": clients, "min": 1, "start_timeout_s": 240.0, "start_grace_s": 240.0, "dead_after_s": 240.0},
         "round": {"timeout_s": 240.0},
     }  # fmt: skip
-    with hosts_on_a_switch(1 + math.ceil(clients / ON_A_HOST), LinkConditions()) as network, Processes() as running:
+    on_a_host = ON_A_HOST if of_each == 1 else of_each
+    with hosts_on_a_switch(1 + math.ceil(clients / on_a_host), LinkConditions()) as network, Processes() as running:
         first = NetworkedProcess(f"bench-selection-{os.getpid()}", network.hosts[0], network.hosts, dim)
         running.start("controller", _controller, first, rules)
-        for client_id in range(clients):
-            host = network.hosts[1 + client_id // ON_A_HOST]
-            running.start(f"client {client_id}", _client, first._replace(host=host), client_id)
+        for client_id in range(0, clients, of_each):
+            place = first._replace(host=network.hosts[1 + client_id // on_a_host])
+            if of_each == 1:
+                running.start(f"client {client_id}", _client, place, client_id)
+            else:
+                ids = range(client_id, min(client_id + of_each, clients))
+                running.start(f"clients from {client_id}", _host, place, ids)
         (passed, updates), *models = running.results(580.0)
     # Where all take part, all are sent the model that the run begins with, and that of each round.
     down, up = sum(models) / (rounds + (not selection)), updates / rounds
@@ -97,17 +127,19 @@ def count_bytes(clients: int, rounds: int, *, dim: int = DIM, selection: Mapping
 
 
 def measure(clients: int = CLIENTS, rounds: int = 5, dim: int = DIM) -> Iterator[Measurement]:
-    """A part of the clients beside all of them."""
-    asked = max(1, clients // SHARE)
-    everyone = count_bytes(clients, rounds, dim=dim, selection={})
-    some = count_bytes(clients, rounds, dim=dim, selection={"count": asked})
-    what, whole = f"{asked} of {clients} clients, {4 * dim / 1e6:g} MB", f"all {clients}"
-    note = f"{some.models:,.0f} B down and {some.updates:,.0f} B up"
-    yield measurement(
-        f"models and updates of a round, {what}", "MB", [some.payload / 1e6],
-        against=(whole, [everyone.payload / 1e6]), at_most=0.1, note=note,
-    )  # fmt: skip
-    yield measurement(
-        f"everything on the controller's link in a round, {what}", "MB", [one / 1e6 for one in some.link],
-        against=(whole, [one / 1e6 for one in everyone.link]), at_most=0.1,
-    )  # fmt: skip
+    """A part of the clients beside all of them: each in a process of its own, and 200 in ten processes."""
+    for count, of_each in ((clients, 1), (HOSTED, OF_EACH)):
+        asked = max(1, count // SHARE)
+        everyone = count_bytes(count, rounds, dim=dim, selection={}, of_each=of_each)
+        some = count_bytes(count, rounds, dim=dim, selection={"count": asked}, of_each=of_each)
+        where = "" if of_each == 1 else f", {of_each} in a process"
+        what, whole = f"{asked} of {count} clients{where}, {4 * dim / 1e6:g} MB", f"all {count}"
+        note = f"{some.models:,.0f} B down and {some.updates:,.0f} B up"
+        yield measurement(
+            f"models and updates of a round, {what}", "MB", [some.payload / 1e6],
+            against=(whole, [everyone.payload / 1e6]), at_most=0.1, note=note,
+        )  # fmt: skip
+        yield measurement(
+            f"everything on the controller's link in a round, {what}", "MB", [one / 1e6 for one in some.link],
+            against=(whole, [one / 1e6 for one in everyone.link]), at_most=0.1,
+        )  # fmt: skip

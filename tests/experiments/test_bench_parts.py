@@ -150,9 +150,10 @@ def test_rounds_and_collectives_are_timed_at_all_levels_by_turns(name: str) -> N
     assert all(min(figure.ratios) > 0 for figure in figures)
 
 
-def test_bytes_of_a_round_with_a_part_of_the_clients_are_one_model_and_one_update() -> None:
+@pytest.mark.parametrize("of_each", [1, 2])
+def test_bytes_of_a_round_with_a_part_of_the_clients_are_one_model_and_one_update(of_each: int) -> None:
     try:
-        found = selection.count_bytes(2, rounds=2, dim=25_000, selection={"count": 1})
+        found = selection.count_bytes(2, rounds=2, dim=25_000, selection={"count": 1}, of_each=of_each)
     except NoNamespaces as error:
         pytest.skip(str(error))
     assert 100_000 <= found.models < 101_000
