@@ -148,10 +148,10 @@ class DdsWork(Work):
         if not operations and not given_up:
             self._announce(has_future)
         for operation in operations:
-            queue.engine.start(operation, self.name, 0)
             if given_up and self._error is not None:
-                operation.fail(self._error)
-            elif not given_up:
+                operation.fail(self._error)  # its buffers are the caller's again: it must not be sent, or filled
+            queue.engine.start(operation, self.name, 0)
+            if not given_up:
                 # Not before: it may have failed with another one of them, and when the work ends all have their number.
                 operation.when_settled(self._one_ended)
 

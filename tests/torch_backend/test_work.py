@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from memory_link import MemoryNet
 from torch.distributed import DistBackendError
 
@@ -130,6 +131,24 @@ def test_a_call_of_no_operations_ends_in_its_turn_and_holds_up_those_after_it_un
     assert last.wait(timedelta(seconds=10))
     pair.queue.close()
     assert (pair.queue.running, pair.queue._open) == (0, set())
+
+
+def test_a_call_given_up_before_its_turn_neither_sends_nor_fills_its_buffers_but_is_counted() -> None:
+    pair = Pair()
+    outputs, theirs = [torch.zeros(3), torch.zeros(3)], [torch.zeros(3), torch.zeros(3)]
+    other = pair.net.start(CollectiveCalls(1, 2).all_gather(theirs, torch.ones(3)).operations[0], "c")
+    pair.net.settle()
+    work = pair.work(CollectiveCalls(0, 2).all_gather(outputs, torch.ones(3)))
+    pair.queue.note(work)
+    work.expire()
+    work.begin()  # when it is its turn
+    pair.net.settle()
+    assert [output.tolist() for output in outputs] == [[0.0] * 3] * 2
+    assert (other.done, theirs[0].tolist(), other.missing) == (False, [0.0] * 3, (0,))
+    assert (pair.queue.engine.pending, pair.queue._open) == (0, set())
+    assert pair.queue.submit(pair.barrier()).call.operations[0].key.call == 1
+    with pytest.raises(DistBackendError, match="all_gather Timed out"):
+        work.wait()
 
 
 @pytest.mark.parametrize(
