@@ -141,15 +141,19 @@ class DdsWork(Work):
         with queue.lock:
             given_up = self.ended
             if not given_up:
-                self._state, self._left = State.RUNNING, len(operations)
+                self._state, self._left = State.RUNNING if operations else State.ENDED, len(operations)
                 if self._future is not None:
                     self._count()
+            has_future = self._future is not None
+        if not operations and not given_up:
+            self._announce(has_future)
         for operation in operations:
-            if not given_up:
-                operation.on_end.append(self._one_ended)
-            queue.engine.start(operation, self.name, 0)
             if given_up and self._error is not None:
-                operation.fail(self._error)
+                operation.fail(self._error)  # its buffers are the caller's again: it must not be sent, or filled
+            queue.engine.start(operation, self.name, 0)
+            if not given_up:
+                # Not before: it may have failed with another one of them, and when the work ends all have their number.
+                operation.when_settled(self._one_ended)
 
     def _count(self) -> None:
         """It is under way and has a future: from now on it holds up those that come later. With the lock held."""

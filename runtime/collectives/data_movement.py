@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gradbus.runtime.collectives.operation import IntoMemory, Operation, Stream
@@ -59,8 +60,15 @@ class OutgoingPayload:
         return value
 
     def copy(self) -> Any:
-        """The same payload with memory of its own: what its sender gets of itself."""
-        return self._payload.detach().clone() if self.kind == "tensor" else self.memory.tobytes()
+        """The same payload with memory of its own, which is there when this returns: what its sender gets of itself."""
+        if self.kind != "tensor":
+            return self.memory.tobytes()
+        source = self._payload.detach()
+        if source.is_cpu:
+            return source.clone()
+        copied = torch.empty_like(source)
+        copier(copied, source)()  # clone() only queues, on a stream of this thread that the caller does not wait for
+        return copied
 
 
 class NewPayload(Stream):

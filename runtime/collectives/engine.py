@@ -225,7 +225,7 @@ class Engine:
         if error is not None:
             operation.fail(error)
             return
-        operation.on_end.insert(0, self._remove)  # before whoever awaits it goes on
+        operation.when_settled(self._remove, first=True)  # before whoever awaits it goes on
         operation.begin(self._link)
         with self._lock:
             refused = self._unexpected.is_refused(key)

@@ -314,10 +314,12 @@ class Operation:
         return not self._sendings
 
     def begin(self, link: Transport) -> None:
-        """Set up and send."""
+        """Set up and send, unless it has ended already."""
         self._link = link
         try:
             with self._lock:  # a thread that lets it fail meanwhile waits for what is sent at once
+                if self._ended:  # before it was started: its buffers are the caller's again
+                    return
                 self.set_up()
                 self._complete_one()
         except Exception as error:
@@ -411,12 +413,12 @@ class Operation:
                 callback = self.on_end.pop(0)
             callback(self)
 
-    def when_settled(self, callback: Callable[[Operation], None]) -> None:
-        """Call a function when this has ended, after all that were given before: on the thread that ends it, or here if
-        it has ended already."""
+    def when_settled(self, callback: Callable[[Operation], None], *, first: bool = False) -> None:
+        """Call a function when this has ended, after all that were given before, or ``first``: on the thread that ends
+        it, or here if it has ended already."""
         with self._lock:
             if not self.settled:
-                self.on_end.append(callback)
+                self.on_end.insert(0 if first else len(self.on_end), callback)
                 return
         callback(self)
 

@@ -346,7 +346,7 @@ class ReduceToRoot(Reduction):
             self.acknowledge(other)
 
     def result(self) -> Tensor | None:
-        return self.tensor if self.rank == self.root else None
+        return super().result() if self.rank == self.root else None
 
 
 def _widen(arithmetic: Arithmetic, half: Bytes, out: Bytes) -> None:

@@ -33,8 +33,9 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def copier(into: Tensor, host: Tensor) -> Callable[[], object]:
-    """A function, for any thread, that copies from memory of the CPU, of as many elements, into a tensor of whatever
-    device. There it waits for what this thread's stream has been given before this call: that may still read it."""
+    """A function, for any thread, that copies from memory of the CPU, or of the same device, into a tensor of whatever
+    device, of as many elements. There it waits for what this thread's stream has been given before this call: that may
+    still read it."""
     into, host = into.detach(), host.view(into.shape)
     if into.is_cpu:
         return partial(into.copy_, host)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from memory_link import MemoryNet
+from torch.distributed import DistBackendError
 
-from gradbus.runtime.errors import CollectiveTimeout, WriteTimeout
+from gradbus.runtime.errors import BusClosed, CollectiveTimeout, WriteTimeout
 from gradbus.torch import work as work_module
-from gradbus.torch.calls import CollectiveCalls
+from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
 from gradbus.torch.work import DdsWork, WorkQueue
 
 
@@ -24,8 +27,11 @@ class Pair:
         self.queue = WorkQueue()
         self.queue.engine = self.net.engines[0]
 
+    def work(self, call: CollectiveCall) -> DdsWork:
+        return DdsWork(self.queue, call, "c", 60.0, ordered=True)
+
     def barrier(self) -> DdsWork:
-        return DdsWork(self.queue, CollectiveCalls(0, 2).barrier(), "c", 60.0, ordered=True)
+        return self.work(CollectiveCalls(0, 2).barrier())
 
     def barrier_of_rank_1(self) -> None:
         self.net.start(CollectiveCalls(1, 2).barrier().operations[0], "c")
@@ -87,6 +93,62 @@ def test_callbacks_go_on_after_one_that_fails_and_a_log_that_takes_no_line(monke
     assert called.wait(10.0)
     pair.queue.close()
     assert (pair.queue.running, pair.queue._open) == (0, set())
+
+
+def test_a_call_of_several_operations_ends_when_the_first_has_failed_before_the_others_were_started() -> None:
+    pair, calls = Pair(), CollectiveCalls(0, 2)
+    engine = pair.queue.engine
+    engine.close(BusClosed("destroyed"))  # then there is no event loop either to fail the others later
+    work = pair.queue.submit(pair.work(together([calls.barrier(), calls.barrier()])))
+    with pytest.raises(DistBackendError, match="barrier_coalesced failed: destroyed"):
+        work.wait(timedelta(seconds=1))
+    assert (engine.pending, pair.queue._open) == (0, set())
+    after = pair.queue.submit(pair.barrier()).call.operations[0]
+    assert after.key.call == 2  # each of them is counted, as on the other ranks
+
+
+def test_a_call_of_no_operations_ends_in_its_turn_and_holds_up_those_after_it_until_its_callbacks_have_run() -> None:
+    pair = Pair()
+    assert pair.queue.submit(pair.work(together([]))).wait(timedelta(seconds=1))
+    first, empty, last = pair.barrier(), pair.work(together([])), pair.barrier()
+    noted: list[bool] = []
+    called = threading.Event()
+    for work in (first, empty):
+        pair.queue.submit(work).get_future()
+    pair.queue.submit(last)
+    assert not empty.is_completed()
+
+    def note(_: object) -> None:
+        noted.extend(work.call.operations[0].key.name == "c" for work in (first, last))  # whether it was started
+        called.set()
+
+    empty.get_future().add_done_callback(note)
+    for _ in range(2):
+        pair.barrier_of_rank_1()
+    pair.net.settle()
+    assert called.wait(10.0)
+    assert noted == [True, False]
+    assert last.wait(timedelta(seconds=10))
+    pair.queue.close()
+    assert (pair.queue.running, pair.queue._open) == (0, set())
+
+
+def test_a_call_given_up_before_its_turn_neither_sends_nor_fills_its_buffers_but_is_counted() -> None:
+    pair = Pair()
+    outputs, theirs = [torch.zeros(3), torch.zeros(3)], [torch.zeros(3), torch.zeros(3)]
+    other = pair.net.start(CollectiveCalls(1, 2).all_gather(theirs, torch.ones(3)).operations[0], "c")
+    pair.net.settle()
+    work = pair.work(CollectiveCalls(0, 2).all_gather(outputs, torch.ones(3)))
+    pair.queue.note(work)
+    work.expire()
+    work.begin()  # when it is its turn
+    pair.net.settle()
+    assert [output.tolist() for output in outputs] == [[0.0] * 3] * 2
+    assert (other.done, theirs[0].tolist(), other.missing) == (False, [0.0] * 3, (0,))
+    assert (pair.queue.engine.pending, pair.queue._open) == (0, set())
+    assert pair.queue.submit(pair.barrier()).call.operations[0].key.call == 1
+    with pytest.raises(DistBackendError, match="all_gather Timed out"):
+        work.wait()
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,18 @@ def test_bytes_are_counted_once_although_a_collective_ends_while_it_is_being_sta
     assert (net.engines[0].bytes_out, net.engines[0].bytes_in) == (4, 7)
 
 
+def test_one_that_has_failed_before_it_is_started_is_counted_and_sends_nothing_and_leaves_nothing() -> None:
+    net = net_of(2)
+    net.start(gather(1, b"early"))
+    net.settle()
+    operation = gather(0, b"1234")
+    operation.fail(TimeoutError())
+    net.start(operation)
+    assert (net.jobs, net.flying) == ([], [])
+    assert (net.engines[0].pending, net.engines[0].early_bytes, operation.missing) == (0, 0, ())
+    assert net.start(gather(0)).key.call == 1
+
+
 # Ranks that are lost, or leave
 
 

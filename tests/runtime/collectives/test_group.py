@@ -258,5 +258,14 @@ def test_tensors_on_a_gpu_are_copied_to_and_fro(run: Run, place: dict[str, Any])
         assert same_bits((await group.all_reduce("new", mine)).cpu(), expected)
         await group.all_reduce("in place", mine, out=mine)
         assert same_bits(mine.cpu(), expected)
+        mine = vector(group.rank).cuda()
+        reduced = await group.reduce("root", mine, root=1)
+        assert (reduced is None) == (group.rank == 0)
+        assert reduced is None or (reduced.is_cuda and same_bits(reduced.cpu(), expected))
+        # On other threads than this one a copy is made, and on other streams than its own it is used.
+        gathered = await group.all_gather("all", mine)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert all(tensor.is_cuda and same_bits(tensor.cpu(), vector(rank)) for rank, tensor in enumerate(gathered))
+        assert gathered[group.rank].data_ptr() != mine.data_ptr()
 
     run(lambda: as_ranks(place, 2, script))

@@ -138,6 +138,17 @@ def test_reduce_gives_the_sum_to_the_root_alone(world: int, numel: int, seed: in
     net.assert_nothing_is_left()
 
 
+def test_reduce_puts_the_sum_where_the_caller_wants_it() -> None:
+    """As on a GPU: not in the memory that it was added up in."""
+    tensors, what = vectors(2, 6), Arithmetic(torch.float32, "sum")
+    wanted = torch.zeros(3, 2).t()
+    root = ReduceToRoot(tensors[0], torch.empty(6), 0, what, 0, 2, wanted=wanted)
+    result, nothing = net_of(2).run(root, ReduceToRoot(tensors[1], tensors[1], 0, what, 1, 2))
+    assert result is wanted
+    assert nothing is None
+    assert same_bits(wanted.reshape(-1), in_rank_order(tensors))
+
+
 @quick
 @given(world=WORLDS, rows=st.integers(0, 40), row=st.integers(0, 3), seed=SEEDS)
 def test_reduce_scatter_gives_each_rank_its_part_of_a_tensor_split(world: int, rows: int, row: int, seed: int) -> None:
