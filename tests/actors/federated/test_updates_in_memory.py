@@ -348,6 +348,29 @@ def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatc
     run_with(test, clients=6, repair_after_s=0.02, stall_after_s=0.04)
 
 
+def test_updates_that_are_complete_one_by_one_do_not_keep_it_from_asking_for_lost_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(hall: Hall) -> None:
+        add = hall.strategy.add
+
+        def slowly(*arguments: Any) -> None:
+            time.sleep(0.03)
+            add(*arguments)
+
+        monkeypatch.setattr(hall.strategy, "add", slowly)
+        far = Sender(0)
+        await far.offer_to(hall)
+        await far.send_to(hall, slice(-1))
+        near = [sealed(Sender(client_id)) for client_id in range(1, 9)]
+        for count, (sender, _) in enumerate(near, 1):
+            await sender.offer_to(hall)  # the one before has its receipt: none waits to be added meanwhile
+            await receipts(hall, count)
+        assert hall.bus.all(RetransmitRequest)
+
+    run_with(test, clients=9, repair_after_s=0.06)
+
+
 def test_an_offer_without_a_loss_is_the_same_when_it_is_repeated() -> None:
     async def test(hall: Hall) -> None:
         sender = replace(Sender(0), memory="")
