@@ -7,6 +7,7 @@ updates of a round become a sum that is sent there, not a model; and the next mo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import zlib
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from gradbus.actors.federated.rounds import Outcome, Round, RoundTotals
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -263,6 +264,9 @@ class SiteController(RelayingController):
         """Go on from a model to which this site has not contributed."""
         await self._publisher.quiesce()
         await self._compute.run(self._adopt, round_id)
+        for member in self._registry.admit(round_id + 1):  # they came when this site held a later model
+            with contextlib.suppress(BusError):  # its next Hello brings another
+                await self._dispatcher.welcome(member)
         with tolerate_write_timeout("model", round_id):
             await self._publisher.publish_full(round_id)
 

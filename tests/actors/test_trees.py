@@ -231,17 +231,25 @@ def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_t
     assert len(set(runs)) == 2  # the second one began from the model from above
 
 
+def serve_site(
+    group: asyncio.TaskGroup, bus: gradbus.Bus, config: gradbus.FederatedConfig,
+    reports: list[gradbus.RoundReport] | None = None, kind: type[SiteController] = SiteController,
+) -> tuple[SiteController, asyncio.Task[None]]:  # fmt: skip
+    """A site's Controller, told what to do by the test in place of a level above."""
+    controller = kind(
+        bus, NoopTask(DIM), config, terms=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=20.0), frozen=None,
+        progress=Progress(), on_open=lambda: None,
+    )  # fmt: skip
+    return controller, group.create_task(controller.serve(([] if reports is None else reports).append))
+
+
 def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_round(tmp_path: Path) -> None:
     async def main() -> list[gradbus.RoundReport]:
         async with tree() as here, asyncio.TaskGroup() as group:
             local, theirs = [await here.bus("site") for _ in range(2)]
             client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
-            controller = SiteController(
-                local, NoopTask(DIM), rules(1), terms=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=20.0),
-                frozen=None, progress=Progress(), on_open=lambda: None,
-            )  # fmt: skip
             reports: list[gradbus.RoundReport] = []
-            serving = group.create_task(controller.serve(reports.append))
+            controller, serving = serve_site(group, local, rules(1), reports)
             await controller.started.wait()
             controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
             model = torch.zeros(DIM)
@@ -260,6 +268,29 @@ def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_r
     assert (report.round_id, report.marks) == (2, {})
     (lost,) = [line for line in logs if line["event"] == "rounds alone not contributed"]
     assert (lost["round"], lost["kept"]) == (1, str(tmp_path))
+
+
+def test_a_site_that_starts_again_below_an_earlier_model_than_its_own_has_its_clients_train_from_that(
+    tmp_path: Path,
+) -> None:
+    async def main() -> int:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            config, model = rules(1, **state(tmp_path, "site")), torch.zeros(DIM)
+            before, serving = serve_site(group, local, config)
+            await before.started.wait()
+            await before.adopt(3, model)
+            await ended(serving)
+            controller, serving = serve_site(group, local, config)
+            await controller.started.wait()  # its client is welcomed for round 4
+            await controller.adopt(1, model)  # the level above has gone back
+            _, samples, _ = await controller.gather(TrainCmd(2, 1, 1, 0.1, 0), time.monotonic() + 10.0)
+            controller.end()
+            await asyncio.gather(serving, client)
+            return samples
+
+    assert asyncio.run(main()) == 3
 
 
 def test_a_site_that_is_late_is_left_out_and_back_in_the_next_round() -> None:
