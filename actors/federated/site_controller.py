@@ -211,16 +211,15 @@ class SiteController(RelayingController):
         started_s = time.perf_counter()
         if self._gathered is None:
             self._gathered = (*await self._gather(command.round_id, self._accepted), started_s)
-            if self.contribution is not None:
-                contribution, self.contribution = self.contribution, None
+            if (contribution := self.contribution) is not None:
                 try:
                     await self._compute.run(self._contribute, contribution)
-                    self._contributed = contribution
                 except (ValueError, OSError) as error:  # it is kept on the disk all the same
                     log.warning(
                         "rounds alone not contributed", round=command.round_id, kept=str(contribution.kept),
                         reason=str(error),
                     )  # fmt: skip
+                    self.contribution = self._contributed = None
         self.progress.phase = "delivering"
         return (*await self._compute.run(self._sum.encode, self._receiver.totals), self._receiver.totals)
 
@@ -228,6 +227,8 @@ class SiteController(RelayingController):
         # First the file: whether the sum counts, a site that is killed or cut off meanwhile never learns, and rounds
         # that go on in this directory would bring these along a second time.
         (contribution.kept / CONTRIBUTED_FILE).touch()
+        # Here, as whoever waits for this may be cancelled: if the sum that has them does not count, adopt() says so.
+        self.contribution, self._contributed = None, contribution
         self._sum.contribute(contribution.difference, contribution.num_samples)
 
     async def adopt(self, round_id: int, vector: Tensor) -> None:

@@ -233,10 +233,10 @@ def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_t
 
 def serve_site(
     group: asyncio.TaskGroup, bus: gradbus.Bus, config: gradbus.FederatedConfig,
-    reports: list[gradbus.RoundReport] | None = None, kind: type[SiteController] = SiteController,
+    reports: list[gradbus.RoundReport] | None = None,
 ) -> tuple[SiteController, asyncio.Task[None]]:  # fmt: skip
     """A site's Controller, told what to do by the test in place of a level above."""
-    controller = kind(
+    controller = SiteController(
         bus, NoopTask(DIM), config, terms=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=20.0), frozen=None,
         progress=Progress(), on_open=lambda: None,
     )  # fmt: skip
@@ -266,6 +266,40 @@ def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_r
     with capture_logs() as logs:
         (report,) = asyncio.run(main())
     assert (report.round_id, report.marks) == (2, {})
+    (lost,) = [line for line in logs if line["event"] == "rounds alone not contributed"]
+    assert (lost["round"], lost["kept"]) == (1, str(tmp_path))
+
+
+def test_rounds_alone_in_the_sum_of_a_round_that_is_called_off_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            controller, serving = serve_site(group, local, rules(1))
+            await controller.started.wait()
+            gate, contribute = Gate(0, 1), controller._contribute
+
+            def held(contribution: RoundsAlone) -> None:
+                contribute(contribution)
+                gate(0, 1)
+
+            monkeypatch.setattr(controller, "_contribute", held)
+            controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
+            await controller.adopt(0, torch.zeros(DIM))
+            gathering = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
+            await gate.reached.wait()
+            gathering.cancel()
+            gate.open()
+            await asyncio.wait({gathering})
+            assert controller.contribution is None  # it is in a sum, and must not be in another one
+            await controller.adopt(1, torch.zeros(DIM))  # the level above has gone on without it
+            controller.end()
+            await asyncio.gather(serving, client)
+
+    with capture_logs() as logs:
+        asyncio.run(main())
     (lost,) = [line for line in logs if line["event"] == "rounds alone not contributed"]
     assert (lost["round"], lost["kept"]) == (1, str(tmp_path))
 
