@@ -18,8 +18,10 @@ from trees import DIM, UnequalTask, rules, site_of, state, tree
 
 import gradbus
 from gradbus.actors import Site
+from gradbus.actors.federated import site as site_module
 from gradbus.actors.federated.report import Progress
-from gradbus.actors.federated.site_controller import RoundsAlone, SiteController
+from gradbus.actors.federated.site import Followed
+from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
 from gradbus.models import NoopTask
 from gradbus.runtime.checkpoint import CheckpointStore
@@ -325,6 +327,31 @@ def test_a_site_that_starts_again_below_an_earlier_model_than_its_own_has_its_cl
             return samples
 
     assert asyncio.run(main()) == 3
+
+
+def test_a_site_that_begins_anew_forgets_the_model_with_which_it_was_cut_off_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Followed | None] = []
+
+    class Member:
+        """The first one hears that the level above has gone back, the second one that all rounds are done."""
+
+        controller = None
+
+        def __init__(self, *parts: Any, followed: Followed | None) -> None:
+            given.append(followed)
+
+        async def run(self) -> None:
+            if len(given) == 1:
+                raise UpstreamChanged("the level above has gone back from round 90 to 89")
+
+    monkeypatch.setattr(site_module, "SiteMember", Member)
+    site = site_of(None, None, 0, rules(1, **state(tmp_path, "site")))  # type: ignore[arg-type]
+    terms = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
+    of_round_5 = site._followed = Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None)
+    asyncio.run(site.run())
+    assert given == [of_round_5, None]
 
 
 def test_a_site_that_is_late_is_left_out_and_back_in_the_next_round() -> None:
