@@ -445,6 +445,9 @@ class UpdateReceiver:
             self._drop(transfer.key)  # no client counts twice, and no update beyond those that are enough
             return
         staleness = round_.staleness(update.request.round_id)
+        if staleness < 0:
+            self._drop(transfer.key)  # of another round, which was left without a close()
+            return
         started_s = time.perf_counter()
         weight = self._admission.cap.weight(update.request.num_samples)
         self.timing.note(update.client_id, "adding")

@@ -329,6 +329,38 @@ def test_a_site_that_starts_again_below_an_earlier_model_than_its_own_has_its_cl
     assert asyncio.run(main()) == 3
 
 
+def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> int:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            controller, serving = serve_site(group, local, rules(1))
+            await controller.started.wait()
+            await controller.adopt(0, torch.zeros(DIM))
+            asked = asyncio.Event()
+
+            async def hang(round_id: int) -> TrainCmd:
+                asked.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            with monkeypatch.context() as hanging:
+                hanging.setattr(controller, "_command", hang)
+                first = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
+                await asked.wait()
+                await ended(first)
+            assert controller.next_round() == 1  # for whoever comes now
+            assert controller._receiver._round is None
+            _, samples, _ = await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+            controller.end()
+            await asyncio.gather(serving, client)
+            return samples
+
+    assert asyncio.run(main()) == 3
+
+
 def test_a_site_that_begins_anew_forgets_the_model_with_which_it_was_cut_off_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

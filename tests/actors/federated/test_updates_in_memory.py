@@ -170,6 +170,23 @@ def test_the_end_of_the_round_drops_what_waits_to_be_read() -> None:
     run_with(test, held=True)
 
 
+def test_an_update_that_waits_to_be_read_in_a_round_that_nobody_has_closed_is_in_no_other_one() -> None:
+    async def test(hall: Hall) -> None:
+        first, _firsts = sealed(Sender(0))
+        await first.offer_to(hall)
+        await hall.strategy.entered.wait()
+        late, _lates = sealed(Sender(1))
+        await late.offer_to(hall)
+        hall.open_round(2)
+        hall.strategy.go_on.set()
+        newer, _newers = sealed(Sender(2, round_id=2))
+        await newer.offer_to(hall)
+        await receipts(hall, 2)
+        assert hall.strategy.added == [0, 2]
+
+    run_with(test, held=True)
+
+
 @pytest.mark.parametrize(
     ("payload", "reason"),
     [(b"\xff" * 50, "malformed"), (codecs.get("fp32").encode(torch.full((DIM,), 1e30)), "refused")],
