@@ -44,7 +44,7 @@ from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
-from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
@@ -511,7 +511,8 @@ class Client:
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
         current = self._session
         current.mark_handled(command)
-        text, summary = traceback_with_place(error, full=self._config.full_traceback), str(user_error(error))
+        text = plain_text(traceback_with_place(error, full=self._config.full_traceback))
+        summary = plain_line(str(user_error(error)))
         facts = {"client": self.client_id, "round": command.round_id, "error": summary}
         if summary == self._failure:  # in the next attempt, or in the next round
             log.info("training failed again", **facts)

@@ -481,21 +481,21 @@ class Controller:
         round_ = self._new_round(round_id, rules, accepted)
         self._probe.reached("before_command", round_id)
         masked = self._masked = self._masked_attempt(round_)
-        self._round, self._has_commanded = round_, True
-        self._receiver.open(round_, self._publisher.held, masked)
-        self.progress.phase, self.progress.round_id = "training", round_id
-        self.progress.out = self._state.quarantine.excluded(round_id)
-        self._changed()
-        if self._probe.history.on:
-            await self._compute.run(self._note_command, round_)
-        command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected | round_.silent)
-        self._admission.steps_per_sample = config.training.steps or STEPS_PER_SAMPLE * command.epochs
-        self._receiver.timing.commanded()
-        with tolerate_write_timeout("command", round_id):
-            await self._publish_terms(terms)
-            await self._bus.publish(self._identity, command)
-        self._probe.reached("after_command", round_id)
         try:
+            self._round, self._has_commanded = round_, True
+            self._receiver.open(round_, self._publisher.held, masked)
+            self.progress.phase, self.progress.round_id = "training", round_id
+            self.progress.out = self._state.quarantine.excluded(round_id)
+            self._changed()
+            if self._probe.history.on:
+                await self._compute.run(self._note_command, round_)
+            command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected | round_.silent)
+            self._admission.steps_per_sample = config.training.steps or STEPS_PER_SAMPLE * command.epochs
+            self._receiver.timing.commanded()
+            with tolerate_write_timeout("command", round_id):
+                await self._publish_terms(terms)
+                await self._bus.publish(self._identity, command)
+            self._probe.reached("after_command", round_id)
             outcome = await self._until_over(round_, terms)
         finally:
             if masked is not None:

@@ -21,6 +21,7 @@ from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError, JobInUse, WriteTimeout
 from gradbus.runtime.logs import get_logger, process_name
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.wire.control import RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation
@@ -251,7 +252,7 @@ class LivenessMonitor:
         until_s = time.monotonic() + (BYE_S if ok or final else 0.0)
         while True:
             with contextlib.suppress(BusError, JobInUse):  # a job with another controller has not ended
-                await self._context.publish(RunEnded(self._context.run_id, ok, reason[:4096], final))
+                await self._context.publish(RunEnded(self._context.run_id, ok, plain_line(reason[:4096]), final))
             if (not self._registry.count_live() and not linger) or time.monotonic() >= until_s:
                 return
             self._left.clear()

@@ -19,6 +19,7 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.user_errors import user_error
 from gradbus.runtime.wire.control import CANDIDATE_ROUNDS, EvaluationRequest, EvaluationResult, Welcome
 
@@ -115,8 +116,9 @@ def kept_for(kept: ClientStateStore, round_id: int) -> Mapping[str, Tensor]:
 
 def told(error: Exception, client_id: int, tells_errors: bool) -> str:
     """Log why a client has found nothing. Returns what of that may leave it."""
-    log.warning("evaluation failed", client=client_id, error=str(user_error(error)))
-    return (str(user_error(error)) if tells_errors else type(error).__name__)[:MAX_FAILURE_CHARS]
+    text = plain_line(str(user_error(error)))
+    log.warning("evaluation failed", client=client_id, error=text)
+    return (text if tells_errors else type(error).__name__)[:MAX_FAILURE_CHARS]
 
 
 def _read(found: Any) -> tuple[int, dict[str, float]]:

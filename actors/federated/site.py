@@ -301,6 +301,7 @@ class Site:
             except UpstreamChanged as change:
                 log.warning("site begins anew", reason=str(change))
                 self._take_back(member.controller)
+                self._followed = None  # of the last time that it was cut off, which may be many rounds ago
             except BarrierTimeout as error:
                 self._followed = member.followed
                 if not member.is_cut_off or not self._upstream.alone or self._followed is None:

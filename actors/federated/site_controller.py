@@ -7,6 +7,7 @@ updates of a round become a sum that is sent there, not a model; and the next mo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import zlib
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from gradbus.actors.federated.rounds import Outcome, Round, RoundTotals
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -210,16 +211,15 @@ class SiteController(RelayingController):
         started_s = time.perf_counter()
         if self._gathered is None:
             self._gathered = (*await self._gather(command.round_id, self._accepted), started_s)
-            if self.contribution is not None:
-                contribution, self.contribution = self.contribution, None
+            if (contribution := self.contribution) is not None:
                 try:
                     await self._compute.run(self._contribute, contribution)
-                    self._contributed = contribution
                 except (ValueError, OSError) as error:  # it is kept on the disk all the same
                     log.warning(
                         "rounds alone not contributed", round=command.round_id, kept=str(contribution.kept),
                         reason=str(error),
                     )  # fmt: skip
+                    self.contribution = self._contributed = None
         self.progress.phase = "delivering"
         return (*await self._compute.run(self._sum.encode, self._receiver.totals), self._receiver.totals)
 
@@ -227,6 +227,8 @@ class SiteController(RelayingController):
         # First the file: whether the sum counts, a site that is killed or cut off meanwhile never learns, and rounds
         # that go on in this directory would bring these along a second time.
         (contribution.kept / CONTRIBUTED_FILE).touch()
+        # Here, as whoever waits for this may be cancelled: if the sum that has them does not count, adopt() says so.
+        self.contribution, self._contributed = None, contribution
         self._sum.contribute(contribution.difference, contribution.num_samples)
 
     async def adopt(self, round_id: int, vector: Tensor) -> None:
@@ -263,6 +265,9 @@ class SiteController(RelayingController):
         """Go on from a model to which this site has not contributed."""
         await self._publisher.quiesce()
         await self._compute.run(self._adopt, round_id)
+        for member in self._registry.admit(round_id + 1):  # they came when this site held a later model
+            with contextlib.suppress(BusError):  # its next Hello brings another
+                await self._dispatcher.welcome(member)
         with tolerate_write_timeout("model", round_id):
             await self._publisher.publish_full(round_id)
 

@@ -409,8 +409,8 @@ class UpdateReceiver:
                     async with self._folding:
                         await self._fold(self._complete.popleft(), receipts)
                     await self._grant_more()
-                    if self._complete and time.monotonic() - self._repaired_s > 2 * self._uploads.repair_period_s:
-                        await self._repair()  # updates in memory may keep this busy for long
+                    await self._repair_if_due()
+                await self._repair_if_due()
 
     def _begin_round(self, round_id: int, base: Tensor) -> None:
         """Make the strategy ready, on the compute thread."""
@@ -445,6 +445,9 @@ class UpdateReceiver:
             self._drop(transfer.key)  # no client counts twice, and no update beyond those that are enough
             return
         staleness = round_.staleness(update.request.round_id)
+        if staleness < 0:
+            self._drop(transfer.key)  # of another round, which was left without a close()
+            return
         started_s = time.perf_counter()
         weight = self._admission.cap.weight(update.request.num_samples)
         self.timing.note(update.client_id, "adding")
@@ -545,6 +548,12 @@ class UpdateReceiver:
             del self._requests[client_id]
             self.timing.note(client_id, "granted")
             await self._uploads.grant(self._begin(update))
+
+    async def _repair_if_due(self) -> None:
+        """Request missing frames also where :meth:`run` never waits for long: with many updates in memory, or with ones
+        that are complete one by one, each before a wait is over."""
+        if time.monotonic() - self._repaired_s > 2 * self._uploads.repair_period_s:
+            await self._repair()
 
     async def _repair(self) -> None:
         self._repaired_s = time.monotonic()

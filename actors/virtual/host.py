@@ -43,6 +43,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.control import (
     EvaluationRequest,
     EvaluationResult,
@@ -426,11 +427,11 @@ class ClientHost(Client):
         """Report that the training of a client failed."""
         current, (command, session) = self._session, self._commanded
         log.error("training failed", client=client_id, round=command.round_id, error=str(error))
-        self._failure = f"{error} (client {client_id})"
+        self._failure = plain_line(f"{error} (client {client_id})")
         if session != current.incarnation or current.superseded(command):
             return
         current.refused_ids.add(client_id)
-        text = error.text if self._config.report_failures else "training failed"
+        text = plain_text(error.text) if self._config.report_failures else "training failed"
         sent = TrainingFailure(current.run_id, command.round_id, text, error.reason)
         self._failures = {one: before for one, before in self._failures.items() if before.round_id == sent.round_id}
         self._failures[client_id] = sent

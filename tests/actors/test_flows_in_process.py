@@ -25,7 +25,7 @@ from gradbus.actors.federated import publish
 from gradbus.actors.federated.report import RoundTiming
 from gradbus.models import NoopTask
 from gradbus.runtime.dds.participant import Periodic
-from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.errors import BusClosed, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.testing.journal import History
@@ -273,6 +273,25 @@ def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: st
                 await running
 
     asyncio.run(main())
+
+
+def test_training_that_fails_with_an_error_that_names_a_file_that_is_not_utf_8_ends_the_run_with_that_error() -> None:
+    class Unreadable(NoopTask):
+        def train(self, model: Any, **arguments: Any) -> Any:
+            raise FileNotFoundError("no such file: patients-\udcff.csv")
+
+    async def main() -> list[Any]:
+        place = {"job": f"flow-{os.getpid()}-{next(_jobs)}", "domain": new_domain()}
+        async with asyncio.timeout(60), gradbus.connect(**place) as bus, gradbus.connect(**place) as other:
+            config = gradbus.FederatedConfig(rounds=1, clients={"num": 1}, round={"max_attempts": 1})
+            return await asyncio.gather(
+                gradbus.Controller(bus, NoopTask(DIM), config).run(),
+                gradbus.Client(other, Unreadable(DIM), client_id=0).run(), return_exceptions=True,
+            )  # fmt: skip
+
+    found = asyncio.run(main())
+    assert [type(error) for error in found] == [TrainingFailed] * 2
+    assert all("no such file: patients-\N{REPLACEMENT CHARACTER}.csv" in str(error) for error in found)
 
 
 def test_what_is_noted_of_each_round_and_update_is_not_written_on_the_event_loop(

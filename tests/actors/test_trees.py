@@ -18,8 +18,10 @@ from trees import DIM, UnequalTask, rules, site_of, state, tree
 
 import gradbus
 from gradbus.actors import Site
+from gradbus.actors.federated import site as site_module
 from gradbus.actors.federated.report import Progress
-from gradbus.actors.federated.site_controller import RoundsAlone, SiteController
+from gradbus.actors.federated.site import Followed
+from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
 from gradbus.models import NoopTask
 from gradbus.runtime.checkpoint import CheckpointStore
@@ -231,17 +233,25 @@ def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_t
     assert len(set(runs)) == 2  # the second one began from the model from above
 
 
+def serve_site(
+    group: asyncio.TaskGroup, bus: gradbus.Bus, config: gradbus.FederatedConfig,
+    reports: list[gradbus.RoundReport] | None = None,
+) -> tuple[SiteController, asyncio.Task[None]]:  # fmt: skip
+    """A site's Controller, told what to do by the test in place of a level above."""
+    controller = SiteController(
+        bus, NoopTask(DIM), config, terms=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=20.0), frozen=None,
+        progress=Progress(), on_open=lambda: None,
+    )  # fmt: skip
+    return controller, group.create_task(controller.serve(([] if reports is None else reports).append))
+
+
 def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_round(tmp_path: Path) -> None:
     async def main() -> list[gradbus.RoundReport]:
         async with tree() as here, asyncio.TaskGroup() as group:
             local, theirs = [await here.bus("site") for _ in range(2)]
             client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
-            controller = SiteController(
-                local, NoopTask(DIM), rules(1), terms=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=20.0),
-                frozen=None, progress=Progress(), on_open=lambda: None,
-            )  # fmt: skip
             reports: list[gradbus.RoundReport] = []
-            serving = group.create_task(controller.serve(reports.append))
+            controller, serving = serve_site(group, local, rules(1), reports)
             await controller.started.wait()
             controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
             model = torch.zeros(DIM)
@@ -260,6 +270,120 @@ def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_r
     assert (report.round_id, report.marks) == (2, {})
     (lost,) = [line for line in logs if line["event"] == "rounds alone not contributed"]
     assert (lost["round"], lost["kept"]) == (1, str(tmp_path))
+
+
+def test_rounds_alone_in_the_sum_of_a_round_that_is_called_off_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            controller, serving = serve_site(group, local, rules(1))
+            await controller.started.wait()
+            gate, contribute = Gate(0, 1), controller._contribute
+
+            def held(contribution: RoundsAlone) -> None:
+                contribute(contribution)
+                gate(0, 1)
+
+            monkeypatch.setattr(controller, "_contribute", held)
+            controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
+            await controller.adopt(0, torch.zeros(DIM))
+            gathering = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
+            await gate.reached.wait()
+            gathering.cancel()
+            gate.open()
+            await asyncio.wait({gathering})
+            assert controller.contribution is None  # it is in a sum, and must not be in another one
+            await controller.adopt(1, torch.zeros(DIM))  # the level above has gone on without it
+            controller.end()
+            await asyncio.gather(serving, client)
+
+    with capture_logs() as logs:
+        asyncio.run(main())
+    (lost,) = [line for line in logs if line["event"] == "rounds alone not contributed"]
+    assert (lost["round"], lost["kept"]) == (1, str(tmp_path))
+
+
+def test_a_site_that_starts_again_below_an_earlier_model_than_its_own_has_its_clients_train_from_that(
+    tmp_path: Path,
+) -> None:
+    async def main() -> int:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            config, model = rules(1, **state(tmp_path, "site")), torch.zeros(DIM)
+            before, serving = serve_site(group, local, config)
+            await before.started.wait()
+            await before.adopt(3, model)
+            await ended(serving)
+            controller, serving = serve_site(group, local, config)
+            await controller.started.wait()  # its client is welcomed for round 4
+            await controller.adopt(1, model)  # the level above has gone back
+            _, samples, _ = await controller.gather(TrainCmd(2, 1, 1, 0.1, 0), time.monotonic() + 10.0)
+            controller.end()
+            await asyncio.gather(serving, client)
+            return samples
+
+    assert asyncio.run(main()) == 3
+
+
+def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> int:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            controller, serving = serve_site(group, local, rules(1))
+            await controller.started.wait()
+            await controller.adopt(0, torch.zeros(DIM))
+            asked = asyncio.Event()
+
+            async def hang(round_id: int) -> TrainCmd:
+                asked.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            with monkeypatch.context() as hanging:
+                hanging.setattr(controller, "_command", hang)
+                first = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
+                await asked.wait()
+                await ended(first)
+            assert controller.next_round() == 1  # for whoever comes now
+            assert controller._receiver._round is None
+            _, samples, _ = await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+            controller.end()
+            await asyncio.gather(serving, client)
+            return samples
+
+    assert asyncio.run(main()) == 3
+
+
+def test_a_site_that_begins_anew_forgets_the_model_with_which_it_was_cut_off_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Followed | None] = []
+
+    class Member:
+        """The first one hears that the level above has gone back, the second one that all rounds are done."""
+
+        controller = None
+
+        def __init__(self, *parts: Any, followed: Followed | None) -> None:
+            given.append(followed)
+
+        async def run(self) -> None:
+            if len(given) == 1:
+                raise UpstreamChanged("the level above has gone back from round 90 to 89")
+
+    monkeypatch.setattr(site_module, "SiteMember", Member)
+    site = site_of(None, None, 0, rules(1, **state(tmp_path, "site")))  # type: ignore[arg-type]
+    terms = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
+    of_round_5 = site._followed = Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None)
+    asyncio.run(site.run())
+    assert given == [of_round_5, None]
 
 
 def test_a_site_that_is_late_is_left_out_and_back_in_the_next_round() -> None:

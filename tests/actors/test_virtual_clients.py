@@ -190,7 +190,7 @@ class FailsSometimes(NoopTask):
 
     def train(self, model: nn.Module, **arguments: Any) -> Any:
         if arguments["client_id"] in self._clients:
-            raise ValueError("no such file: patients.csv")
+            raise ValueError("no such file: patients-\udcff.csv")  # a byte of its name that is not UTF-8
         return super().train(model, **arguments)
 
 
@@ -247,7 +247,7 @@ def test_a_client_whose_training_raises_is_left_out() -> None:
 
 
 def test_a_run_in_which_all_trainings_raise_ends_with_the_error_of_the_task() -> None:
-    with pytest.raises(TrainingFailed, match=r"no such file: patients\.csv"):
+    with pytest.raises(TrainingFailed, match=r"no such file: patients-\N{REPLACEMENT CHARACTER}\.csv"):
         virtual(FailsSometimes([0, 1]), 2, rules())
 
 

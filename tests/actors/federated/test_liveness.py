@@ -19,6 +19,7 @@ from gradbus.actors.federated.dispatch import Dispatcher
 from gradbus.actors.federated.liveness import LivenessMonitor, make_status
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.state import RunContext
+from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Identity, PeerGone
@@ -182,3 +183,20 @@ def test_the_status_tells_the_newest_accuracy_however_long_ago_that_was() -> Non
     assert (said(), progress.reports[-1].accuracy) == (0.6, 0.6)
     progress.reports[:] = []  # nothing is looked for in what may be a million rounds
     assert said() == 0.6
+
+
+def test_the_end_of_a_run_is_announced_with_its_reason_also_where_that_names_a_file_that_is_not_utf_8() -> None:
+    said: list[Any] = []
+
+    async def publish(sender: Identity, body: Any) -> None:
+        said.append(body)
+
+    config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S))
+    context: Any = RunContext(
+        SimpleNamespace(publish=publish), Identity(CONTROLLER, 1), None, config, SimpleNamespace(run_id=1), None  # type: ignore[arg-type]
+    )  # fmt: skip
+    members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
+    monitor = LivenessMonitor(context, members, None, Progress(), changed=nothing, open_round=lambda: None)  # type: ignore[arg-type]
+    asyncio.run(monitor.announce_end(ok=False, reason="no space left: /data/\udcff/round-000003"))
+    assert [control.decode(control.encode(body)) for body in said] == said
+    assert [body.reason for body in said] == ["no space left: /data/\N{REPLACEMENT CHARACTER}/round-000003"]

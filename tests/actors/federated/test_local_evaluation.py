@@ -81,6 +81,8 @@ def test_what_a_task_raises_is_the_reason_unless_that_may_not_leave_the_client()
     error = ValueError("patient 17 has no image" + "!" * 1000)
     assert evaluated(Returning(error)).failure.startswith("ValueError: patient 17 has no image")
     assert evaluated(Returning(error), tells_errors=False).failure == "ValueError"
+    unreadable = FileNotFoundError("scan-\udcff.png")  # a byte of its name that is not UTF-8
+    assert "scan-\N{REPLACEMENT CHARACTER}.png" in evaluated(Returning(unreadable)).failure
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,23 @@ def test_the_end_of_the_round_drops_what_waits_to_be_read() -> None:
     run_with(test, held=True)
 
 
+def test_an_update_that_waits_to_be_read_in_a_round_that_nobody_has_closed_is_in_no_other_one() -> None:
+    async def test(hall: Hall) -> None:
+        first, _firsts = sealed(Sender(0))
+        await first.offer_to(hall)
+        await hall.strategy.entered.wait()
+        late, _lates = sealed(Sender(1))
+        await late.offer_to(hall)
+        hall.open_round(2)
+        hall.strategy.go_on.set()
+        newer, _newers = sealed(Sender(2, round_id=2))
+        await newer.offer_to(hall)
+        await receipts(hall, 2)
+        assert hall.strategy.added == [0, 2]
+
+    run_with(test, held=True)
+
+
 @pytest.mark.parametrize(
     ("payload", "reason"),
     [(b"\xff" * 50, "malformed"), (codecs.get("fp32").encode(torch.full((DIM,), 1e30)), "refused")],
@@ -346,6 +363,29 @@ def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatc
         assert hall.intake.dropped["stalled"] == 0
 
     run_with(test, clients=6, repair_after_s=0.02, stall_after_s=0.04)
+
+
+def test_updates_that_are_complete_one_by_one_do_not_keep_it_from_asking_for_lost_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(hall: Hall) -> None:
+        add = hall.strategy.add
+
+        def slowly(*arguments: Any) -> None:
+            time.sleep(0.03)
+            add(*arguments)
+
+        monkeypatch.setattr(hall.strategy, "add", slowly)
+        far = Sender(0)
+        await far.offer_to(hall)
+        await far.send_to(hall, slice(-1))
+        near = [sealed(Sender(client_id)) for client_id in range(1, 9)]
+        for count, (sender, _) in enumerate(near, 1):
+            await sender.offer_to(hall)  # the one before has its receipt: none waits to be added meanwhile
+            await receipts(hall, count)
+        assert hall.bus.all(RetransmitRequest)
+
+    run_with(test, clients=9, repair_after_s=0.06)
 
 
 def test_an_offer_without_a_loss_is_the_same_when_it_is_repeated() -> None:
