@@ -219,8 +219,8 @@ class PeerProcesses:
     def _tell(self, file: int) -> None:
         with self._lock:
             claim = self._files.get(file)
-            if claim is None:
-                return
+            if claim is None or not _is_readable(file):
+                return  # closed meanwhile, and its number may be another's now; an end is reported until it is told
             listeners = self._listeners.pop(claim)
             self._remove(file)
         for ended in listeners:
@@ -239,6 +239,13 @@ class PeerProcesses:
             with contextlib.suppress(OSError):
                 os.close(self._bell)
         self.__init__()  # type: ignore[misc]
+
+
+def _is_readable(file: int) -> bool:
+    """Whether there is news of a file now: of a pidfd, that its process has ended."""
+    look = select.poll()
+    look.register(file, select.POLLIN)
+    return bool(look.poll(0))
 
 
 watched = PeerProcesses()

@@ -164,6 +164,20 @@ def test_who_watches_no_more_is_not_told(process: subprocess.Popen[bytes], watch
     watched.rest()
 
 
+def test_news_of_a_descriptor_that_is_another_processes_by_now_end_nobody(
+    process: subprocess.Popen[bytes], watched: PeerProcesses
+) -> None:
+    claim = claim_of(process.pid)
+    _, ended = watch(watched, claim)
+    (file,) = watched._files
+    watched._tell(file)  # as the thread does, 20 ms after news of one that is closed by now
+    assert ended.empty()
+    assert watched._files == {file: claim}
+    process.kill()
+    assert ended.get(timeout=10.0) == claim
+    watched.rest()
+
+
 CHILD = """
 import os, subprocess, sys
 from gradbus.runtime.dds import peer_processes
