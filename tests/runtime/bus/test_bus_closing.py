@@ -144,6 +144,27 @@ def test_whoever_waits_is_told_when_the_bus_closes(run: Run, place: dict[str, An
     run(main)
 
 
+def test_a_send_after_a_close_that_had_to_wait_for_another_says_that_the_bus_is_closed(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as other:
+            other.subscribe(ClientUpdate)
+            async with gradbus.connect(**place) as one:
+                one.open_writer(ModelBlob)
+                await reads(one, ClientUpdate)
+                sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(8 * MIB)))
+                await asyncio.sleep(0)
+            assert await sending > 8 * MIB
+            async with asyncio.timeout(20.0):
+                with pytest.raises(BusClosed):
+                    await one.send_update(UPDATE, 1, b"x")
+                with pytest.raises(BusClosed):
+                    await one.send_model(MODEL, b"x")
+
+    run(main)
+
+
 def test_what_was_sent_just_before_the_close_still_arrives(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as other:
