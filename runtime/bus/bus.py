@@ -183,6 +183,7 @@ class Bus:
         return await self._submit(self._writers[ModelBlob], samples)
 
     async def _submit(self, writer: Writer, samples: Iterator[Sample]) -> int:
+        self._check_open()  # close() keeps the slots that it takes: nobody waits for one after it
         async with self._slots:
             self._check_open()
             done: asyncio.Future[int] = self._loop.create_future()

@@ -15,7 +15,7 @@ from gradbus.runtime.bus.liveness import Liveness
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.idl_types import SampleError
-from gradbus.runtime.dds.participant import Periodic, Reader, WaitSet, Writer
+from gradbus.runtime.dds.participant import Periodic, Reader, WaitSet, Writer, delete_together
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
@@ -52,19 +52,21 @@ class _Endpoints:
             self.writers.append(endpoint)
             self._waiter.attach(endpoint.entity, number)
 
-    def delete(self, endpoint: Channel | Writer) -> None:
-        """Wait for it no more, and take it out of DDS."""
-        if isinstance(endpoint, Channel) and endpoint in self.channels:
-            self.channels.remove(endpoint)
-            if not endpoint.paused:
-                self._waiter.detach(endpoint.reader.condition)
-            self._waiter.detach(endpoint.reader.entity)
-            endpoint.reader.delete()
-        elif isinstance(endpoint, Writer) and endpoint in self.writers:
-            self.writers.remove(endpoint)
-            self._waiter.detach(endpoint.entity)
-            endpoint.delete()
-        self._by_number = {number: one for number, one in self._by_number.items() if one is not endpoint}
+    def delete(self, endpoints: Sequence[Channel | Writer]) -> None:
+        """Wait for them no more, and take them out of DDS: readers, then writers, in about a second."""
+        channels = [one for one in endpoints if isinstance(one, Channel) and one in self.channels]
+        writers = [one for one in endpoints if isinstance(one, Writer) and one in self.writers]
+        for channel in channels:
+            self.channels.remove(channel)
+            if not channel.paused:
+                self._waiter.detach(channel.reader.condition)
+            self._waiter.detach(channel.reader.entity)
+            channel.reader.delete()
+        for writer in writers:
+            self.writers.remove(writer)
+            self._waiter.detach(writer.entity)
+        delete_together(writers)
+        self._by_number = {number: one for number, one in self._by_number.items() if one not in endpoints}
 
     def with_news(self, numbers: Iterable[int]) -> tuple[Collection[Channel], Collection[Channel | Writer]]:
         """Channels to take from, and endpoints whose matched ones have changed, the first attached first: a new key of
@@ -206,15 +208,19 @@ class Receiver:
         return True
 
     def _attach_and_delete(self) -> None:
+        removals = [self._removals.popleft() for _ in range(len(self._removals))]  # first: each has been added before
         while self._arrivals:
             self._endpoints.attach(self._arrivals.popleft())
-        while self._removals:
-            endpoint, then = self._removals.popleft()
-            if isinstance(endpoint, Writer) and endpoint in self._endpoints.writers:
-                self.before_deletion([endpoint])
-            self._endpoints.delete(endpoint)
-            if isinstance(endpoint, Writer):
-                self.on_new_readers()
+        if not removals:
+            return
+        endpoints = [endpoint for endpoint, _ in removals]
+        writers = [one for one in self._endpoints.writers if one in endpoints]
+        if writers:
+            self.before_deletion(writers)
+        self._endpoints.delete(endpoints)
+        if writers:
+            self.on_new_readers()
+        for _, then in removals:
             then()
 
     def _refresh(self, endpoints: Collection[Channel | Writer]) -> Iterator[tuple[Channel, set[int]] | None]:

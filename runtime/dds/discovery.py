@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsParticipant
+from cyclonedds.builtin_types import cqos_to_qos
 from cyclonedds.core import DDSException, InstanceState, Policy, Qos, ReadCondition, SampleState, ViewState
 from cyclonedds.domain import DomainParticipant
 
@@ -108,6 +109,7 @@ class Discovery:
         self._addresses: list[tuple[str, int]] = []
         self._addresses_s = -_ADDRESSES_S
         self._reader = BuiltinDataReader(participant, BuiltinTopicDcpsParticipant)
+        self._reader._cqos_conv = _policies_of  # where its own one raises, all the samples of a batch are lost
         self._new = ReadCondition(self._reader, SampleState.NotRead | InstanceState.Any | ViewState.Any)
         self._is_open = True
 
@@ -119,7 +121,7 @@ class Discovery:
             for _ in range(_MOST_BATCHES):  # the rest is for the next time
                 try:
                     news = self._reader.take(_BATCH, self._new)
-                except DDSException:  # some user data that the binding cannot read
+                except Exception:  # of DDS, or of the binding for what a stranger says: neither may end the thread
                     return
                 for sample in news:
                     self._note(sample)
@@ -192,6 +194,15 @@ class Discovery:
             self._reader._delete(self._reader._ref)
         for claim in claims:
             peer_processes.watched.unwatch(claim, self._on_ended)
+
+
+def _policies_of(pointer: Any) -> Any:
+    """What a participant says of itself; nothing where the binding cannot read it, as text that is not UTF-8, or two
+    properties of one name."""
+    try:
+        return cqos_to_qos(pointer)  # type: ignore[no-untyped-call]
+    except Exception:  # what others say there may be anything
+        return Qos()
 
 
 def _process_in(qos: Any) -> str:

@@ -421,6 +421,7 @@ class Participant:
         return endpoint
 
     def _forget(self, endpoint: Reader | Writer) -> None:
+        """On any thread, and on several at once."""
         self._endpoints.discard(endpoint)
         self.topics.leave(endpoint.topic.name)
 
@@ -443,7 +444,7 @@ class Participant:
                 # for that thread. One after the other, the first would wait for the last for ever.
                 _delete_at_once([one for one in self._endpoints if isinstance(one, Reader)])
             if entity is self._publisher:
-                _delete_together([one for one in self._endpoints if isinstance(one, Writer)])
+                delete_together([one for one in self._endpoints if isinstance(one, Writer)])
             domains.delete(entity)
         self._made.clear()
         self.topics.close()  # after their readers and writers
@@ -460,12 +461,15 @@ def _wrapped(entity: Any, status: int, wrap: Callable[[], E]) -> E:
         raise
 
 
-def _delete_together(writers: Sequence[Writer]) -> None:
+def delete_together(writers: Sequence[Writer]) -> None:
     """Delete writers in about a second. DDS takes so long for each that has samples which a reader did not acknowledge,
     so those are deleted at the same time."""
-    late = [writer for writer in writers if not writer.wait_for_acks(0.0)]
-    for writer in set(writers).difference(late):
-        writer.delete()
+    late = []
+    for writer in writers:
+        if writer.wait_for_acks(0.0):
+            writer.delete()
+        else:
+            late.append(writer)
     for start in range(0, len(late), MAX_DELETING):
         _delete_at_once(late[start : start + MAX_DELETING])
 
@@ -473,16 +477,11 @@ def _delete_together(writers: Sequence[Writer]) -> None:
 def _delete_at_once(endpoints: Sequence[Reader | Writer]) -> None:
     """Delete readers or writers, each on a thread of its own. No executor does it: that refuses work while the
     interpreter ends, which is when some programs close their last bus."""
-    threads = [
-        threading.Thread(target=domains.delete, args=(one.entity,), name="gradbus-delete", daemon=True)
-        for one in endpoints
-    ]
+    threads = [threading.Thread(target=one.delete, name="gradbus-delete", daemon=True) for one in endpoints]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for one in endpoints:  # what they call is for one thread at a time
-        one.deleted()
 
 
 class WaitSet:

@@ -28,7 +28,8 @@ from gradbus.runtime.logs import get_logger
 
 SETTLE_S = 0.02  # after the end of a process until it is reported: what it sent last is on its way through DDS
 MAX_WATCHED = 4096  # processes; a descriptor each
-_CLAIM = re.compile(r"([0-9a-f]{16}) ([1-9]\d{0,9}) (\d{1,19})")
+# Numbers that the kernel's calls take: anybody may say a larger one, for which they raise OverflowError.
+_CLAIM = re.compile(r"([0-9a-f]{16}) ([1-9]\d{0,8}) (\d{1,19})", re.ASCII)
 
 Ended = Callable[[str], None]
 """Gets the claim of a process that has ended, on a thread of its own; must not wait."""
@@ -145,8 +146,12 @@ class PeerProcesses:
                         return False  # it is there and hidden
                     file = -1
             if file >= 0:
+                try:
+                    self._add(file, claim)
+                except (OSError, RuntimeError):  # no more descriptors, no more threads
+                    os.close(file)
+                    return False
                 self._listeners[claim] = [ended]
-                self._add(file, claim)
                 return True
         ended(claim)
         return True
@@ -168,16 +173,25 @@ class PeerProcesses:
             thread.join(1.0)
 
     def _add(self, file: int, claim: str) -> None:
-        if self._epoll is None:
-            self._epoll = select.epoll()
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC)
-            self._epoll.register(self._bell, select.EPOLLIN)
-            self._thread = threading.Thread(
-                target=self._run, args=(self._epoll, self._bell), name="gradbus-processes", daemon=True
-            )
-            self._thread.start()
+        """With the lock. Raises OSError or RuntimeError: it cannot be watched, and nothing has changed."""
+        if self._epoll is not None:
+            self._epoll.register(file, select.EPOLLIN)
+        else:
+            self._start(file)
         self._files[file] = claim
-        self._epoll.register(file, select.EPOLLIN)
+
+    def _start(self, file: int) -> None:
+        with contextlib.ExitStack() as undo:
+            epoll = select.epoll()
+            undo.callback(epoll.close)
+            bell = os.eventfd(0, os.EFD_CLOEXEC)
+            undo.callback(os.close, bell)
+            for one in (bell, file):
+                epoll.register(one, select.EPOLLIN)
+            thread = threading.Thread(target=self._run, args=(epoll, bell), name="gradbus-processes", daemon=True)
+            thread.start()
+            undo.pop_all()
+        self._epoll, self._bell, self._thread = epoll, bell, thread
 
     def _remove(self, file: int) -> None:
         """With the lock."""
@@ -205,8 +219,8 @@ class PeerProcesses:
     def _tell(self, file: int) -> None:
         with self._lock:
             claim = self._files.get(file)
-            if claim is None:
-                return
+            if claim is None or not _is_readable(file):
+                return  # closed meanwhile, and its number may be another's now; an end is reported until it is told
             listeners = self._listeners.pop(claim)
             self._remove(file)
         for ended in listeners:
@@ -225,6 +239,13 @@ class PeerProcesses:
             with contextlib.suppress(OSError):
                 os.close(self._bell)
         self.__init__()  # type: ignore[misc]
+
+
+def _is_readable(file: int) -> bool:
+    """Whether there is news of a file now: of a pidfd, that its process has ended."""
+    look = select.poll()
+    look.register(file, select.POLLIN)
+    return bool(look.poll(0))
 
 
 watched = PeerProcesses()

@@ -175,10 +175,12 @@ class EncryptedReader(_MatchedWithKey, Reader):
         self._wire.delete()
 
     def take(self, limit: int) -> list[tuple[Any, int]]:
-        """See :meth:`.dds.Reader.take`: envelopes as they came, or samples that were held back until now."""
-        if self._released:
-            return [self._released.popleft() for _ in range(min(limit, len(self._released)))]
-        return [((raw, source), source) for raw, source in self._wire.take(limit)]
+        """See :meth:`.dds.Reader.take`: samples that were held back until now, then envelopes as they came. Fewer than
+        ``limit`` say that DDS has no more, here as well."""
+        taken = [self._released.popleft() for _ in range(min(limit, len(self._released)))]
+        if len(taken) < limit:
+            taken += [((raw, source), source) for raw, source in self._wire.take(limit - len(taken))]
+        return taken
 
     def decode(self, raw: Any) -> Any:
         """See :meth:`.dds.Reader.decode`. Each envelope is decrypted just before its use, in the processor's caches.

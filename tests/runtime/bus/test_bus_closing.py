@@ -17,6 +17,8 @@ from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, reads
 from patience import eventually
 
 import gradbus
+from gradbus.runtime.bus import raw_endpoints
+from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire import frames
@@ -26,6 +28,7 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, Trai
 
 NEVER_TAKES = Path(__file__).parents[2] / "support" / "never_takes.py"
 BOUND_S = 15.0  # of a second, on a machine that stands still for some; what is unsent would give up after 30 s
+WRITERS = 12  # whose samples a process does not take: a second each, one after the other
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 
 
@@ -141,6 +144,27 @@ def test_whoever_waits_is_told_when_the_bus_closes(run: Run, place: dict[str, An
     run(main)
 
 
+def test_a_send_after_a_close_that_had_to_wait_for_another_says_that_the_bus_is_closed(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as other:
+            other.subscribe(ClientUpdate)
+            async with gradbus.connect(**place) as one:
+                one.open_writer(ModelBlob)
+                await reads(one, ClientUpdate)
+                sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(8 * MIB)))
+                await asyncio.sleep(0)
+            assert await sending > 8 * MIB
+            async with asyncio.timeout(20.0):
+                with pytest.raises(BusClosed):
+                    await one.send_update(UPDATE, 1, b"x")
+                with pytest.raises(BusClosed):
+                    await one.send_model(MODEL, b"x")
+
+    run(main)
+
+
 def test_what_was_sent_just_before_the_close_still_arrives(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as other:
@@ -212,33 +236,59 @@ def test_a_close_whose_caller_is_cancelled_is_bounded_and_complete(run: Run, pla
     run(main)
 
 
-def test_writers_whose_samples_a_process_does_not_take_do_not_add_up_when_a_bus_closes(
-    run: Run, place: dict[str, Any]
-) -> None:
-    writers = 12  # a second each, one after the other
-
-    async def main() -> float:
-        async with gradbus.connect(**place, security="none") as bus:
-            port = bus.raw_endpoints()
-            opened = [port.open_writer(collective_topic(f"group-{number}")) for number in range(writers)]
-            await bus.matched(lambda: all(writer.matched for writer in opened), timeout_s=50)
-            key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, 0, "x", 0)
-            for writer in opened:
-                for _ in range(8):  # twice as many as the reader keeps
-                    port.write(writer, next(frames.split(key, b"x")))
-                assert not writer.wait_for_acks(0.0)
-            closing_s = time.monotonic()
-        await eventually(lambda: threads_of_gradbus() == [])
-        return time.monotonic() - closing_s
-
+@pytest.fixture
+def never_takes(place: dict[str, Any]) -> Iterator[None]:
+    """A process with a reader of each topic of the job, which takes nothing."""
     command = [sys.executable, str(NEVER_TAKES), str(place["domain"]), "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "watching\n"
-            assert run(main) < writers / 2
+            yield
         finally:
             process.kill()
+
+
+async def port_with_unacknowledged(bus: gradbus.Bus, writers: int) -> RawEndpoints:
+    port = bus.raw_endpoints()
+    opened = [port.open_writer(collective_topic(f"group-{number}")) for number in range(writers)]
+    await bus.matched(lambda: all(writer.matched for writer in opened), timeout_s=50)
+    key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, 0, "x", 0)
+    for writer in opened:
+        for _ in range(8):  # twice as many as the reader keeps
+            port.write(writer, next(frames.split(key, b"x")))
+        assert not writer.wait_for_acks(0.0)
+    return port
+
+
+@pytest.mark.usefixtures("never_takes")
+def test_writers_whose_samples_a_process_does_not_take_do_not_add_up_when_a_bus_closes(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> float:
+        async with gradbus.connect(**place, security="none") as bus:
+            await port_with_unacknowledged(bus, WRITERS)
+            closing_s = time.monotonic()
+        await eventually(lambda: threads_of_gradbus() == [])
+        return time.monotonic() - closing_s
+
+    assert run(main) < WRITERS / 2
+
+
+@pytest.mark.usefixtures("never_takes")
+def test_nor_do_they_add_up_when_a_group_closes_and_others_use_the_bus(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 50.0)  # so that the deletion is waited for to its end
+
+    async def main() -> float:
+        async with gradbus.connect(**place, security="none") as bus:
+            port = await port_with_unacknowledged(bus, WRITERS)
+            closing_s = time.monotonic()
+            await port.close()
+            return time.monotonic() - closing_s
+
+    assert run(main) < WRITERS / 2
 
 
 def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place: dict[str, Any]) -> None:

@@ -22,11 +22,12 @@ from gradbus.runtime.dds.participant import Participant
 COUNT = 60
 
 
-def announcement(prefix: bytes, user_data: str, host: str) -> bytes:
-    """The RTPS message with which a participant appears, that takes part in nothing."""
+def announcement(prefix: bytes, user_data: str, *hosts: str | bytes) -> bytes:
+    """The RTPS message with which a participant appears, that takes part in nothing. ``hosts``: what it says of its
+    host, as often as it says it."""
 
-    def text(value: str) -> bytes:
-        data = value.encode() + b"\0"
+    def text(value: str | bytes) -> bytes:
+        data = (value.encode() if isinstance(value, str) else value) + b"\0"
         return struct.pack("<I", len(data)) + data + bytes(-len(data) % 4)
 
     def parameter(number: int, value: bytes) -> bytes:
@@ -34,13 +35,14 @@ def announcement(prefix: bytes, user_data: str, host: str) -> bytes:
         return struct.pack("<HH", number, len(value)) + value
 
     said = user_data.encode()
+    properties = struct.pack("<I", len(hosts)) + b"".join(text("__Hostname") + text(host) for host in hosts)
     locator = struct.pack("<iI", 1, 9) + bytes(12) + socket.inet_aton("127.0.0.1")
     body = b"".join((
         struct.pack("<HH", 0, 16), bytes.fromhex("000100c7"), bytes.fromhex("000100c2"), struct.pack("<iI", 0, 1),
         b"\0\3\0\0", parameter(0x15, b"\2\5\0\0"), parameter(0x16, b"\1\x10\0\0"),
         parameter(0x50, prefix + bytes.fromhex("000001c1")), parameter(0x58, bytes(4)), parameter(0x31, locator),
         parameter(0x32, locator), parameter(0x2C, struct.pack("<I", len(said)) + said),
-        parameter(0x59, struct.pack("<I", 1) + text("__Hostname") + text(host) + struct.pack("<I", 0)),
+        parameter(0x59, properties + struct.pack("<I", 0)),
         parameter(0x02, struct.pack("<iI", 600, 0)), struct.pack("<HH", 1, 0),
     ))  # fmt: skip
     return b"RTPS\2\5\1\x10" + prefix + struct.pack("<BBH", 0x15, 5, len(body)) + body
@@ -93,3 +95,16 @@ def test_announcements_without_end_do_not_hold_up_who_looks(monkeypatch: pytest.
         made.look_around()
         assert len(set(made.claims()) - known) <= 16
         until(lambda: len(set(made.claims()) - known) == COUNT)
+
+
+def test_what_a_stranger_announces_that_cannot_be_read_hides_nobody_else() -> None:
+    with node() as (made, domain):
+        address = discovery.own_addresses(domain)[0]
+        prefixes = [os.urandom(12) for _ in range(4)]
+        says: list[tuple[str | bytes, ...]] = [(b"\xff",), ("one", "another"), (), ("good",)]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
+            for prefix, hosts in zip(prefixes, says, strict=True):
+                speaker.sendto(announcement(prefix, "", *hosts), address)
+        time.sleep(0.2)  # so that one look takes all of them
+        until(lambda: made.look_around() and set(prefixes) <= set(made.claims()))
+        assert [made.claims()[prefix].host for prefix in prefixes] == ["", "", "", "good"]

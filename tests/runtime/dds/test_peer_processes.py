@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 from patience import until
 
 from gradbus.runtime.dds import peer_processes
-from gradbus.runtime.dds.peer_processes import PeerProcesses, is_stopped, own_claim
+from gradbus.runtime.dds.peer_processes import PeerProcesses, has_ended, is_stopped, own_claim
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
 
@@ -95,6 +97,63 @@ def test_of_this_process_itself_and_of_others_elsewhere_nothing_is_watched(watch
     assert watched._thread is None
 
 
+def test_a_number_that_no_process_can_have_is_nobodys_claim(watched: PeerProcesses) -> None:
+    for number in ("9999999999", "4294967297", "2147483648", "١"):
+        claim = f"{own_claim().split()[0]} {number} 1"
+        assert not watched.watch(claim, pytest.fail)
+        assert has_ended(claim) is None
+
+
+def no_more(*_: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def open_files() -> int:
+    """Those of the kinds that a watch needs."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("anon_inode:") for link in links if os.path.islink(link))
+
+
+@pytest.mark.parametrize(("owner", "name"), [(select, "epoll"), (os, "eventfd"), (threading.Thread, "start")])
+def test_while_the_system_gives_nothing_to_watch_with_nobody_is_watched_and_nothing_is_left_open(
+    process: subprocess.Popen[bytes],
+    watched: PeerProcesses,
+    owner: object,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claim, files = claim_of(process.pid), open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, no_more)
+        assert not watched.watch(claim, pytest.fail)
+    assert open_files() == files
+    told, ended = watch(watched, claim)
+    assert told
+    process.kill()
+    assert ended.get(timeout=10.0) == claim
+    watched.rest()
+
+
+def test_one_process_too_many_is_not_watched_and_the_others_are(
+    process: subprocess.Popen[bytes], watched: PeerProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        register = staticmethod(no_more)
+
+    claim = claim_of(process.pid)
+    _, ended = watch(watched, claim)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(watched, "_epoll", Full())
+                assert not watched.watch(claim_of(other.pid), pytest.fail)
+        finally:
+            other.kill()
+    process.kill()
+    assert ended.get(timeout=10.0) == claim
+    watched.rest()
+
+
 def test_who_watches_no_more_is_not_told(process: subprocess.Popen[bytes], watched: PeerProcesses) -> None:
     claim = claim_of(process.pid)
     (_, first), (_, second) = watch(watched, claim), watch(watched, claim)
@@ -102,6 +161,20 @@ def test_who_watches_no_more_is_not_told(process: subprocess.Popen[bytes], watch
     process.kill()
     assert second.get(timeout=10.0) == claim
     assert first.empty()
+    watched.rest()
+
+
+def test_news_of_a_descriptor_that_is_another_processes_by_now_end_nobody(
+    process: subprocess.Popen[bytes], watched: PeerProcesses
+) -> None:
+    claim = claim_of(process.pid)
+    _, ended = watch(watched, claim)
+    (file,) = watched._files
+    watched._tell(file)  # as the thread does, 20 ms after news of one that is closed by now
+    assert ended.empty()
+    assert watched._files == {file: claim}
+    process.kill()
+    assert ended.get(timeout=10.0) == claim
     watched.rest()
 
 

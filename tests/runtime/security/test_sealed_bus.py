@@ -15,14 +15,17 @@ import pytest
 import torch
 from dds_domains import new_domain
 from outsider import JOB_TOPICS, Outsider
-from patience import eventually
+from patience import eventually, until
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.participant_factory import participant_maker
 from gradbus.runtime.dds import libddsc
-from gradbus.runtime.dds.topics import collective_topic
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.topics import TOPICS, collective_topic
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.security import Security, liveness_challenge
+from gradbus.runtime.security.endpoints import EncryptedReader
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.peers import MAX_HELD_EACH
 from gradbus.runtime.wire.control import Leave
@@ -115,6 +118,32 @@ def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
                 assert not late.rejected
 
     run(main())
+
+
+def test_as_many_samples_are_taken_as_there_are_of_those_that_were_held_back_and_those_that_dds_has(
+    keyed: dict[str, Any],
+) -> None:
+    opened = participant_maker(
+        keyed["job"], domain=keyed["domain"], network=NetworkConfig(), fast=None, security=keyed["security"]
+    )
+    one, other = opened(), opened()
+    try:
+        writer, reader = one.topic_writer(TOPICS[Control]), other.topic_reader(TOPICS[Control])
+        assert isinstance(reader, EncryptedReader)
+        for endpoint in (writer, reader):
+            until(lambda endpoint=endpoint: endpoint.refresh() or endpoint.matched)
+        for _ in range(3):
+            assert writer.write((), (b"x",))
+        assert writer.wait_for_acks(20.0)
+        for held in ("first", "second"):
+            reader._release(held, 1)
+        taken = [raw for raw, _ in reader.take(4)]
+        assert taken[:2] == ["first", "second"]
+        assert len(taken) == 4
+        assert len(reader.take(4)) == 1
+    finally:
+        other.close()
+        one.close()
 
 
 def test_an_outsider_hears_no_word_in_clear_and_is_not_heard(keyed: dict[str, Any], place: dict[str, Any]) -> None:
