@@ -67,7 +67,7 @@ from gradbus.runtime.wire.messages import (
 )
 
 NAMED_AT_ONCE = 64  # open instructions that a heartbeat names at least
-NAMED_WITHIN = 4  # heartbeats, in which each of them is named: nodes go by what they have heard within WITHDRAWN_S
+NAMED_WITHIN = 4  # heartbeats in which each is named once: a node drops one that is not named for WITHDRAWN_S
 MATCHED_S = 0.25  # so long a reader that requests frames may take to be found
 FAREWELL_S = 5.0  # how long the end of a run is announced to nodes that have not left
 _KEPT_RECEIPTS = 16_384
@@ -145,7 +145,7 @@ class MessageHub:
         self._numbers = 0
         self._open: dict[int, _Open] = {}
         self._next_named = 0
-        self._over: list[int] = []  # instructions that ended without all their replies, to be told to the nodes
+        self._over: list[int] = []  # ended without all their replies; the nodes are to be notified
         self._requests: OrderedDict[FrameKey, IncomingUpload] = OrderedDict()
         self._reading: set[FrameKey] = set()
         self._unreadable: set[Identity] = set()  # nodes whose memory cannot be read from here

@@ -301,7 +301,7 @@ class RayPool(TrainingPool[RayProcess]):
             self.ray.kill(actor)
             raise
         started = RayProcess(self, actor, process)
-        started.stop(self._stopped)  # it has not heard what the others have
+        started.stop(self._stopped)  # work that ended before this actor was made
         return started
 
     def _new_actor(self) -> Any:

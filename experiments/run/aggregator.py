@@ -33,8 +33,8 @@ async def run_aggregator(file: AggregatorFile) -> None:
 
     jobs = settings.jobs or {file.bus.job: settings.world}
 
-    async def told(job: str, world: int) -> None:
-        """An error of one job is not the others', which may go on for long: it is told at once."""
+    async def serve_and_log(job: str, world: int) -> None:
+        """Serve one job. Its error does not end the other jobs, which may go on for long, so it is logged at once."""
         try:
             await _serve(file, actor, job, world)
         except Exception as error:
@@ -42,7 +42,7 @@ async def run_aggregator(file: AggregatorFile) -> None:
                 log.error("job is served no more", job=job, reason=str(error), exc_info=error)
             raise
 
-    ends = await asyncio.gather(*(told(job, world) for job, world in jobs.items()), return_exceptions=True)
+    ends = await asyncio.gather(*(serve_and_log(job, world) for job, world in jobs.items()), return_exceptions=True)
     for end in ends:
         if isinstance(end, BaseException):
             raise end

@@ -365,8 +365,8 @@ class AllowListWatcher:
         try:
             allowed = self._read(self._looked)
         except UnreadableList as error:
-            told, self._unread = self._unread, str(error)
-            if told == self._unread:
+            reported, self._unread = self._unread, str(error)
+            if reported == self._unread:
                 return None
             raise
         except ConfigError:
