@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +20,12 @@ class StepExchange:
             exchange.resume([await handle for handle in exchange.handles])
 
     Attributes:
-        ended: handles of the phases that are over. waits: of each of these phases the time, by ``time.perf_counter``,
+        waits: of each of these phases the time, by ``time.perf_counter``,
             when nothing was left to compute, and when the last handle ended.
     """
 
     __slots__ = (
-        "_group", "_is_cancelled", "_round_id", "_runs", "_sent_s", "_timeout_s", "_waiting", "ended", "waits",
+        "_ended", "_group", "_is_cancelled", "_round_id", "_runs", "_sent_s", "_timeout_s", "_waiting", "waits",
     )  # fmt: skip
 
     def __init__(self, group: Group, *, round_id: int, timeout_s: float) -> None:
@@ -34,8 +35,8 @@ class StepExchange:
         self._timeout_s = timeout_s
         self._runs: list[ProgramRun[Any]] = []
         self._waiting: list[ProgramRun[Any]] = []
-        self.ended: list[CollectiveHandle[Any]] = []
-        self.waits: list[tuple[float, float]] = []
+        self._ended: deque[CollectiveHandle[Any]] = deque()
+        self.waits: deque[tuple[float, float]] = deque()
         self._sent_s = 0.0
         self._is_cancelled = False
 
@@ -70,7 +71,7 @@ class StepExchange:
         handles = self.handles
         ended_s = [self._sent_s if handle.finished_s is None else handle.finished_s for handle in handles]
         self.waits.append((self._sent_s, max([self._sent_s, *ended_s])))
-        self.ended += handles
+        self._ended += handles
         waiting, self._waiting = self._waiting, []
         start = 0
         for run in waiting:
@@ -79,6 +80,14 @@ class StepExchange:
                 self._waiting.append(run)
             start += count
         self.all_sent()
+
+    def take_waits(self) -> list[tuple[float, float]]:
+        """Return ``waits``, each once, as :meth:`take_ended`."""
+        return [self.waits.popleft() for _ in range(len(self.waits))]
+
+    def take_ended(self) -> list[CollectiveHandle[Any]]:
+        """Return handles of the phases that are over, each once. Another phase may end on another thread meanwhile."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def cancel(self) -> None:
         """Give up: buffers are given back, what has ended stays as it is."""

@@ -42,6 +42,7 @@ class Stepper(ABC):
     Attributes:
         mean_loss: of the last step that was not skipped, over the ranks that made it; NaN if nobody needs it.
         skipped_exchanges: exchanges of weights so far whose results were dropped, on all ranks.
+        is_diverged: whether ranks that step by themselves have told all others that they skip one step after the other.
         wait_s, bytes_out: seconds that this rank waited for others, and payload handed to DDS, so far.
     """
 
@@ -67,6 +68,7 @@ class Stepper(ABC):
         self._exchanges: list[StepExchange] = []  # that have not ended
         self.mean_loss = math.nan
         self.skipped_exchanges = 0
+        self.is_diverged = False
         self.wait_s = 0.0
         self.bytes_out = 0
 
@@ -128,13 +130,18 @@ class Stepper(ABC):
     def _ended(self, exchange: StepExchange, profile: Profile | StepProfile) -> None:
         """Count what an exchange took."""
         self._exchanges.remove(exchange)
-        for handle in exchange.ended:
+        self._count_bytes(exchange, profile)
+
+    def _count_bytes(self, exchange: StepExchange, profile: Profile | StepProfile) -> None:
+        """Of the phases that have ended since this was called before."""
+        ended = exchange.take_ended()
+        for handle in ended:
             if handle.finished_s is not None:
                 self._profile.add_span(handle.name, handle.started_s, handle.finished_s)
-        sent = sum(handle.sent_bytes for handle in exchange.ended)
+        sent = sum(handle.sent_bytes for handle in ended)
         self.bytes_out += sent
         profile.count("bytes_out", sent)
-        profile.count("bytes_in", sum(handle.received_bytes for handle in exchange.ended))
+        profile.count("bytes_in", sum(handle.received_bytes for handle in ended))
 
     def _waited(self, start_s: float, end_s: float, profile: Profile | StepProfile) -> None:
         profile.add_span("wait", start_s, end_s)
@@ -176,15 +183,25 @@ class Stepper(ABC):
         while self._queue and (number is None or self._queue[0][0].number < number):
             step, task = self._queue[0]
             started_s = time.perf_counter()
-            await task
+            await self._result_of(step, task)
             self._queue.popleft()
-            self._waited(started_s, time.perf_counter(), profile)
-            self._ended(step.exchange, profile)
+            self._arrived(step, task, profile, waited_since_s=started_s)
             await self._compute.run(self._apply_late, step, profile)
             applied.append(step)
         if not self._queue:
             self._newest_task = None
         return applied
+
+    async def _result_of(self, step: TrainingStep, task: asyncio.Task[None]) -> None:
+        """Wait until a step can be applied."""
+        await task
+
+    def _arrived(
+        self, step: TrainingStep, task: asyncio.Task[None], profile: Profile | StepProfile, *, waited_since_s: float
+    ) -> None:
+        """A step can be applied."""
+        self._waited(waited_since_s, time.perf_counter(), profile)
+        self._ended(step.exchange, profile)
 
 
 class GradientStepper(Stepper):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,11 +149,16 @@ class TrainingStep:
         is_finite: whether loss and gradients of this rank are, as far as is known.
         skipped_by: None: the step counts. Else it was skipped, for these ranks were not finite; empty: it is not known
             which.
+        skipped_in_row: the steps that this rank has skipped by itself, up to this one.
         status: of all ranks, float64, shape (3,): how many were not finite, the sum of the mean losses of those whose
             loss is finite, and how many these are.
         as_begun: the step as the algorithm sees it, where that must not change until its programs start.
         metrics: of this rank's batches.
-        weights: a copy of them, which is exchanged; before: as they were.
+        weights: a copy of them, which is exchanged; before: as they were. change: of the weights, by the result.
+        has_finite_result: whether weights that were exchanged are finite on this rank. has_result: when that is known,
+            or the exchange has ended; on_result: called when it is known.
+        verdict: of all ranks, shape (2,): how many had a result that is not finite, and how many have skipped too many
+            steps in a row. counts: whether the exchange counts.
     """
 
     number: int
@@ -167,11 +173,18 @@ class TrainingStep:
     steps_before: int = 0
     is_finite: bool = True
     skipped_by: tuple[int, ...] | None = None
+    skipped_in_row: int = 0
     status: Tensor | None = None
     metrics: MetricSums = field(default_factory=MetricSums)
     weights: TensorBucket | None = None
     before: Tensor | None = None
+    change: Tensor | None = None
     as_begun: Step | None = None
+    has_finite_result: bool = False
+    has_result: asyncio.Event = field(default_factory=asyncio.Event)
+    on_result: Callable[[], object] = lambda: None
+    verdict: Tensor | None = None
+    counts: bool = False
 
 
 class ShardTraining:

@@ -8,20 +8,27 @@ Three orders, by what the algorithm declares and by the delay:
 - with a delay the weights are copied after the optimizer's step, exchanged while the next steps are computed, and the
   algorithm says what the weights of then become by the result: live += result - copy, where it says nothing else.
 
-Without a delay all ranks agree, in a step with an exchange, that the gradients and weights of all are finite, and else
-skip it together. In a step without one, and with a delay, a rank skips its own step alone. The result of an exchange
-that is not finite on some rank is dropped by all: a step of finite gradients may overflow. The rank whose own weights
-are not finite then goes on from those of the last exchange, where the algorithm has them.
+A rank whose gradients are not finite skips its step alone. The result of an exchange that is not finite on some rank is
+dropped by all: a step of finite gradients may overflow. The rank whose own weights are not finite then goes on from
+those of the last exchange, where the algorithm has them.
+
+That takes a second message, as what two ranks send each other tells no third one. Over a distant link nobody is to wait
+for it: a rank goes on with a result that is finite on itself, and takes it back, live -= what it has changed, where it
+learns that another rank had none. It looks before the next exchange begins, and where all steps must be final: so after
+the same step in each run, whenever the message came. Elastic ranks, which may be lost in between, and those whose
+exchange ``overlaps`` computing, apply no result that is not agreed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
 
-from gradbus.actors.data_parallel.exchange import StepExchange
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.stepping import Stepper, summed
 from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
@@ -35,9 +42,17 @@ from gradbus.runtime.profiling.profile import Profile, StepProfile
 class WeightStepper(Stepper):
     """Steps whose weights are exchanged, in some of them or in all."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """As a :class:`Stepper`."""
+    def __init__(self, *args: Any, waits_for_all: bool, max_nonfinite_steps: int, **options: Any) -> None:
+        """As a :class:`Stepper`.
+
+        Args:
+            waits_for_all: apply no result before all ranks have agreed that it counts.
+            max_nonfinite_steps: so many skipped steps in a row are told to all ranks, see ``is_diverged``; 0: never.
+        """
         super().__init__(*args, **options)
+        self._waits_for_all = waits_for_all or self._algorithm.overlaps
+        self._max_nonfinite_steps = max_nonfinite_steps
+        self._unsettled: deque[tuple[TrainingStep, asyncio.Task[None]]] = deque()  # applied, perhaps to be taken back
         self._log = get_logger("worker", rank=self._algorithm.place.rank)
 
     async def step(self, plan: EpochPlan, position: Position, profile: StepProfile) -> list[TrainingStep]:
@@ -46,40 +61,100 @@ class WeightStepper(Stepper):
         # With a delay the loss before may be known on one rank already, and on another not yet.
         is_due = self._algorithm.is_due(self._step_of(step, with_loss=not self._delay))
         is_early = is_due and self._algorithm.overlaps and not self._delay
-        if is_due:
-            self._opened(step.exchange)
         if is_early:
             # Without this step's own loss, which may be there when its program starts.
             step.as_begun = self._step_of(step)
-            await run(self._copy_weights, step)
-            self._launch(step)
-        if self._delay or not is_due:
-            await run(self._step_alone, step, profile)
-            self._on_sent(step)
-            await self._apply_before(step.number + 1 - self._delay, profile)
-            if is_due:
-                await run(self._copy_weights, step)
-                self._launch(step)
-            return [step]
-        agreement = training.new_exchange(step.number) if is_early else step.exchange
-        if is_early:
-            self._opened(agreement)
-        await run(self._step_together, step, agreement, profile)
+            step.skipped_in_row = position.skipped_in_row  # without this step, too
+            await self._begin_exchange(step, profile)
+        await run(self._compute_gradients, step, profile)
+        if not is_early:
+            step.skipped_in_row = 0 if step.is_finite else position.skipped_in_row + 1
         self._on_sent(step)
-        goes_on = True
-        while goes_on:
-            results = [await handle for handle in agreement.handles]
-            goes_on = await run(self._resume, agreement, results, profile)
-        for start_s, end_s in agreement.waits:
-            self._waited(start_s, end_s, profile)
-        self._ended(agreement, profile)
-        await self._apply_before(None, profile)
+        if is_early:
+            await self._apply_before(None, profile)
+            await self._settle(profile)
+        await run(training.apply, step, profile)
+        if self._algorithm.needs_loss and is_due and not self._delay:
+            await self._agree_on_loss(step, profile)
+        await self._apply_before(step.number + 1 - self._delay, profile)
+        if is_due and not is_early:
+            await self._begin_exchange(step, profile)
+            if not self._delay:
+                await self._apply_before(None, profile)
+            if self._waits_for_all:
+                await self._settle(profile)
         return [step]
 
     async def drain(self) -> list[TrainingStep]:
         """As above; the steps were made, and returned, when their gradients were there: none is left."""
         await super().drain()
+        await self._settle(self._profile)
         return []
+
+    async def close(self) -> None:
+        tasks = [task for _, task in self._unsettled]
+        self._unsettled.clear()
+        for task in tasks:
+            task.cancel()
+        await super().close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin_exchange(self, step: TrainingStep, profile: StepProfile) -> None:
+        await self._settle(profile)
+        self._opened(step.exchange)
+        await self._compute.run(self._copy_weights, step)
+        self._launch(step)
+
+    async def _run(self, step: TrainingStep, before: asyncio.Task[None] | None) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._waits_for_all:
+            step.on_result = partial(loop.call_soon_threadsafe, step.has_result.set)
+        try:
+            await super()._run(step, before)
+        finally:
+            step.has_result.set()
+
+    async def _result_of(self, step: TrainingStep, task: asyncio.Task[None]) -> None:
+        await step.has_result.wait()
+        if task.done():
+            await task
+
+    def _arrived(
+        self, step: TrainingStep, task: asyncio.Task[None], profile: Profile | StepProfile, *, waited_since_s: float
+    ) -> None:
+        if self._delay:
+            self._waited(waited_since_s, time.perf_counter(), profile)
+        else:  # to code messages is no wait
+            for start_s, end_s in step.exchange.take_waits():
+                self._waited(max(start_s, min(waited_since_s, end_s)), end_s, profile)
+        self._count_bytes(step.exchange, profile)
+        self._unsettled.append((step, task))
+
+    async def _settle(self, profile: Profile | StepProfile) -> None:
+        """Take back what was applied of exchanges that do not count."""
+        while self._unsettled:
+            step, task = self._unsettled[0]
+            started_s = time.perf_counter()
+            await task
+            self._unsettled.popleft()
+            self._waited(started_s, time.perf_counter(), profile)
+            self._ended(step.exchange, profile)
+            self.is_diverged |= step.verdict is not None and bool(step.verdict[1])
+            if not step.counts:
+                await self._compute.run(self._take_back, step)
+
+    async def _agree_on_loss(self, step: TrainingStep, profile: StepProfile) -> None:
+        """Before an exchange that is to know it."""
+        exchange = self._training.new_exchange(step.number)
+        self._opened(exchange)
+        exchange.start("loss", summed(self._take_status(step)))
+        exchange.all_sent()
+        while exchange.goes_on:
+            exchange.resume([await handle for handle in exchange.handles])
+        for start_s, end_s in exchange.waits:
+            self._waited(start_s, end_s, profile)
+        self._ended(exchange, profile)
+        self._note_loss(step)
 
     # On the compute thread
 
@@ -88,70 +163,36 @@ class WeightStepper(Stepper):
         step.weights = bucket_of(self._training.trained)
         step.before = step.weights.flat.clone() if self._delay else None
 
-    @torch.no_grad()
-    def _replace_weights(self, step: TrainingStep) -> None:
-        assert step.weights is not None
-        for name, parameter in self._training.trained.items():
-            parameter.copy_(step.weights.tensors[name])
-
     def _compute_gradients(self, step: TrainingStep, profile: StepProfile) -> None:
         self._training.compute(step, profile, lambda bucket: None, overlaps=False)
         step.is_finite = self._training.gradients_are_finite(step)
-
-    def _step_alone(self, step: TrainingStep, profile: StepProfile) -> None:
-        self._compute_gradients(step, profile)
         if not step.is_finite:
             step.skipped_by = (self._algorithm.place.rank,)
-        self._training.apply(step, profile)
 
-    def _step_together(self, step: TrainingStep, agreement: StepExchange, profile: StepProfile) -> None:
-        self._compute_gradients(step, profile)
-        step.is_finite = step.is_finite and self._training.weights_are_finite()
-        self._take_status(step)
-        agreement.start("status", self._agree(step) if self._algorithm.overlaps else self._all_of(step, profile))
-        agreement.all_sent()
-
-    def _agree(self, step: TrainingStep) -> Program[None]:
-        assert step.status is not None
-        yield from summed(step.status)
-        if step.status[0]:
-            step.skipped_by = ()
-        else:
-            self._note_loss(step)
-
-    def _all_of(self, step: TrainingStep, profile: StepProfile) -> Program[None]:
-        """Agree, step, exchange."""
-        yield from self._agree(step)
-        self._training.apply(step, profile)
-        if step.skipped_by is not None:
-            self._restart()
-            return
-        self._copy_weights(step)
-        yield from self._exchange(step)
-        self._end_exchange(step)
-
-    def _exchange(self, step: TrainingStep) -> Program[None]:
-        """Exchange, then agree whether the result is finite everywhere; else the step has no weights afterwards."""
+    @torch.no_grad()
+    def _apply_late(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
         assert step.weights is not None
-        yield from self._program(step, step.weights)
-        not_finite = torch.tensor([float(not are_finite([step.weights.flat]))])
-        yield from summed(not_finite, "result")
-        if not_finite[0]:
-            step.weights = None
-
-    def _end_exchange(self, step: TrainingStep) -> None:
-        """Without a delay: apply the result, or drop it."""
-        if step.weights is None:
-            self._algorithm.roll_back()
-            self._note_dropped(step)
+        if not (step.counts if self._waits_for_all else step.has_finite_result):
+            self._restart()
         else:
-            self._replace_weights(step)
-            self._algorithm.commit()
+            live, made = bucket_of(self._training.trained).flat, step.weights.flat
+            if step.before is not None:
+                made = self._algorithm.applied_late(self._step_of(step), live, step.before, made)
+            self._write_weights(made)
+            step.change = None if self._waits_for_all else made - live
+        step.weights = step.before = None
 
-    def _note_dropped(self, step: TrainingStep) -> None:
+    @torch.no_grad()
+    def _take_back(self, step: TrainingStep) -> None:
         self.skipped_exchanges += 1
         self._log.warning("exchange skipped: NaN or infinity", step=step.number + 1)
+        if step.change is not None:
+            self._write_weights(bucket_of(self._training.trained).flat - step.change)
         self._restart()
+
+    def _write_weights(self, flat: torch.Tensor) -> None:
+        for name, tensor in views_of(flat, self._training.trained).items():
+            self._training.trained[name].copy_(tensor)
 
     @torch.no_grad()
     def _restart(self) -> None:
@@ -162,56 +203,33 @@ class WeightStepper(Stepper):
         begun = self._algorithm.weights_of_joiner(bucket_of(self._training.trained).flat)
         if are_finite([begun]):
             self._log.warning("weights are not finite: back to those of the last exchange")
-            for name, tensor in views_of(begun, self._training.trained).items():
-                self._training.trained[name].copy_(tensor)
-
-    def _resume(self, exchange: StepExchange, results: Sequence[Any], profile: StepProfile) -> bool:
-        with profile.span("decode"):
-            exchange.resume(results)
-        return exchange.goes_on
-
-    @torch.no_grad()
-    def _apply_late(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
-        if not self._delay:
-            if step.skipped_by is None:
-                self._end_exchange(step)
-            else:
-                self._algorithm.roll_back()
-                self._restart()
-            self._training.apply(step, profile)
-        elif step.weights is None:
-            self._note_dropped(step)
-        else:
-            assert step.before is not None
-            live = bucket_of(self._training.trained).flat
-            made = self._algorithm.applied_late(self._step_of(step), live, step.before, step.weights.flat)
-            for name, tensor in views_of(made, self._training.trained).items():
-                self._training.trained[name].copy_(tensor)
-        step.weights = step.before = None
+            self._write_weights(begun)
 
     # In the background
 
     def _start_late(self, step: TrainingStep) -> bool:
-        step.exchange.start("weights", self._late(step) if self._delay else self._exchange(step))
+        if self._delay:
+            self._share_loss(step)
+        step.exchange.start("weights", self._exchange(step))
         step.exchange.all_sent()
         return step.exchange.goes_on or self._conclude(step)
 
-    def _late(self, step: TrainingStep) -> Program[None]:
-        """Exchange, then agree whether the result is finite everywhere: what two ranks send each other tells no third.
-        Nobody waits for it, as the next step is computed meanwhile."""
+    def _exchange(self, step: TrainingStep) -> Program[None]:
+        """Exchange, then agree whether the result is finite everywhere."""
         assert step.weights is not None
         yield from self._program(step, step.weights)
-        status = self._take_status(step)
-        status[0] = float(not are_finite([step.weights.flat]))
-        yield from summed(status)
+        step.has_finite_result = are_finite([step.weights.flat])
+        step.on_result()
+        is_diverged = 0 < self._max_nonfinite_steps <= step.skipped_in_row
+        verdict = torch.tensor([float(not step.has_finite_result), float(is_diverged)])
+        yield from summed(verdict, "result")
+        step.verdict = verdict
 
     def _conclude(self, step: TrainingStep) -> bool:
-        if not self._delay or step.status is None:
-            return False  # the ranks have not agreed yet; or the exchange was cancelled before it began
-        self._note_loss(step)
-        if step.status[0]:
-            self._algorithm.roll_back()
-            step.weights = None
-        else:
-            self._algorithm.commit()
+        if step.verdict is None:
+            return False  # it was cancelled
+        if self._delay:
+            self._note_loss(step)
+        step.counts = not step.verdict[0]
+        (self._algorithm.commit if step.counts else self._algorithm.roll_back)()
         return False

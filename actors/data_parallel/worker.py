@@ -299,7 +299,10 @@ class Worker:
     def _make_stepper(self) -> Stepper:
         training = self._training
         if training.algorithm.scope == "weights":
-            stepper: Stepper = WeightStepper(training, self._compute, self.profile, on_sent=self._note_sent)
+            stepper: Stepper = WeightStepper(
+                training, self._compute, self.profile, on_sent=self._note_sent,
+                waits_for_all=self._config.elastic.is_on, max_nonfinite_steps=self._config.max_nonfinite_steps,
+            )  # fmt: skip
         else:
             stepper = GradientStepper(
                 training, self._compute, self.profile, on_sent=self._note_sent, overlap=self._config.overlap
@@ -477,6 +480,15 @@ class Worker:
                 self._position.skipped_in_row = 0
             else:
                 await self._note_skipped(step, step.skipped_by)
+        if self._stepper.is_diverged:
+            self._stepper.is_diverged = False
+            of_ranks = await self._group.all_gather_object(
+                "worker/skipped", self._position.skipped_in_row,
+                round_id=self.step, timeout_s=self._config.timeouts.collective_s,
+            )  # fmt: skip
+            limit = self._config.max_nonfinite_steps
+            if ranks := [rank for rank, count in enumerate(of_ranks) if count >= limit]:
+                raise self._diverged(f"the last {max(of_ranks)} steps in a row were skipped", ranks)
 
     async def _note_skipped(self, step: TrainingStep, ranks: Sequence[int]) -> None:
         """A step was taken back. Raises TrainingDiverged: not for the first time, and all ranks know."""

@@ -144,8 +144,6 @@ class LocalModelReceiver:
             self._changed()
             return
         if wanted.upload is not None and wanted.upload.source.repeats(source):
-            if not wanted.upload.in_memory and not wanted.upload.frames:
-                await self._uploads.grant(wanted.upload)  # the grant may be lost
             return
         if wanted.upload is not None:
             self._uploads.drop(wanted.upload.key)

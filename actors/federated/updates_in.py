@@ -285,8 +285,6 @@ class UpdateReceiver:
             return
         if granted is None:
             self._take_in(update)
-        elif granted.frames == 0 and not granted.in_memory:
-            await self._uploads.grant(granted)  # the grant may be lost
         await self._grant_more()
 
     def _is_put_off(self, masked: MaskedAttempt, update: RequestedUpload) -> bool:

@@ -20,7 +20,8 @@ from gradbus.runtime.wire.control import Body, Grant, Receipt, RetransmitRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate
 
-REPAIR_AFTER_S = 0.3  # without a new frame, request those that are missing
+REPAIR_AFTER_S = 0.3  # without a new frame of any upload, request those that are missing
+MAX_PATIENCE_S = 3.0  # without a new frame of one, while those of others come
 STALL_AFTER_S = 10.0  # without a new frame, give the place to another client
 UNEXPECTED, REPEATED = "unexpected frame", "repeated frame"  # reasons of frames that a network may bring
 MAX_REASON_CHARS = 4096
@@ -94,6 +95,7 @@ class Uploads(Generic[U]):
         self._publish = publish
         self._assembler = Assembler()
         self._granted: dict[FrameKey, U] = {}
+        self._newest_s = 0.0  # when the newest frame of any came
 
     @property
     def keys(self) -> Collection[FrameKey]:
@@ -139,7 +141,7 @@ class Uploads(Generic[U]):
         verdict = self._assembler.feed(frame)
         if verdict is Verdict.REPEATED:
             raise FrameError(REPEATED, f"frame {frame.seq} of {frame.seq_cnt} is here")
-        upload.progress_s = time.monotonic()
+        upload.progress_s = self._newest_s = time.monotonic()
         upload.frames += 1
         if verdict is not Verdict.COMPLETE:
             return None
@@ -148,12 +150,21 @@ class Uploads(Generic[U]):
         return upload
 
     async def repair(self) -> list[U]:
-        """Request what is missing of uploads that stand still. Returns those that have for STALL_AFTER_S, which are
-        dropped: their clients repeat the request when they can."""
+        """Request what is missing of uploads that stand still, and grant anew those of which nothing has come.
+
+        While frames of others come those of an upload may wait behind them, at its client or in the network. What is
+        asked for then is sent twice, and the others wait for it.
+
+        Returns:
+            Those that have stood still for STALL_AFTER_S, which are dropped: their clients repeat the request when they
+            can.
+        """
         now_s, stalled = time.monotonic(), []
+        is_idle = now_s - self._newest_s > REPAIR_AFTER_S
+        patience_s = REPAIR_AFTER_S if is_idle else max(REPAIR_AFTER_S, MAX_PATIENCE_S)
         for upload in list(self._granted.values()):
             silent_s = now_s - max(upload.progress_s, upload.asked_s)
-            if silent_s < REPAIR_AFTER_S or self._granted.get(upload.key) is not upload:
+            if silent_s < patience_s or self._granted.get(upload.key) is not upload:
                 continue
             if now_s - upload.progress_s > STALL_AFTER_S and upload.asked_s:
                 self.drop(upload.key)

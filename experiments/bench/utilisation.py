@@ -34,7 +34,8 @@ class ExchangeWay:
 
     Attributes:
         algorithm: of the Worker. period: steps from one exchange of everything to the next. periods: that are measured,
-            after one that is not. round_trips: that an exchange takes at least.
+            after one that is not; of two ranks the one that comes first to an exchange waits for twice the delay, and
+            the other one, which is the first next time, not at all. round_trips: that an exchange takes at least.
     """
 
     algorithm: dict[str, Any]
@@ -61,12 +62,12 @@ WAYS = {
     ),
     **{
         f"DiLoCo q8, H = {steps}": ExchangeWay(
-            algorithm={"name": "diloco", "steps": steps}, period=steps, periods=max(1, 32 // steps), round_trips=1.0
+            algorithm={"name": "diloco", "steps": steps}, period=steps, periods=max(2, 32 // steps), round_trips=1.0
         )
         for steps in (8, 32, 128)
     },
     "streaming q4, H = 128, 4 fragments, 16 late": ExchangeWay(
-        algorithm=_STREAMING, period=128, periods=1, round_trips=0.0
+        algorithm=_STREAMING, period=128, periods=2, round_trips=1.0
     ),
 }
 
@@ -104,8 +105,11 @@ def measure_way(way: ExchangeWay, conditions: LinkConditions) -> Utilisation:
     waits = [sum(steps) / way.periods for steps in found["wait_s"]]
     wall_s, compute_s = max(walls), max(wall - wait for wall, wait in zip(walls, waits, strict=True))
     sent = max(sum(steps) / way.periods for steps in found["bytes_out"])
-    exchange_s = sent * 8 / (conditions.rate_bit_s or float("inf")) + 2 * conditions.delay_s * way.round_trips
-    best_s = max(compute_s, exchange_s) if way.algorithm.get("delay") else compute_s + exchange_s
+    exchanges = way.algorithm.get("fragments", 1)
+    sent_s = sent * 8 / (conditions.rate_bit_s or float("inf"))
+    exchange_s = sent_s / exchanges + 2 * conditions.delay_s * way.round_trips
+    meanwhile_s = compute_s * way.algorithm.get("delay", 0) / way.period
+    best_s = max(compute_s + exchanges * max(0.0, exchange_s - meanwhile_s), sent_s)
     return Utilisation(
         wall_s=wall_s, compute_s=compute_s, sent_bytes=sent, curve=compute_s / best_s, was_the_switch=was_the_switch
     )

@@ -50,7 +50,8 @@ def with_algorithm(
         hook = gradbus.torch.with_algorithm(model, [optimizer], "powersgd", rank=4)
 
     The rest of the script stays as it is. All ranks call this with the same algorithm and options. Where a gradient of
-    any rank is not finite all ranks skip the optimizers' next step, and the algorithm forgets it.
+    any rank is not finite all ranks skip the optimizers' next step, and the algorithm forgets it; where weights are
+    exchanged that rank skips it alone.
 
     A step may have several backward passes, all but the last one in ``model.no_sync()``. Gradients are not to be scaled
     or clipped between the exchange and the step (GradScaler, ``clip_grad_norm_``) with ``qadam`` and ``onebit-adam``,
@@ -104,12 +105,13 @@ class _Run:
 
     Attributes:
         number, epoch: of its step. loss: that this rank has reported for the step before.
-        is_whole: whether all of it has been exchanged. is_finite: on all ranks. error: in which it has ended.
+        is_whole: whether all of it has been exchanged. is_finite: on all ranks; of weights on this one. error: in which
+            it has ended.
         counts: whether the algorithm has committed it; it is concluded when this is decided.
         is_applied: whether the optimizers have stepped since.
         tensors: where it is applied later, what has come of it: means of gradients, by name; of weights what they were,
-            ``before``, and the ``result``.
-        ended: when all this is known.
+            ``before``, and the ``result``, then the ``change`` that was made of them.
+        exchanged: of weights, when the result is there. ended: when all this is known.
     """
 
     number: int = 0
@@ -123,6 +125,7 @@ class _Run:
     is_concluded: bool = False
     is_applied: bool = False
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    exchanged: Future[None] = field(default_factory=Future)
     ended: Future[None] = field(default_factory=Future)
 
 
@@ -134,8 +137,8 @@ class AlgorithmHook:
 
     Attributes:
         algorithm: its state of this rank. delay_steps: as given, or as the algorithm has it.
-        skipped_steps: that all ranks skipped, with exchanges of weights that all took back; and, where weights are
-            exchanged, those that this rank skipped alone.
+        skipped_steps: that all ranks skipped; where weights are exchanged, those that this rank skipped alone, and
+            exchanges that all took back: that is known when the next one begins.
         bytes_out: that this rank has sent, as the shortest way of each request needs. dense_bytes: what the same
             gradients take in float32.
         leaves_out_unused: whether parameters whose gradients are zero on all ranks, as those of layers that the step
@@ -152,7 +155,8 @@ class AlgorithmHook:
         Args:
             named_parameters: ``model.named_parameters()`` of what DDP wraps. Those that are not trained are left out.
             name: of the algorithm, or ``package.module:Name``. options: of the algorithm.
-            optimizers: that change the parameters. They skip steps that are not finite on some rank.
+            optimizers: that change the parameters. They skip steps that are not finite on some rank; where weights are
+                exchanged, on their own.
             process_group: the ranks, as DDP has them; None: the default group.
             delay_steps: after how many steps the result of an exchange is applied, so that the exchange of a step goes
                 on while the next ones are computed; None: as the algorithm has it.
@@ -192,6 +196,7 @@ class AlgorithmHook:
         self._run = _Run(is_concluded=True, is_applied=True)  # the newest one
         self._due: _Run | None = None  # whose results the gradients hold
         self._waiting: deque[_Run] = deque()  # those whose results have not been applied yet, oldest first
+        self._unsettled: deque[_Run] = deque()  # of weights: applied, perhaps to be taken back
         self._ready: list[tuple[TensorBucket, Tensor, Gradient]] = []  # buckets that wait for the others
         self._is_new_pass = True  # what the optimizers do next is another step
         self._step = Step(0)  # of an exchange of weights
@@ -300,6 +305,7 @@ class AlgorithmHook:
         """
         if self.algorithm.scope == "weights":
             self._apply_changes(self._number)
+            self._settle()
             return False
         if not self._waiting:
             return False
@@ -459,9 +465,10 @@ class AlgorithmHook:
         else:
             run.ended.set_exception(run.error)
 
-    def _skip(self, reason: str) -> None:
+    def _skip(self, reason: str, step: int | None = None) -> None:
+        """``step``: None: the one that begins."""
         self.skipped_steps += 1
-        log.warning("step skipped", step=self._number, reason=reason)
+        log.warning("step skipped", step=self._number if step is None else step, reason=reason)
 
     # The optimizers' step
 
@@ -499,26 +506,17 @@ class AlgorithmHook:
     # The exchange of weights
 
     def _before_weights(self) -> None:
-        """Where an exchange is due that is not delayed all ranks agree first that all weights and gradients are finite,
-        and else skip the step together. In other steps a rank skips its own alone. All are counted: when the next
-        exchange is due goes by their number."""
+        """A rank whose gradients are not finite skips its step alone. All steps are counted: when the next exchange is
+        due goes by their number."""
         self._step = Step(self._number, max(0, self._epoch), self._place.world, self._loss)
         self._is_due = self.algorithm.is_due(self._step)
         self._number += 1
-        is_together = self._is_due and not self.delay_steps
-        own = [one.grad for one in self._parameters.values() if one.grad is not None]
-        if is_together:
-            own += [one.detach() for one in self._parameters.values()]
-        is_finite = are_finite(own)
-        if is_together:
-            is_finite = self._on_queue(self._all_are, is_finite)
-            if is_finite and self.algorithm.overlaps:
-                self._average(self._step)
-            self._is_due = is_finite and not self.algorithm.overlaps
-            if not is_finite:
-                self._restart()
+        is_finite = are_finite([one.grad for one in self._parameters.values() if one.grad is not None])
+        if self._is_due and self.algorithm.overlaps and not self.delay_steps:
+            self._is_due = False
+            self._average(self._step)
         if not is_finite:
-            self._skip("a gradient or a weight is not finite")
+            self._skip("a gradient is not finite")
             self._drop_gradients()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -533,28 +531,24 @@ class AlgorithmHook:
         self._is_new_pass = True
         if self.delay_steps:
             self._apply_changes(self._step.number - self.delay_steps)
-        if not self._is_due:
-            return
-        self._is_due = False
-        if self.delay_steps:
-            run = _Run(self._step.number)
-            self._waiting.append(run)
-            self._queue.submit(self._average_late, run, self._step, bucket_of(self._parameters))
-        else:
+        if self._is_due:
+            self._is_due = False
             self._average(self._step)
 
-    def _all_are(self, is_finite: bool) -> bool:
-        def agree() -> Program[Tensor]:
-            agreed: Tensor = yield AllReduce("finite", torch.tensor([float(is_finite)]), "min")
-            return agreed
-
-        return bool(self._run_program(agree()))
+    def _average(self, step: Step) -> None:
+        """Exchange weights: now, or with a delay while the next steps are computed."""
+        self._settle()
+        run = _Run(step.number)
+        self._waiting.append(run)
+        self._queue.submit(self._exchange_weights, run, step, bucket_of(self._parameters))
+        if not self.delay_steps:
+            self._apply_changes(step.number)
 
     @torch.no_grad()
-    def _exchange_weights(self, step: Step, bucket: TensorBucket) -> bool:
-        """Return whether the exchange counts, on all ranks: the result is finite on each, and none has failed. On the
-        thread of the programs."""
-        counts = False
+    def _exchange_weights(self, run: _Run, step: Step, bucket: TensorBucket) -> None:
+        """Exchange, then agree whether it counts: the result is finite on each rank, and none has failed. The result is
+        told before that. On the thread of the programs."""
+        before = bucket.flat.clone() if self.delay_steps else None
         try:
             try:
                 if self.algorithm.needs_loss:
@@ -565,34 +559,58 @@ class AlgorithmHook:
                 with suppress(Exception):  # where the network has failed the first error says so
                     self._all_are(False)
                 raise
-            counts = self._all_are(are_finite([bucket.flat]))
-        finally:
-            (self.algorithm.commit if counts else self.algorithm.roll_back)()
-        return counts
-
-    @torch.no_grad()
-    def _average(self, step: Step) -> None:
-        bucket = bucket_of(self._parameters)
-        if self._on_queue(self._exchange_weights, step, bucket):
-            for name, parameter in self._parameters.items():
-                parameter.copy_(bucket.tensors[name])
-        else:
-            self._take_back()
-
-    def _average_late(self, run: _Run, step: Step, bucket: TensorBucket) -> None:
-        """Of a copy of the weights, while the next steps are computed."""
-        before = bucket.flat.clone()
-        try:
-            run.counts = self._exchange_weights(step, bucket)
-            run.tensors = {"before": before, "result": bucket.flat} if run.counts else {}
+            run.is_finite = are_finite([bucket.flat])
+            if run.is_finite:
+                run.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
+            run.exchanged.set_result(None)
+            run.counts = self._all_are(run.is_finite)
             run.ended.set_result(None)
         except BaseException as error:
-            run.ended.set_exception(error)
+            for future in (run.exchanged, run.ended):
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            (self.algorithm.commit if run.counts else self.algorithm.roll_back)()
 
-    def _take_back(self) -> None:
-        """All ranks have dropped the result of an exchange."""
-        self._skip("an exchange of weights has failed on some rank, or its result is not finite")
-        self._restart()
+    def _all_are(self, is_finite: bool) -> bool:
+        def agree() -> Program[Tensor]:
+            agreed: Tensor = yield AllReduce("finite", torch.tensor([float(is_finite)]), "min")
+            return agreed
+
+        return bool(self._run_program(agree()))
+
+    @torch.no_grad()
+    def _apply_changes(self, until: int) -> None:
+        """Of the exchanges that steps up to this one have started: those whose results are finite on this rank, whether
+        or not all have told that theirs are. See :meth:`_settle`."""
+        while self._waiting and self._waiting[0].number <= until:
+            run = self._waiting.popleft()
+            run.exchanged.result()
+            if run.is_finite:
+                live, made = bucket_of(self._parameters).flat, run.tensors["result"]
+                if "before" in run.tensors:
+                    made = self.algorithm.applied_late(Step(run.number), live, run.tensors["before"], made)
+                self._write_weights(made)
+                run.tensors = {"change": made - live}
+            else:
+                self._restart()
+            self._unsettled.append(run)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Take back what was applied of exchanges that do not count. Over a distant link nobody is to wait for what all
+        say of an exchange, so this is called before the next one, and where weights have to be final."""
+        while self._unsettled:
+            run = self._unsettled.popleft()
+            try:
+                run.ended.result()
+            finally:
+                if not run.counts:
+                    if "change" in run.tensors:
+                        self._write_weights(bucket_of(self._parameters).flat - run.tensors["change"])
+                    reason = "an exchange of weights has failed on some rank, or its result is not finite"
+                    self._skip(reason, run.number)
+                    self._restart()
 
     @torch.no_grad()
     def _restart(self) -> None:
@@ -603,22 +621,11 @@ class AlgorithmHook:
         begun = self._on_queue(self.algorithm.weights_of_joiner, bucket_of(self._parameters).flat)
         if are_finite([begun]):
             log.warning("weights are not finite: back to those of the last exchange", step=self._number)
-            for name, tensor in views_of(begun, self._parameters).items():
-                self._parameters[name].copy_(tensor)
+            self._write_weights(begun)
 
-    @torch.no_grad()
-    def _apply_changes(self, until: int) -> None:
-        """Of the exchanges that steps up to this one have started."""
-        while self._waiting and self._waiting[0].number <= until:
-            run = self._waiting.popleft()
-            run.ended.result()
-            if run.counts:
-                live = bucket_of(self._parameters).flat
-                made = self.algorithm.applied_late(Step(run.number), live, run.tensors["before"], run.tensors["result"])
-                for name, tensor in views_of(made, self._parameters).items():
-                    self._parameters[name].copy_(tensor)
-            else:
-                self._take_back()
+    def _write_weights(self, flat: Tensor) -> None:
+        for name, tensor in views_of(flat, self._parameters).items():
+            self._parameters[name].copy_(tensor)
 
     # Saving
 
@@ -626,6 +633,7 @@ class AlgorithmHook:
         """What this rank needs to go on: tensors, as they are and not copied; numbers and text. Call it between two
         steps. ``torch.load(..., weights_only=True)`` reads it. With the weights where ranks have others."""
         self._on_queue(self._conclude, self._run)
+        self._settle()
         for run in self._waiting:
             run.ended.result()
         return {
@@ -684,10 +692,13 @@ class AlgorithmHook:
                     tensor.copy_(state[kind][name])
         self._number = state["steps"]
         self._loss, self._has_newer_loss, self._reported = state["loss"]
-        self._run, self._due, self._waiting = _Run(is_concluded=True, is_applied=True), None, deque()
+        self._run, self._due = _Run(is_concluded=True, is_applied=True), None
+        self._waiting, self._unsettled = deque(), deque()
         for saved in state["waiting"]:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
             run = _Run(saved["number"], counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors)
+            run.is_finite = run.counts
+            run.exchanged.set_result(None)
             run.ended.set_result(None)
             self._waiting.append(run)
 

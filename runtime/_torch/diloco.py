@@ -27,10 +27,10 @@ class DiLoCo(AlgorithmHook):
     At the start all ranks get the parameters and buffers of rank 0. The ``state_dict`` of this object has those of its
     rank, which ``load_state_dict`` puts back there: whether the model itself is loaded before or after, or not at all,
     makes no difference. An exchange that fails raises its error in ``inner_optimizer.step()``, after the local step;
-    weights stay as they are, and what they have changed is part of the next exchange. Where a gradient or weight of any
-    rank is not finite in a step with an exchange all ranks skip it; else a rank skips its own step. All drop the result
-    of an exchange that is not finite on some rank, and a rank whose own weights are not finite goes on from those of
-    the last exchange.
+    weights stay as they are, and what they have changed is part of the next exchange. A rank whose gradients are not
+    finite skips its own step. All drop the result of an exchange that has failed on some rank, or is not finite there:
+    those that have it go on with it, and take it back before the next exchange, or in ``drain()``. A rank whose own
+    weights are not finite goes on from those of the last exchange.
     """
 
     def __init__(

@@ -101,21 +101,14 @@ class NotFinite(ClassificationTask):
 
 
 @pytest.mark.parametrize(
-    ("settings", "skipped"),
-    [
-        ({}, [1, 1]),  # all agree
-        ({"algorithm__interval_steps": 2}, [0, 1]),  # no exchange in this step: the rank skips its own
-        ({"algorithm": "async-averaging"}, [0, 1]),
-    ],
+    "settings", [{}, {"algorithm__interval_steps": 2}, {"algorithm": "async-averaging"}],
     ids=["exchange", "no exchange", "late"],
-)
-def test_a_step_that_is_not_finite_is_skipped_by_all_or_where_there_is_no_exchange_by_that_rank(
-    settings: dict[str, Any], skipped: list[int]
-) -> None:
+)  # fmt: skip
+def test_a_step_that_is_not_finite_is_skipped_by_that_rank_alone(settings: dict[str, Any]) -> None:
     inner = make_task()
     odd = NotFinite(inner._make_model, inner.data, batch_size=16)
     outcomes = succeeded(train(make_task(), odd, **{**SETTINGS, "epochs": 1, **settings}))
-    assert [outcome.worker.skipped_steps for outcome in outcomes] == skipped
+    assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]
     assert [outcome.reports[0].skipped_steps for outcome in outcomes] == [1, 1]  # of the rank with most, on all
     for outcome in outcomes:
         assert outcome.parameters.isfinite().all()
@@ -196,6 +189,34 @@ def test_an_exchange_that_is_not_finite_on_one_rank_is_taken_back_by_all_and_tol
         assert outcome.parameters.isfinite().all()
     told = [line for line in lines if line["event"] == "exchange skipped: NaN or infinity"]
     assert sorted((line["rank"], line["step"]) for line in told) == [(0, 3), (1, 3), (2, 3)]
+
+
+class AtTheEnd(AtOnce):
+    """The only exchange is that of the third step."""
+
+    choice = "not-finite-at-the-end"
+
+    def is_due(self, step: Step) -> bool:
+        return step.number == 2
+
+
+class Never(AtTheEnd):
+    """No exchange at all."""
+
+    choice = "never"
+
+    def is_due(self, step: Step) -> bool:
+        return False
+
+
+def test_ranks_that_have_gone_on_with_a_result_that_another_one_lacks_have_their_own_weights_again() -> None:
+    ends = []
+    for kind in (AtTheEnd, Never):
+        algorithms = [lambda place, kind=kind: kind(place, kind.Options())] * 2
+        outcomes = succeeded(train(make_task(), algorithms=algorithms, epochs=1, max_steps=3, eval_every_epochs=0))
+        ends.append([outcome.parameters for outcome in outcomes])
+    assert torch.allclose(ends[0][0], ends[1][0], atol=1e-6)
+    assert torch.equal(ends[0][0], ends[0][1])
 
 
 def test_local_steps_send_nothing() -> None:

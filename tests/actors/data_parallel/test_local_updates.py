@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradbus.models import ClassificationTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.errors import TrainingDiverged
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "diloco", "algorithm__steps": 3, "algorithm__codec": "fp32", "epochs": 2, "max_steps": 6,
@@ -41,25 +42,36 @@ def test_after_an_exchange_ranks_have_the_same_bits_of_weights_and_outer_momentu
 class NotFinite(ClassificationTask):
     """The loss of one batch is NaN: by default of the third one, whose step has an exchange."""
 
-    number, at = -1, 2
+    number = -1
+    at: tuple[int, ...] = (2,)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.number += 1
-        return super().loss(model, batch) * (float("nan") if self.number == self.at else 1.0)
+        return super().loss(model, batch) * (float("nan") if self.number in self.at else 1.0)
 
 
-def test_a_step_with_an_exchange_that_is_not_finite_is_skipped_by_all_and_the_next_exchange_has_its_change() -> None:
-    """The next one is where it was due anyway: steps are counted whether they are skipped or not."""
+def test_a_rank_skips_a_step_that_is_not_finite_alone_and_the_exchange_after_it_has_what_it_did_before() -> None:
     inner = make_task()
     odd = NotFinite(inner._make_model, inner.data, batch_size=16)
-    outcomes = succeeded(train(make_task(), odd, **SETTINGS))
+    outcomes = succeeded(train(make_task(), odd, **{**SETTINGS, "max_steps": 3}))
     start = vector(make_task().build_model())
+    assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]
     for outcome in outcomes:
-        assert outcome.worker.skipped_steps == 1
         found = shared(outcome)
         momentum = found["momentum/fragment0"]  # of one exchange: what the ranks have changed since the start
         assert torch.allclose(found["anchor/fragment0"], start - 0.7 * 1.9 * momentum, atol=1e-6)
         assert momentum.norm() > 0
+        assert outcome.reports[-1].skipped_exchanges == 0
+
+
+def test_a_rank_that_skips_one_step_after_the_other_ends_the_run_of_all_before_the_next_exchange() -> None:
+    inner = make_task()
+    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd.at = tuple(range(99))
+    settings = {**SETTINGS, "max_steps": 30, "max_nonfinite_steps": 3}
+    for outcome in train(make_task(), odd, **settings):
+        assert isinstance(outcome.error, TrainingDiverged)
+        assert (outcome.error.step, outcome.error.ranks) == (6, (1,))  # the exchange after step 3 has told it
 
 
 class OverflowingSGD(torch.optim.SGD):
@@ -90,7 +102,7 @@ class Overflows(ClassificationTask):
     ("at", "settings", "skipped_steps", "skipped_exchanges"),
     [
         (2, {}, [0, 0], 1),
-        (0, {}, [1, 2], 0),  # it skips a step alone, and all the one with the exchange
+        (0, {}, [0, 2], 1),  # its gradients are not finite after that
         (2, {"algorithm__delay": 1, "algorithm__fragments": 2}, [0, 1], 1),  # with the other part at that time
     ],
     ids=["in the step with the exchange", "before it", "late"],
@@ -115,7 +127,7 @@ def test_weights_that_overflow_on_one_rank_spoil_no_other_and_it_goes_on_from_th
 def test_learning_rates_go_by_the_steps_of_the_run_also_on_a_rank_that_has_skipped_one() -> None:
     inner = make_task()
     odd = NotFinite(inner._make_model, inner.data, batch_size=16)
-    odd.at = 1  # no exchange: this rank alone skips it
+    odd.at = (1,)
     outcomes = succeeded(train(make_task(), odd, schedule="cosine", **SETTINGS))
     assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]
     steps = {name: SETTINGS[name] for name in ("epochs", "max_steps", "eval_every_epochs")}
