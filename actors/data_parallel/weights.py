@@ -57,6 +57,7 @@ class WeightStepper(Stepper):
 
     async def step(self, plan: EpochPlan, position: Position, profile: StepProfile) -> list[TrainingStep]:
         training, run = self._training, self._compute.run
+        self._look_at_unsettled()
         step = training.new_step(plan, position)
         # With a delay the loss before may be known on one rank already, and on another not yet.
         is_due = self._algorithm.is_due(self._step_of(step, with_loss=not self._delay))
@@ -73,9 +74,10 @@ class WeightStepper(Stepper):
         if is_early:
             await self._apply_before(None, profile)
             await self._settle(profile)
-        await run(training.apply, step, profile)
-        if self._algorithm.needs_loss and is_due and not self._delay:
+        if is_due and not self._delay and (self._algorithm.needs_loss or (self._waits_for_all and not is_early)):
+            # Elastic ranks find here who was lost since the last exchange: before the step leaves a trace.
             await self._agree_on_loss(step, profile)
+        await run(training.apply, step, profile)
         await self._apply_before(step.number + 1 - self._delay, profile)
         if is_due and not is_early:
             await self._begin_exchange(step, profile)
@@ -130,6 +132,14 @@ class WeightStepper(Stepper):
         self._count_bytes(step.exchange, profile)
         self._unsettled.append((step, task))
 
+    def _look_at_unsettled(self) -> None:
+        """Raise the error of an exchange that has failed after its result was there, and let go of what need not be
+        taken back: the next exchange may be far away."""
+        for step, task in self._unsettled:
+            if task.done():
+                task.result()
+                step.change = step.change if not step.counts else None
+
     async def _settle(self, profile: Profile | StepProfile) -> None:
         """Take back what was applied of exchanges that do not count."""
         while self._unsettled:
@@ -144,7 +154,7 @@ class WeightStepper(Stepper):
                 await self._compute.run(self._take_back, step)
 
     async def _agree_on_loss(self, step: TrainingStep, profile: StepProfile) -> None:
-        """Before an exchange that is to know it."""
+        """Before an exchange, which is to know it."""
         exchange = self._training.new_exchange(step.number)
         self._opened(exchange)
         exchange.start("loss", summed(self._take_status(step)))

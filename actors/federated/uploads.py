@@ -20,8 +20,8 @@ from gradbus.runtime.wire.control import Body, Grant, Receipt, RetransmitRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate
 
-REPAIR_AFTER_S = 0.3  # without a new frame of any upload, request those that are missing
-MAX_PATIENCE_S = 3.0  # without a new frame of one, while those of others come
+REPAIR_AFTER_S = 0.3  # without a new frame, request those that are missing; see Uploads.repair
+MAX_PATIENCE_S = 3.0
 STALL_AFTER_S = 10.0  # without a new frame, give the place to another client
 UNEXPECTED, REPEATED = "unexpected frame", "repeated frame"  # reasons of frames that a network may bring
 MAX_REASON_CHARS = 4096
@@ -61,14 +61,15 @@ class IncomingUpload:
     """An upload that was granted, or that is to be read in its client's memory.
 
     Attributes:
-        progress_s: when it began, or its newest frame came, by ``time.monotonic``. asked_s: when missing frames were
-            requested last; 0: never. frames: so many have come.
+        progress_s: when it began, or its newest frame came, by ``time.monotonic``. granted_s: when it was granted.
+            asked_s: when missing frames were requested last; 0: never. frames: so many have come.
         in_memory: it is read in its client's memory. payload: all of it, once it is here.
     """
 
     source: RequestedUpload
     progress_s: float
     in_memory: bool = False
+    granted_s: float = 0.0
     asked_s: float = 0.0
     frames: int = 0
     payload: memoryview | None = None
@@ -96,6 +97,7 @@ class Uploads(Generic[U]):
         self._assembler = Assembler()
         self._granted: dict[FrameKey, U] = {}
         self._newest_s = 0.0  # when the newest frame of any came
+        self._took_s = 0.0  # from the grant to the last frame: of late
 
     @property
     def keys(self) -> Collection[FrameKey]:
@@ -115,6 +117,7 @@ class Uploads(Generic[U]):
     async def grant(self, upload: U) -> None:
         """Have a client send, and take its frames from now on. Also again, as a grant may be lost."""
         self._granted[upload.key] = upload
+        upload.granted_s = upload.granted_s or time.monotonic()
         self._assembler.expect(upload.key, max_bytes=upload.request.total_bytes)
         await self._send_grant(upload)
 
@@ -145,6 +148,7 @@ class Uploads(Generic[U]):
         upload.frames += 1
         if verdict is not Verdict.COMPLETE:
             return None
+        self._took_s = max(upload.progress_s - upload.granted_s, self._took_s / 2)
         upload.payload = self._assembler.take(upload.key)
         del self._granted[upload.key]
         return upload
@@ -152,16 +156,18 @@ class Uploads(Generic[U]):
     async def repair(self) -> list[U]:
         """Request what is missing of uploads that stand still, and grant anew those of which nothing has come.
 
-        While frames of others come those of an upload may wait behind them, at its client or in the network. What is
-        asked for then is sent twice, and the others wait for it.
+        Frames are not seen before they are there as a whole, and DDS sends its packets again by itself. So what is
+        asked for too soon is sent twice, while others wait for the network: it is asked for when it is late beside the
+        uploads before it, of which nothing comes any more either, or after MAX_PATIENCE_S.
 
         Returns:
             Those that have stood still for STALL_AFTER_S, which are dropped: their clients repeat the request when they
             can.
         """
         now_s, stalled = time.monotonic(), []
-        is_idle = now_s - self._newest_s > REPAIR_AFTER_S
-        patience_s = REPAIR_AFTER_S if is_idle else max(REPAIR_AFTER_S, MAX_PATIENCE_S)
+        patience_s = min(max(REPAIR_AFTER_S, self._took_s), MAX_PATIENCE_S)
+        if now_s - self._newest_s <= patience_s:
+            patience_s = max(REPAIR_AFTER_S, MAX_PATIENCE_S)
         for upload in list(self._granted.values()):
             silent_s = now_s - max(upload.progress_s, upload.asked_s)
             if silent_s < patience_s or self._granted.get(upload.key) is not upload:

@@ -12,8 +12,9 @@ from torch import nn
 
 import gradbus
 from gradbus import models
-from gradbus.experiments.bench.processes import BenchRank, run_ranks
+from gradbus.experiments.bench.processes import LEASE_S, BenchRank, run_ranks
 from gradbus.experiments.namespaces import Host
+from gradbus.runtime.dds.network import NetworkConfig
 
 Data = Literal["mnist", "glyphs"]
 
@@ -35,6 +36,7 @@ class Training:
     samples: int | None = None
     data: Data = "mnist"
     data_root: Path | None = None
+    datagram_bytes: int | None = None
 
     def task(self) -> models.ClassificationTask:
         """Model, data and loss, also for a loop in one process."""
@@ -54,7 +56,7 @@ class Training:
 
 async def _train(place: BenchRank) -> dict[str, Any]:
     run: Training = place.spec
-    async with place.group() as group:
+    async with place.group(NetworkConfig(lease_s=LEASE_S, datagram_bytes=run.datagram_bytes)) as group:
         worker = gradbus.Worker(group, run.task(), gradbus.DataParallelConfig(**run.config))
         epochs = [report.to_json() async for report in worker.epochs()]
     summary = worker.summary

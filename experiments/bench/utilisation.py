@@ -13,19 +13,27 @@ goes on (``delay``) counts as far as it takes longer than computing: max in plac
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
+import math
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from gradbus import models
 from gradbus.experiments.bench.data_parallel import steps_of
+from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.training import Training
 from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import hosts_on_a_switch
 
 MOST_OF_CURVE = 1.15  # how far below the curve a way may be
+_DATAGRAM_BYTES, _PAYLOAD_BYTES = 1_400, 1_316  # of DDS with the profile "network"
+_DATAGRAM_TURNS, _PORT = 31, 47_000
+WIRED_BYTES = 14_700  # datagrams between machines of one wired network, see docs/operations.md
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,10 +96,11 @@ class Utilisation:
         return self.compute_s / self.wall_s
 
 
-def measure_way(way: ExchangeWay, conditions: LinkConditions) -> Utilisation:
+def measure_way(way: ExchangeWay, conditions: LinkConditions, *, datagram_bytes: int | None = None) -> Utilisation:
     """Train the MLP on two hosts. Raises NoNamespaces, ProcessFailed."""
     run = Training(
         model=models.mnist_mlp, batch_size=64, samples=max(512, 2 * 64 * way.steps), data="glyphs",
+        datagram_bytes=datagram_bytes,
         config={
             "algorithm": way.algorithm, "epochs": 1, "max_steps": way.steps, "eval_every_epochs": 0, "hash_every": 0,
             "profile": {"window_steps": 1}, "optimizer": {"lr": 0.01, "momentum": 0.0},
@@ -115,18 +124,74 @@ def measure_way(way: ExchangeWay, conditions: LinkConditions) -> Utilisation:
     )
 
 
+async def exchange_datagrams(place: BenchRank) -> list[float]:
+    """The role of one of two ranks: seconds in which it has sent and received packets of so many bytes, of each turn.
+
+    They are as many and as large as those of DDS, and nobody looks at them: what this machine can do at most. Its spec:
+    the bytes.
+    """
+    count = math.ceil(place.spec / _PAYLOAD_BYTES)
+    own, other = place.hosts[place.rank], place.hosts[1 - place.rank]
+    taken = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            link.setsockopt(socket.SOL_SOCKET, option, 2 * place.spec)
+        link.bind((own.address, _PORT))
+        link.connect((other.address, _PORT))
+        link.settimeout(5.0)
+        async with place.group() as group:
+            for turn in range(_DATAGRAM_TURNS):
+                await group.barrier(f"turn {turn}")
+                began_s = time.perf_counter()
+                await asyncio.gather(
+                    asyncio.to_thread(_send_datagrams, link, count), asyncio.to_thread(_take_datagrams, link, count)
+                )
+                taken.append(time.perf_counter() - began_s)
+    return taken[1:]
+
+
+def _send_datagrams(link: socket.socket, count: int) -> None:
+    packet = bytes(_DATAGRAM_BYTES)
+    for _ in range(count):
+        link.send(packet)
+
+
+def _take_datagrams(link: socket.socket, count: int) -> None:
+    """Raises TimeoutError: some were lost."""
+    packet = bytearray(_DATAGRAM_BYTES)
+    for _ in range(count):
+        link.recv_into(packet)
+
+
+def measure_datagrams(rate_mbit_s: float, size: int) -> Measurement:
+    """Bytes of a dense step as bare packets, both ways at once, beside what the link takes for them."""
+    with hosts_on_a_switch(2, LinkConditions(rate_bit_s=1e6 * rate_mbit_s)) as network:
+        ranks = run_ranks(exchange_datagrams, 2, size, hosts=network.hosts, timeout_s=120.0)
+    taken_ms = [1e3 * max(both) for both in zip(*ranks, strict=True)]
+    link = ("payload at this rate", [8e-3 * size / rate_mbit_s] * len(taken_ms))
+    return measurement(
+        f"{rate_mbit_s:g} Mbit/s, 0 ms: {size / 1e6:.2f} MB as bare datagrams", "ms", taken_ms, against=link
+    )
+
+
 def measure_utilisation(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    """Every way at every rate and delay."""
+    """Every way at every rate and delay; the first one, on the fastest link, with large datagrams as well."""
     rates = {"tiny": (50,), "quick": (50,), "full": (10, 50, 100, 1000)}[chosen.effort]
     delays = {"tiny": (0,), "quick": (0, 50), "full": (0, 50, 100)}[chosen.effort]
     cells = 1 if chosen.effort == "tiny" else len(WAYS)
+    at_least = None if chosen.effort == "tiny" else 1 / MOST_OF_CURVE
     for rate, delay, (name, way) in itertools.product(rates, delays, list(WAYS.items())[:cells]):
         found = measure_way(way, LinkConditions(rate_bit_s=1e6 * rate, delay_s=1e-3 * delay))
-        note = (
-            f"{1e3 * found.compute_s:.1f} ms computing in {1e3 * found.wall_s:.1f} ms, {found.sent_bytes / 1e3:,.1f} kB"
-            f"{'; the switch was the limit' if found.was_the_switch else ''}"
-        )
-        yield measurement(
-            f"{rate} Mbit/s, {delay} ms: {name}", "", [found.share], against=("curve", [found.curve]), note=note,
-            at_least=None if chosen.effort == "tiny" else 1 / MOST_OF_CURVE,
-        )  # fmt: skip
+        yield _cell(f"{rate} Mbit/s, {delay} ms: {name}", found, at_least)
+    name, way = next(iter(WAYS.items()))
+    found = measure_way(way, LinkConditions(rate_bit_s=1e6 * max(rates)), datagram_bytes=WIRED_BYTES)
+    yield _cell(f"{max(rates)} Mbit/s, 0 ms: {name}, datagrams of {WIRED_BYTES:,} B", found, at_least)
+    yield measure_datagrams(max(rates), int(found.sent_bytes))
+
+
+def _cell(name: str, found: Utilisation, at_least: float | None) -> Measurement:
+    note = (
+        f"{1e3 * found.compute_s:.1f} ms computing in {1e3 * found.wall_s:.1f} ms, {found.sent_bytes / 1e3:,.1f} kB"
+        f"{'; the switch was the limit' if found.was_the_switch else ''}"
+    )
+    return measurement(name, "", [found.share], against=("curve", [found.curve]), note=note, at_least=at_least)

@@ -20,7 +20,6 @@ from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.plain_text import plain_line
 
-SMALL_BYTES, LARGE_BYTES = 1_400, 65_500  # datagrams of the profiles network and loopback
 _MAGIC = b"gradbus doctor 2 "
 _MAX_TEXT = 128
 _MAX_DOCTORS = 32

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradbus.experiments.buses import document_of, open_bus
-from gradbus.experiments.doctor.datagrams import LARGE_BYTES, SMALL_BYTES, Datagrams, DoctorIdentity, RemoteDoctor
+from gradbus.experiments.doctor.datagrams import Datagrams, DoctorIdentity, RemoteDoctor
 from gradbus.experiments.doctor.machine import Finding, Severity, mtu_of
 from gradbus.experiments.doctor.remote_bus import BusPeer, PeerMeasurements
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.missing_peers import address_of, port_range
+from gradbus.runtime.dds.network import DATAGRAM_BYTES, NetworkConfig
 from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key
 
@@ -49,7 +50,7 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
     own = DoctorIdentity(
         f"{number:x}", host, address, settings.domain, settings.job, settings.network, _protection(settings)
     )
-    size = LARGE_BYTES if settings.network == "loopback" else SMALL_BYTES
+    size = NetworkConfig.of(settings).effective_datagram_bytes
     packets, measurements = Datagrams(own, peers, size), PeerMeasurements(number, host, address)
     say(
         f"looking for the doctor on {', '.join(peers) or 'any machine'} for up to {wait_s:g} s: start it there with "
@@ -127,13 +128,17 @@ def judge_peer(
             f"DDS samples of {host} come here, and this machine's do not get there{hint}. Check its firewall: {ports}"
         )
         return Finding(name, f"{host} is seen here, and does not see this machine", Severity.BAD, cure)
-    wanted = LARGE_BYTES if settings.network == "loopback" else SMALL_BYTES
+    wanted = NetworkConfig.of(settings).effective_datagram_bytes
     if remote is not None and min(remote.largest_there, remote.largest_here) < wanted:
         mtu = mtu_of(settings.interface)
         cure = (
             f"datagrams of {wanted} B do not get through: {remote.largest_there} B there, {remote.largest_here} B back "
             f"(MTU of {settings.interface}: {mtu or 'unknown'}). "
-            + ("Use --network network" if wanted == LARGE_BYTES else "Is a tunnel or VPN in between? Raise its MTU")
+            + (
+                "Use --network network, without bus.datagram_bytes"
+                if wanted > DATAGRAM_BYTES["network"]
+                else "Is a tunnel or VPN in between? Raise its MTU, or set bus.datagram_bytes to what passes"
+            )
         )
         return Finding(name, f"{host}: large datagrams are lost", Severity.BAD, cure)
     cure = f"plain packets pass both ways, and DDS does not find the other one{hint}. Compare the whole command there"

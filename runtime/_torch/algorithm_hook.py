@@ -298,7 +298,9 @@ class AlgorithmHook:
         self._is_new_pass = True
 
     def drain(self) -> bool:
-        """Apply what still waits, where there is a delay: before an evaluation, and at the end.
+        """Apply what still waits, where there is a delay; where weights are exchanged take back what does not count.
+
+        Call it before an evaluation, before weights are read elsewhere, and at the end.
 
         Weights are changed at once. Of gradients the oldest that wait become those of the parameters: step the
         optimizers as long as this returns True.
@@ -436,16 +438,18 @@ class AlgorithmHook:
 
     def _mean_loss(self, own: float | None) -> float:
         def total() -> Program[Tensor]:
-            summed: Tensor = yield AllReduce("loss", torch.tensor([own or 0.0, own is None], dtype=torch.float64))
+            is_finite = own is not None and math.isfinite(own)
+            told = torch.tensor([own if is_finite else 0.0, is_finite, own is None], dtype=torch.float64)
+            summed: Tensor = yield AllReduce("loss", told)
             return summed
 
-        loss, missing = self._run_program(total()).tolist()
+        loss, count, missing = self._run_program(total()).tolist()
         if missing:
             raise RuntimeError(
                 f"with_algorithm: the algorithm needs the loss, and {missing:.0f} ranks have not told theirs: call "
                 f"hook.report_loss(loss) after backward()"
             )
-        return float(loss / self._place.world)
+        return float(loss / count) if count else math.nan
 
     def _conclude(self, run: _Run, is_unused: bool = False) -> None:
         """The exchange of a step counts, or all ranks take it back."""
@@ -511,6 +515,9 @@ class AlgorithmHook:
         self._step = Step(self._number, max(0, self._epoch), self._place.world, self._loss)
         self._is_due = self.algorithm.is_due(self._step)
         self._number += 1
+        for run in self._unsettled:
+            if run.ended.done() and run.counts:
+                run.tensors = {}  # they are not to be taken back, and the next exchange may be far away
         is_finite = are_finite([one.grad for one in self._parameters.values() if one.grad is not None])
         if self._is_due and self.algorithm.overlaps and not self.delay_steps:
             self._is_due = False
@@ -529,20 +536,32 @@ class AlgorithmHook:
         """End the step. The next one begins whether or not the model itself is called: a loss may be a method of it."""
         self._stepped.clear()
         self._is_new_pass = True
-        if self.delay_steps:
-            self._apply_changes(self._step.number - self.delay_steps)
         if self._is_due:
             self._is_due = False
             self._average(self._step)
+        elif self.delay_steps:
+            self._apply_changes(self._step.number - self.delay_steps)
 
     def _average(self, step: Step) -> None:
-        """Exchange weights: now, or with a delay while the next steps are computed."""
-        self._settle()
+        """Exchange weights: now, or with a delay while the next steps are computed.
+
+        An error of the exchange before is raised when this one was made: another rank may know nothing of it, and makes
+        this one in any case.
+        """
+        failed: Exception | None = None
+        try:
+            if self.delay_steps:
+                self._apply_changes(step.number - self.delay_steps)
+            self._settle()
+        except Exception as error:
+            failed = error
         run = _Run(step.number)
         self._waiting.append(run)
         self._queue.submit(self._exchange_weights, run, step, bucket_of(self._parameters))
         if not self.delay_steps:
             self._apply_changes(step.number)
+        if failed is not None:
+            raise failed
 
     @torch.no_grad()
     def _exchange_weights(self, run: _Run, step: Step, bucket: TensorBucket) -> None:

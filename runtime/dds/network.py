@@ -34,6 +34,12 @@ RECEIVE_BUFFER_BYTES = 16 << 20  # a model's worth of datagrams may wait while P
 # all traffic or more. All that the process sends waits behind a full one, 2 s at 10 Mbit/s, so it is not larger.
 SEND_BUFFER_BYTES = 2 << 20
 LEASES_S: dict[Profile, float] = {"loopback": 60.0, "network": 10.0}
+# With 65,500 B datagrams on MTU 1500, 1 % packet loss makes a transfer collapse: the halves of datagrams that did
+# arrive fill the kernel's reassembly memory.
+DATAGRAM_BYTES: dict[Profile, int] = {"loopback": 65_500, "network": 1_400}
+# Each fragment is followed by a HEARTBEAT_FRAG of 28 bytes, which is to have room beside it: else that is a packet of
+# 90 bytes (Ethernet) more, which is as many packets again and 6 % of a link with datagrams of 1,400 B.
+_BESIDE_FRAGMENT_BYTES = 84
 
 # Sections that a document of Cyclone 11 may have under <Domain>.
 _SECTIONS = (
@@ -49,6 +55,8 @@ class NetworkConfig:
     Attributes:
         profile: ``loopback`` (one machine, or a lossless network with jumbo frames: 65,500 B datagrams) or ``network``
             (anything real: 1,400 B datagrams, so that one lost packet costs one packet).
+        datagram_bytes: most bytes of a datagram, 576 to 65,500; None: as the profile has it. One that is larger than a
+            packet of the network costs less processor time, and is lost with any of its packets.
         interface: name of the network interface.
         peers: addresses of the other machines; empty means: this machine alone (or everybody, with multicast).
         multicast: let discovery and data use multicast on the interface.
@@ -62,6 +70,7 @@ class NetworkConfig:
     """
 
     profile: Profile = "loopback"
+    datagram_bytes: int | None = None
     interface: str = LOOPBACK
     peers: tuple[str, ...] = ()
     multicast: bool = False
@@ -72,19 +81,27 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         if self.profile not in LEASES_S:
             raise ConfigError(f"network {self.profile!r}: expected 'loopback' or 'network'")
+        if not 576 <= self.effective_datagram_bytes <= 65_500:
+            raise ConfigError(f"datagram_bytes must be 576 to 65,500, got {self.datagram_bytes}")
 
     @classmethod
     def of(cls, settings: BusSettings) -> NetworkConfig:
         """What the settings of a bus say about the network."""
         return cls(
-            profile=settings.network, interface=settings.interface, peers=settings.peers,
-            multicast=settings.multicast, lease_s=settings.lease_s, shared_memory=settings.shared_memory,
+            profile=settings.network, datagram_bytes=settings.datagram_bytes, interface=settings.interface,
+            peers=settings.peers, multicast=settings.multicast, lease_s=settings.lease_s,
+            shared_memory=settings.shared_memory,
         )  # fmt: skip
 
     @property
     def effective_lease_s(self) -> float:
         """The lease in force."""
         return self.lease_s if self.lease_s is not None else LEASES_S[self.profile]
+
+    @property
+    def effective_datagram_bytes(self) -> int:
+        """Return the most bytes of a datagram in force."""
+        return DATAGRAM_BYTES[self.profile] if self.datagram_bytes is None else self.datagram_bytes
 
     @property
     def leaves_machine(self) -> bool:
@@ -166,12 +183,8 @@ def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
         general,
         {
             "AllowMulticast": multicast,
-            # With 65,500 B datagrams on MTU 1500, 1 % packet loss makes a transfer collapse: the halves of datagrams
-            # that did arrive fill the kernel's reassembly memory. Each fragment is followed by a HEARTBEAT_FRAG of 28
-            # bytes: with 1,344 bytes the fragment fills a packet, and that is another one of 90 bytes (Ethernet),
-            # which is as many packets again and 6 % of a link.
-            "MaxMessageSize": "65500B" if loopback else "1400B",
-            "FragmentSize": "65000B" if loopback else "1316B",
+            "MaxMessageSize": f"{config.effective_datagram_bytes}B",
+            "FragmentSize": f"{min(config.effective_datagram_bytes - _BESIDE_FRAGMENT_BYTES, 65_000)}B",
         },
     )
     discovery = ET.SubElement(domain, "Discovery")

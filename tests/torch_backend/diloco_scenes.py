@@ -247,6 +247,33 @@ def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
     return found
 
 
+def lost_verdict(place: RankLocation) -> dict[str, Any]:
+    """Six steps, with an exchange after every second one: whether the first counts on all the second rank does not
+    learn."""
+    place.start()
+    model = WithMethods()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2)
+    all_are, told = diloco._all_are, []
+
+    def fail(is_finite: bool) -> bool:
+        all_are(is_finite)
+        del diloco._all_are  # the next one is heard
+        raise CollectiveError("the network was away")
+
+    if place.rank == 1:
+        diloco._all_are = fail  # type: ignore[method-assign]
+    for number in range(6):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1)
+        try:
+            optimizer.step()
+        except CollectiveError as error:
+            told.append((number, str(error)))
+    diloco.drain()
+    return {"told": told, "steps": diloco.state_dict()["steps"], "skipped": diloco.skipped_steps}
+
+
 def refusals(place: RankLocation) -> dict[str, str]:
     """What is refused at the start."""
     place.start()

@@ -83,3 +83,10 @@ def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
         assert "did you mean 'fragments'?" in told["option"]
         assert "wrapped in DistributedDataParallel" in told["wrapped"]
         assert "all ranks need the same options" in told["ranks"]
+
+
+def test_a_rank_that_does_not_learn_whether_an_exchange_counts_makes_the_next_one_as_the_others_do() -> None:
+    first, second = play("diloco_scenes", "lost_verdict", 2, "gloo")
+    assert first == {"told": [], "steps": 6, "skipped": 0}
+    assert second["told"] == [(3, "the network was away")]
+    assert (second["steps"], second["skipped"]) == (6, 1)

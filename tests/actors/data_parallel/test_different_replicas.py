@@ -21,7 +21,7 @@ from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.collectives import Group
-from gradbus.runtime.errors import TrainingDiverged
+from gradbus.runtime.errors import CollectiveError, TrainingDiverged
 
 SETTINGS: dict[str, Any] = {"algorithm": "decentralized", "epochs": 2, "hash_every": 1}
 
@@ -217,6 +217,52 @@ def test_ranks_that_have_gone_on_with_a_result_that_another_one_lacks_have_their
         ends.append([outcome.parameters for outcome in outcomes])
     assert torch.allclose(ends[0][0], ends[1][0], atol=1e-6)
     assert torch.equal(ends[0][0], ends[0][1])
+
+
+class Raises(AtTheEnd):
+    """What all ranks have agreed on is lost on one of them."""
+
+    choice = "raises"
+    has_raised: threading.Event
+
+    def roll_back(self) -> None:
+        super().roll_back()
+        self.has_raised.set()
+        if self.place.rank == 1:
+            raise CollectiveError("the network was away")
+
+
+class Waits(ClassificationTask):
+    """The batch after the exchange takes until it has come to its end."""
+
+    number = -1
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.event = threading.Event()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.number += 1
+        assert self.number != 3 or self.event.wait(20)
+        return super().loss(model, batch)
+
+
+def test_an_exchange_that_fails_when_its_result_is_there_ends_the_run_before_the_next_one_is_due() -> None:
+    tasks = [Waits(make_task()._make_model, make_task().data, batch_size=16) for _ in range(2)]
+
+    def algorithm(rank: int) -> Any:
+        def make(place: Place) -> Raises:
+            made = Raises(place, Raises.Options())
+            made.has_raised = tasks[rank].event
+            return made
+
+        return make
+
+    first, second = train(*tasks, algorithms=[algorithm(0), algorithm(1)], epochs=1, eval_every_epochs=0)
+    assert isinstance(second.error, CollectiveError)
+    assert "the network was away" in str(second.error)
+    assert second.worker.step < 7  # all of the epoch, at whose end all is settled
+    assert first.error is not None
 
 
 def test_local_steps_send_nothing() -> None:

@@ -57,9 +57,23 @@ def test_an_upload_that_waits_behind_another_one_is_asked_for_when_nothing_comes
         for number in range(CHUNKS):
             receiver.feed(first, number)
             await receiver.later()
-        assert receiver.asked == []
-        await receiver.later(uploads.REPAIR_AFTER_S)
+        await receiver.later(0.7)
+        assert receiver.asked == []  # the first took 0.9 s
+        await receiver.later()
         assert receiver.asked == [("Grant", 2)]  # it may be lost
+
+    asyncio.run(test())
+
+
+def test_an_upload_of_which_nothing_comes_is_soon_asked_for_where_others_are_quick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        receiver = Receiver(monkeypatch)
+        first, _ = await receiver.grant(1), await receiver.grant(2)
+        receiver.feed(first, *range(CHUNKS))
+        await receiver.later(uploads.REPAIR_AFTER_S + 0.01)
+        assert receiver.asked == [("Grant", 2)]
 
     asyncio.run(test())
 

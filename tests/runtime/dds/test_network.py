@@ -82,6 +82,28 @@ def test_on_a_network_a_sample_fits_into_the_buffer_to_send_so_that_no_heartbeat
     assert network.SEND_BUFFER_BYTES >= 2 * CHUNK_BYTES
 
 
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (NetworkConfig(), ("65500B", "65000B")),
+        (NetworkConfig(profile="network"), ("1400B", "1316B")),
+        (NetworkConfig(profile="network", datagram_bytes=14_700), ("14700B", "14616B")),
+    ],
+    ids=["loopback", "network", "given"],
+)
+def test_datagrams_are_as_large_as_the_profile_or_a_setting_has_them_with_room_for_news_of_the_fragment(
+    config: NetworkConfig, sizes: tuple[str, str]
+) -> None:
+    tree = built(config)
+    assert (text(tree, "General/MaxMessageSize"), text(tree, "General/FragmentSize")) == sizes
+
+
+@pytest.mark.parametrize("size", [0, 575, 65_501])
+def test_datagrams_that_no_network_carries_are_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match="576 to 65,500"):
+        NetworkConfig(datagram_bytes=size)
+
+
 def test_the_lease_is_long_where_the_kernel_tells_of_deaths_and_shorter_on_a_network_unless_it_is_given() -> None:
     assert text(built(NetworkConfig()), "Discovery/LeaseDuration") == "60s"
     assert text(built(NetworkConfig(profile="network")), "Discovery/LeaseDuration") == "10s"
