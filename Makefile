@@ -123,10 +123,13 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 test test-portable check faults: WORKERS ?= 2
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)  ## run every test, with WORKERS=2
-	$(BIN)/pytest $(SPREAD) $(ARGS)
+	@mkdir -p build && rm -f .pytest_cache/v/cache/lastfailed build/tests-ended
+	$(BIN)/pytest $(SPREAD) $(ARGS); code=$$?; echo $$code > build/tests-ended; exit $$code
 
-# A test of deadlines may fail where other work has the machine for seconds. It passes by itself, or it has failed; more than three are no accident.
+# A test of deadlines may fail where other work has the machine for seconds. It passes by itself, or it has failed; more than three are no accident,
+# nor is a run that did not come to its end (pytest's exit code 1: tests have failed, and nothing else).
 test-again: $(STAMP)  ## after `make test`: the tests that failed, three at most, by themselves
+	@test "$$(cat build/tests-ended 2>/dev/null)" = 1 || { echo "make test-again: make test has not come to its end" >&2; exit 1; }
 	@$(BIN)/python -c 'import json, sys; failed = list(json.load(open(".pytest_cache/v/cache/lastfailed"))); \
 		print(*(f"once more, by itself: {name}" for name in failed), sep="\n"); sys.exit(not 0 < len(failed) <= 3)'
 	$(BIN)/pytest --last-failed --last-failed-no-failures none

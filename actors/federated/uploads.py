@@ -148,7 +148,7 @@ class Uploads(Generic[U]):
         upload.frames += 1
         if verdict is not Verdict.COMPLETE:
             return None
-        self._took_s = max(upload.progress_s - upload.granted_s, self._took_s / 2)
+        self._took_s = min(max(upload.progress_s - upload.granted_s, self._took_s / 2), MAX_PATIENCE_S)
         upload.payload = self._assembler.take(upload.key)
         del self._granted[upload.key]
         return upload
@@ -165,7 +165,7 @@ class Uploads(Generic[U]):
             can.
         """
         now_s, stalled = time.monotonic(), []
-        patience_s = min(max(REPAIR_AFTER_S, self._took_s), MAX_PATIENCE_S)
+        patience_s = max(REPAIR_AFTER_S, self._took_s)
         if now_s - self._newest_s <= patience_s:
             patience_s = max(REPAIR_AFTER_S, MAX_PATIENCE_S)
         for upload in list(self._granted.values()):

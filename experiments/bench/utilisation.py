@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import math
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Any
 
 from gradbus import models
 from gradbus.experiments.bench.data_parallel import steps_of
-from gradbus.experiments.bench.processes import BenchRank, run_ranks
+from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.training import Training
 from gradbus.experiments.lab.conditions import LinkConditions
@@ -186,7 +187,10 @@ def measure_utilisation(chosen: argparse.Namespace) -> Iterator[Measurement]:
     name, way = next(iter(WAYS.items()))
     found = measure_way(way, LinkConditions(rate_bit_s=1e6 * max(rates)), datagram_bytes=WIRED_BYTES)
     yield _cell(f"{max(rates)} Mbit/s, 0 ms: {name}, datagrams of {WIRED_BYTES:,} B", found, at_least)
-    yield measure_datagrams(max(rates), int(found.sent_bytes))
+    try:
+        yield measure_datagrams(max(rates), int(found.sent_bytes))
+    except ProcessFailed as error:  # some were lost
+        print(f"no line of bare datagrams: {error}. Is net.core.rmem_max 4 MB or more?", file=sys.stderr)
 
 
 def _cell(name: str, found: Utilisation, at_least: float | None) -> Measurement:

@@ -119,6 +119,8 @@ def judge_peer(
             f"packets of this machine do not reach {host}: let UDP ports {ports} through its firewall, and check that "
             f"{own.address} is reachable from there by its --interface",
         )  # fmt: skip
+    if remote is not None and (lost := _lost_datagrams(settings, remote)):
+        return Finding(name, f"{host}: large datagrams are lost", Severity.BAD, lost)
     if peer is not None and peer.fault:
         fault = f"{peer.fault}. Are large datagrams lost? Try --network network on both"
         return Finding(name, f"{peer.host}: broken off", Severity.BAD, fault)
@@ -128,21 +130,23 @@ def judge_peer(
             f"DDS samples of {host} come here, and this machine's do not get there{hint}. Check its firewall: {ports}"
         )
         return Finding(name, f"{host} is seen here, and does not see this machine", Severity.BAD, cure)
-    wanted = NetworkConfig.of(settings).effective_datagram_bytes
-    if remote is not None and min(remote.largest_there, remote.largest_here) < wanted:
-        mtu = mtu_of(settings.interface)
-        cure = (
-            f"datagrams of {wanted} B do not get through: {remote.largest_there} B there, {remote.largest_here} B back "
-            f"(MTU of {settings.interface}: {mtu or 'unknown'}). "
-            + (
-                "Use --network network, without bus.datagram_bytes"
-                if wanted > DATAGRAM_BYTES["network"]
-                else "Is a tunnel or VPN in between? Raise its MTU, or set bus.datagram_bytes to what passes"
-            )
-        )
-        return Finding(name, f"{host}: large datagrams are lost", Severity.BAD, cure)
     cure = f"plain packets pass both ways, and DDS does not find the other one{hint}. Compare the whole command there"
     return Finding(name, f"{host}: DDS does not get through", Severity.BAD, cure)
+
+
+def _lost_datagrams(settings: BusSettings, remote: RemoteDoctor) -> str:
+    """What to do where datagrams of the size of this machine do not get there, or those of the other one here, whose
+    size may be another; empty: they do."""
+    wanted, least = NetworkConfig.of(settings).effective_datagram_bytes, DATAGRAM_BYTES["network"]
+    if remote.largest_there >= wanted and remote.largest_here >= min(wanted, least):
+        return ""
+    return (
+        f"datagrams of {wanted} B do not get through: {remote.largest_there} B there, {remote.largest_here} B back "
+        f"(MTU of {settings.interface}: {mtu_of(settings.interface) or 'unknown'}). "
+    ) + (
+        "Use --network network, without bus.datagram_bytes" if wanted > least
+        else "Is a tunnel or VPN in between? Raise its MTU, or set bus.datagram_bytes to what passes on both"
+    )  # fmt: skip
 
 
 def _difference(own: DoctorIdentity, remote: RemoteDoctor | None) -> str:

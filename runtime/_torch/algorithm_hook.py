@@ -548,20 +548,17 @@ class AlgorithmHook:
         An error of the exchange before is raised when this one was made: another rank may know nothing of it, and makes
         this one in any case.
         """
-        failed: Exception | None = None
-        try:
-            if self.delay_steps:
-                self._apply_changes(step.number - self.delay_steps)
-            self._settle()
-        except Exception as error:
-            failed = error
+        errors: list[Exception] = []
+        if self.delay_steps:
+            _note_error(errors, self._apply_changes, step.number - self.delay_steps)
+        _note_error(errors, self._settle)
         run = _Run(step.number)
         self._waiting.append(run)
         self._queue.submit(self._exchange_weights, run, step, bucket_of(self._parameters))
         if not self.delay_steps:
-            self._apply_changes(step.number)
-        if failed is not None:
-            raise failed
+            _note_error(errors, self._apply_changes, step.number)
+        if errors:
+            raise errors[0]  # the others mostly follow from it
 
     @torch.no_grad()
     def _exchange_weights(self, run: _Run, step: Step, bucket: TensorBucket) -> None:
@@ -741,6 +738,13 @@ class AlgorithmHook:
                 raise ValueError(
                     f"saved state of with_algorithm: late weights as {sorted(tensors)}, from another version"
                 )
+
+
+def _note_error(errors: list[Exception], function: Callable[..., object], *arguments: Any) -> None:
+    try:
+        function(*arguments)
+    except Exception as error:
+        errors.append(error)
 
 
 def _check_fit(kind: str, saved: Any, live: Mapping[str, Tensor]) -> None:

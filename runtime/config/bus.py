@@ -23,7 +23,7 @@ class BusSettings(Settings):
     """Number of the DDS domain. It decides the UDP ports."""
     network: Literal["loopback", "network"] = "loopback"
     """Network profile: `loopback` for one machine, `network` for several, with packets that fit an Ethernet frame."""
-    datagram_bytes: Annotated[int, Field(ge=576, le=65_500)] | None = None
+    datagram_bytes: Annotated[int, Field(ge=1_200, le=65_500)] | None = None
     """Most bytes of a datagram. null: 1400 with `network`, 65500 with `loopback`. Between machines of one wired network
     14700 makes large messages faster; a lost packet then costs ten. See docs/operations.md."""
     interface: str = LOOPBACK

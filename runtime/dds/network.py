@@ -55,8 +55,8 @@ class NetworkConfig:
     Attributes:
         profile: ``loopback`` (one machine, or a lossless network with jumbo frames: 65,500 B datagrams) or ``network``
             (anything real: 1,400 B datagrams, so that one lost packet costs one packet).
-        datagram_bytes: most bytes of a datagram, 576 to 65,500; None: as the profile has it. One that is larger than a
-            packet of the network costs less processor time, and is lost with any of its packets.
+        datagram_bytes: most bytes of a datagram, 1,200 to 65,500; None: as the profile has it. One that is larger than
+            a packet of the network costs less processor time, and is lost with any of its packets.
         interface: name of the network interface.
         peers: addresses of the other machines; empty means: this machine alone (or everybody, with multicast).
         multicast: let discovery and data use multicast on the interface.
@@ -81,8 +81,8 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         if self.profile not in LEASES_S:
             raise ConfigError(f"network {self.profile!r}: expected 'loopback' or 'network'")
-        if not 576 <= self.effective_datagram_bytes <= 65_500:
-            raise ConfigError(f"datagram_bytes must be 576 to 65,500, got {self.datagram_bytes}")
+        if not 1_200 <= self.effective_datagram_bytes <= 65_500:
+            raise ConfigError(f"datagram_bytes must be 1,200 to 65,500, got {self.datagram_bytes}")
 
     @classmethod
     def of(cls, settings: BusSettings) -> NetworkConfig:

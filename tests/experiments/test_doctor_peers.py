@@ -117,12 +117,14 @@ def test_what_is_known_of_a_peer_decides_what_is_said() -> None:
     lost = judged(replace(remote, largest_there=60), None)
     assert "large datagrams are lost" in lost.value
     assert "1400 B do not get through: 60 B there" in lost.cure
+    broken_off = BusPeer("two", "192.0.2.2", sees_us=True, fault="no answer")
+    assert "large datagrams are lost" in judged(replace(remote, largest_there=60), broken_off).value
     passed = judged(remote, None, misconfiguration="two has another key")
     assert passed.value == "two: DDS does not get through"
     assert "Received samples show that two has another key" in passed.cure
     one_way = judged(None, BusPeer("two", "192.0.2.2"))
     assert one_way.value == "two is seen here, and does not see this machine"
-    broken = judged(remote, BusPeer("two", "192.0.2.2", sees_us=True, fault="no answer"))
+    broken = judged(remote, broken_off)
     assert broken.value == "two: broken off"
     well = judged(None, BusPeer("two", "192.0.2.2", sees_us=True, round_trip_s=1e-4, there=2e8, back=1e8))
     assert (well.severity, well.value) == (Severity.OK, "two: round trip 100 us, 200 MB/s to it, 100 MB/s from it")

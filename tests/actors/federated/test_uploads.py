@@ -78,6 +78,22 @@ def test_an_upload_of_which_nothing_comes_is_soon_asked_for_where_others_are_qui
     asyncio.run(test())
 
 
+def test_an_upload_that_took_a_minute_leaves_no_patience_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        receiver = Receiver(monkeypatch)
+        slow = await receiver.grant(1)
+        receiver.feed(slow, *range(CHUNKS - 1))
+        receiver.now_s += 60.0
+        receiver.feed(slow, CHUNKS - 1)
+        for client_id in range(2, 6):
+            receiver.feed(await receiver.grant(client_id), *range(CHUNKS))
+        await receiver.grant(6)
+        await receiver.later(uploads.REPAIR_AFTER_S + 0.01)
+        assert receiver.asked == [("Grant", 6)]
+
+    asyncio.run(test())
+
+
 def test_an_upload_that_lacks_a_frame_is_asked_for_it_also_while_frames_of_others_come_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -98,9 +98,9 @@ def test_datagrams_are_as_large_as_the_profile_or_a_setting_has_them_with_room_f
     assert (text(tree, "General/MaxMessageSize"), text(tree, "General/FragmentSize")) == sizes
 
 
-@pytest.mark.parametrize("size", [0, 575, 65_501])
+@pytest.mark.parametrize("size", [0, 1_199, 65_501])
 def test_datagrams_that_no_network_carries_are_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match="576 to 65,500"):
+    with pytest.raises(ConfigError, match="1,200 to 65,500"):
         NetworkConfig(datagram_bytes=size)
 
 
