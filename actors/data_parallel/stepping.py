@@ -42,7 +42,8 @@ class Stepper(ABC):
     Attributes:
         mean_loss: of the last step that was not skipped, over the ranks that made it; NaN if nobody needs it.
         skipped_exchanges: exchanges of weights so far whose results were dropped, on all ranks.
-        is_diverged: whether ranks that step by themselves have told all others that they skip one step after the other.
+        is_diverged: whether a rank has announced with an exchange of weights that it had skipped as many steps in a row
+            as it may; equal on all ranks.
         wait_s, bytes_out: seconds that this rank waited for others, and payload handed to DDS, so far.
     """
 
@@ -133,7 +134,7 @@ class Stepper(ABC):
         self._count_bytes(exchange, profile)
 
     def _count_bytes(self, exchange: StepExchange, profile: Profile | StepProfile) -> None:
-        """Of the phases that have ended since this was called before."""
+        """Count the bytes of the phases that have ended since the last call."""
         ended = exchange.take_ended()
         for handle in ended:
             if handle.finished_s is not None:

@@ -47,7 +47,8 @@ class WeightStepper(Stepper):
 
         Args:
             waits_for_all: apply no result before all ranks have agreed that it counts.
-            max_nonfinite_steps: so many skipped steps in a row are told to all ranks, see ``is_diverged``; 0: never.
+            max_nonfinite_steps: a rank that has skipped so many steps in a row announces it to all ranks with its next
+                exchange, see ``is_diverged``; 0: never.
         """
         super().__init__(*args, **options)
         self._waits_for_all = waits_for_all or self._algorithm.overlaps
@@ -154,10 +155,11 @@ class WeightStepper(Stepper):
                 await self._compute.run(self._take_back, step)
 
     async def _agree_on_loss(self, step: TrainingStep, profile: StepProfile) -> None:
-        """Before an exchange, which is to know it."""
+        """Sum up the losses of all ranks before an exchange, which may depend on it."""
         exchange = self._training.new_exchange(step.number)
         self._opened(exchange)
-        exchange.start("loss", summed(self._take_status(step)))
+        status = await self._compute.run(self._take_status, step)  # it waits for the device
+        exchange.start("loss", summed(status))
         exchange.all_sent()
         while exchange.goes_on:
             exchange.resume([await handle for handle in exchange.handles])

@@ -135,8 +135,8 @@ def judge_peer(
 
 
 def _lost_datagrams(settings: BusSettings, remote: RemoteDoctor) -> str:
-    """What to do where datagrams of the size of this machine do not get there, or those of the other one here, whose
-    size may be another; empty: they do."""
+    """Advice where datagrams are lost on the way: from here those of the size in force, from there those that every
+    network has to carry, as the other machine may be set to a smaller size. Empty: none are lost."""
     wanted, least = NetworkConfig.of(settings).effective_datagram_bytes, DATAGRAM_BYTES["network"]
     if remote.largest_there >= wanted and remote.largest_here >= min(wanted, least):
         return ""

@@ -439,8 +439,8 @@ class AlgorithmHook:
     def _mean_loss(self, own: float | None) -> float:
         def total() -> Program[Tensor]:
             is_finite = own is not None and math.isfinite(own)
-            told = torch.tensor([own if is_finite else 0.0, is_finite, own is None], dtype=torch.float64)
-            summed: Tensor = yield AllReduce("loss", told)
+            status = torch.tensor([own if is_finite else 0.0, is_finite, own is None], dtype=torch.float64)
+            summed: Tensor = yield AllReduce("loss", status)
             return summed
 
         loss, count, missing = self._run_program(total()).tolist()
@@ -562,8 +562,8 @@ class AlgorithmHook:
 
     @torch.no_grad()
     def _exchange_weights(self, run: _Run, step: Step, bucket: TensorBucket) -> None:
-        """Exchange, then agree whether it counts: the result is finite on each rank, and none has failed. The result is
-        told before that. On the thread of the programs."""
+        """Exchange, then agree whether it counts: whether the result is finite on each rank, and none has failed.
+        ``exchanged`` is set before that, as soon as the result is there. On the thread of the programs."""
         before = bucket.flat.clone() if self.delay_steps else None
         try:
             try:
@@ -597,8 +597,8 @@ class AlgorithmHook:
 
     @torch.no_grad()
     def _apply_changes(self, until: int) -> None:
-        """Of the exchanges that steps up to this one have started: those whose results are finite on this rank, whether
-        or not all have told that theirs are. See :meth:`_settle`."""
+        """Apply the results of the exchanges that steps up to this one have started. One that is not finite on this
+        rank is dropped; whether the others are finite on all ranks may not be known yet, see :meth:`_settle`."""
         while self._waiting and self._waiting[0].number <= until:
             run = self._waiting.popleft()
             run.exchanged.result()

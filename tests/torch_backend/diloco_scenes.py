@@ -247,22 +247,25 @@ def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
     return found
 
 
+class LosesVerdict(gradbus.torch.DiLoCo):
+    """The second rank does not learn whether the first exchange counts on all ranks."""
+
+    is_lost = False
+
+    def _all_are(self, is_finite: bool) -> bool:
+        agreed = super()._all_are(is_finite)
+        if self._place.rank == 1 and not self.is_lost:
+            self.is_lost = True
+            raise CollectiveError("the network was away")
+        return agreed
+
+
 def lost_verdict(place: RankLocation) -> dict[str, Any]:
-    """Six steps, with an exchange after every second one: whether the first counts on all the second rank does not
-    learn."""
+    """Six steps with an exchange after every second one, of which the first is a :class:`LosesVerdict`'s."""
     place.start()
-    model = WithMethods()
+    model, told = WithMethods(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2)
-    all_are, told = diloco._all_are, []
-
-    def fail(is_finite: bool) -> bool:
-        all_are(is_finite)
-        del diloco._all_are  # the next one is heard
-        raise CollectiveError("the network was away")
-
-    if place.rank == 1:
-        diloco._all_are = fail  # type: ignore[method-assign]
+    diloco = LosesVerdict(model, optimizer, steps=2)
     for number in range(6):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.1)
