@@ -121,13 +121,24 @@ def _imported(spec: str) -> Any:
 
 
 _END, _REST, _READY = 1, 2, 4  # bits of a vote
+_EVERY_SHIFT = 3  # above them, the binary logarithm of the steps until the next vote
+
+MAX_STEPS_BETWEEN_VOTES = 32
 
 
 class StopVotes:
     """Whether any rank wants the run to end, or to rest so that others can join or leave: all ranks find the same,
     after the same step.
 
-    The votes of a step travel while the next one is computed, so they cost no time, and the run ends one step later.
+    The votes of a step travel while the next one is computed, and the run ends one step later. They take time of the
+    processor all the same, which is much of a step of a few milliseconds: so with a vote each rank says after how many
+    steps it would vote again, and the fewest count for all.
+
+    Attributes:
+        every: steps from the newest vote that was counted to the next one, equal on all ranks.
+        ranks: that have voted for the end, in the newest vote.
+        rest: whether a rank has voted for a rest, in any vote.
+        ready: the ranks that have said that they are, in any vote.
     """
 
     def __init__(self, group: Group, *, timeout_s: float) -> None:
@@ -135,31 +146,36 @@ class StopVotes:
         self._timeout_s = timeout_s
         self._handle: CollectiveHandle[list[bytes]] | None = None
         self._wanted_end = False  # this rank, in a vote that is not counted yet
+        self.every = 1
         self.ranks: list[int] = []
         self.ready: set[int] = set()
         self.rest = False
 
     def cast(
-        self, wants_end: bool, name: str, *, step: int, wants_rest: bool = False, is_ready: bool = False
+        self, wants_end: bool, name: str, *, step: int, wants_rest: bool = False, is_ready: bool = False,
+        every: int = 1,
     ) -> None:  # fmt: skip
         """Send this rank's vote.
 
         Args:
             name: of the occasion; with ``step`` it is unique.
             is_ready: this rank has the state of the run, and may get data.
+            every: steps after which this rank would vote again, rounded down to a power of two, at most
+                ``MAX_STEPS_BETWEEN_VOTES``.
         """
-        vote = bytes([_END * wants_end + _REST * wants_rest + _READY * is_ready])
+        exponent = max(1, min(every, MAX_STEPS_BETWEEN_VOTES)).bit_length() - 1
+        vote = bytes([_END * wants_end + _REST * wants_rest + _READY * is_ready + (exponent << _EVERY_SHIFT)])
         self._wanted_end = wants_end
         self._handle = self._group.all_gather(f"worker/stop/{name}", vote, round_id=step, timeout_s=self._timeout_s)
 
     async def counted(self) -> bool:
-        """Whether a rank has voted for the end, in the newest vote; False if there was none. ``rest``: whether one has
-        voted for a rest, in any; ``ready``: the ranks that have said so in any."""
+        """Whether a rank has voted for the end, in the newest vote; False if there was none."""
         if self._handle is None:
             return False
         handle, self._handle = self._handle, None
         votes = [int.from_bytes(vote) for vote in await handle]
         self._wanted_end = False
+        self.every = min(MAX_STEPS_BETWEEN_VOTES, 1 << (min(votes) >> _EVERY_SHIFT))
         self.ranks = [rank for rank, vote in enumerate(votes) if vote & _END]
         self.rest |= any(vote & _REST for vote in votes)
         self.ready |= {rank for rank, vote in enumerate(votes) if vote & _READY}

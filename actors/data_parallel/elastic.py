@@ -84,6 +84,9 @@ _COMMON = ("step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_i
 
 MAX_RECORDED_BYTES = 1 << 30
 """Of the steps that a rank keeps while its copy of the state is on the way; before there are more, all wait for it."""
+VOTE_EVERY_S = 0.05
+"""How late ranks may hear of one that would join or leave, where steps are shorter: after each of them, a vote would
+cost much of the step."""
 MAX_BROKEN_COPIES = 3  # of one process that joins, before it gives up
 
 
@@ -164,6 +167,8 @@ class ElasticWorker(Worker):
         self._broken: list[int] = []  # numbers of the processes that have sent a broken copy
         self._waits = 0  # how often ranks of this generation have told that they wait for copies
         self._generations: Generations | None = None
+        self._voted_at = 0  # the step of the newest vote, or at which the generation has begun
+        self._voted_s = 0.0  # when that was
 
     @property
     def generations(self) -> Generations | None:
@@ -365,7 +370,7 @@ class ElasticWorker(Worker):
             raise CollectiveError(
                 f"no rank of generation {generation} has the state of the run: go on from a checkpoint, all ranks anew"
             )
-        self._votes_after_steps = True
+        self._votes_after_steps = True  # not only for callbacks
         self._votes_after_epochs = any(hello["callbacks"] for hello in hellos)
         await compute.run(self._start, hellos[source]["schedule_steps"], group.world)
         await compute.run(training.begin)
@@ -396,6 +401,7 @@ class ElasticWorker(Worker):
             self._follows = frozenset()
         with contextlib.suppress(CheckpointError):  # it is said when a checkpoint cannot be written
             await self._compute.run(self._hold_directory, False)
+        self._voted_at, self._voted_s = self.step, time.perf_counter()
         if not self._has_opened:
             self._has_opened = True
             self._on_open()
@@ -569,10 +575,17 @@ class ElasticWorker(Worker):
         is_alone = not self._are_equal and self._group.world > 1
         if name == "step" and is_alone and not self._training.algorithm.is_due(Step(step - 1, self._position.epoch)):
             return  # ranks are on their own between two exchanges
+        now_s, steps, every = time.perf_counter(), step - self._voted_at, 1
+        if name == "step" and self._are_equal and steps < self._votes.every:
+            return
+        # What a callback wants, the run does one step later. Exchanges of weights are rare enough by themselves.
+        if self._are_equal and not self._votes_after_epochs:
+            every = int(VOTE_EVERY_S * steps / max(now_s - self._voted_s, 1e-6))
         self._votes.cast(
             self._wants_end, name, step=step, wants_rest=self._wants_rest,
-            is_ready=self._group.rank in self._follows and self._held is None,
+            is_ready=self._group.rank in self._follows and self._held is None, every=every,
         )  # fmt: skip
+        self._voted_at, self._voted_s = step, now_s
         self._wants_end = False
 
     async def _count_votes(self) -> None:

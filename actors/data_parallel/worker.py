@@ -420,8 +420,8 @@ class Worker:
         position.epoch_step += 1
         await self._count(applied)
         await self._count_votes()
+        await self._after_steps(applied)
         if self._votes_after_steps:
-            await self._compute.run(self._after_steps, applied)
             self._vote("step", position.step)
         clock.steps += 1
         clock.step_s += time.perf_counter() - started_s
@@ -435,15 +435,16 @@ class Worker:
         """Apply what is on its way."""
         applied = await self._stepper.drain()
         await self._count(applied)
-        if applied:
-            await self._compute.run(self._after_steps, applied)
+        await self._after_steps(applied)
 
     # Callbacks
 
-    def _after_steps(self, applied: Sequence[TrainingStep]) -> None:
-        """Call those that follow steps. Whether one wants the run to end is said in the next vote."""
-        if not self._callbacks.follow_steps:
-            return
+    async def _after_steps(self, applied: Sequence[TrainingStep]) -> None:
+        """Call those that follow steps, if there are any. Whether one wants the run to end is said in the next vote."""
+        if applied and self._callbacks.follow_steps:
+            await self._compute.run(self._call_after, applied)
+
+    def _call_after(self, applied: Sequence[TrainingStep]) -> None:
         for step in applied:
             self._wants_end |= bool(self._callbacks.call("on_step", self._training.report_of(step)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 import gradbus
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
 from gradbus.actors.data_parallel import elastic, joining
+from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
 from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.models import ClassificationTask
@@ -75,9 +77,10 @@ class Cast:
 
     def start(
         self, number: int, founders: int = 0, *, task: Any = None, on_step: Callable[[Any], object] = lambda _: None,
-        on_end: Callable[[Any], object] = lambda _: None,
+        on_end: Callable[[Any], object] = lambda _: None, on_epoch: Callable[[ElasticWorker], object] | None = None,
     ) -> None:  # fmt: skip
-        running = self._run(number, founders, task or make_task(), on_step, on_end)
+        """``on_epoch``: called in place of all callbacks, by who takes the reports."""
+        running = self._run(number, founders, task or make_task(), on_step, on_end, on_epoch)
         self._running[number] = self._tasks.create_task(running)
 
     def kill(self, number: int) -> None:
@@ -98,7 +101,8 @@ class Cast:
         self._loop.call_soon_threadsafe(lambda: function(*arguments, **options))
 
     async def _run(
-        self, number: int, founders: int, task: Any, on_step: Callable[[Any], object], on_end: Callable[[Any], object]
+        self, number: int, founders: int, task: Any, on_step: Callable[[Any], object], on_end: Callable[[Any], object],
+        on_epoch: Callable[[ElasticWorker], object] | None,
     ) -> None:  # fmt: skip
         async with gradbus.connect(**self._place, lease_s=LEASE_S) as bus:
             place = ElasticPlace(bus=bus, number=number, founders=founders)
@@ -109,11 +113,14 @@ class Cast:
                     rank.worlds.append(report.world)
                 return on_step(report)
 
-            rank = self.ranks[number] = Rank(ElasticWorker(place, task, self.config, callbacks=[Watch(note, on_end)]))
+            callbacks = [Watch(note, on_end)] if on_epoch is None else []
+            rank = self.ranks[number] = Rank(ElasticWorker(place, task, self.config, callbacks=callbacks))
             try:
                 async with contextlib.aclosing(rank.worker.epochs()) as epochs:
                     async for report in epochs:
                         rank.reports.append(report)
+                        if on_epoch is not None:
+                            on_epoch(rank.worker)
             except Exception as error:
                 rank.error = error
 
@@ -821,6 +828,68 @@ def test_a_wish_to_end_in_a_vote_that_is_lost_is_told_again(place: dict[str, Any
     ranks = play(place, scene, epochs=LONG)
     assert ranks[0].error is ranks[1].error is None
     assert ranks[0].worker.step == ranks[1].worker.step == 5
+
+
+def votes_after_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """All that are cast from here on."""
+    found: list[int] = []
+    cast = StopVotes.cast
+
+    def noted(self: StopVotes, wants_end: bool, name: str, *, step: int, **options: Any) -> None:
+        if name == "step":
+            found.append(step)
+        cast(self, wants_end, name, step=step, **options)
+
+    monkeypatch.setattr(StopVotes, "cast", noted)
+    return found
+
+
+@pytest.mark.parametrize(("every_s", "steps"), [(1e9, [1, 33, 65]), (0.0, list(range(1, 71)))])
+def test_ranks_vote_as_rarely_as_they_may_hear_late_of_one_that_leaves(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, every_s: float, steps: list[int]
+) -> None:
+    monkeypatch.setattr(elastic, "VOTE_EVERY_S", every_s)
+    found = votes_after_steps(monkeypatch)
+
+    def scene(cast: Cast) -> None:
+        for number in range(2):
+            cast.start(number, 2, on_epoch=lambda _: None)
+
+    ranks = play(place, scene, epochs=LONG, max_steps=70)
+    assert ranks[0].error is ranks[1].error is None
+    assert sorted(found) == sorted(2 * steps)
+
+
+def test_with_callbacks_ranks_vote_after_each_step(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "VOTE_EVERY_S", 1e9)
+    found = votes_after_steps(monkeypatch)
+
+    def scene(cast: Cast) -> None:
+        cast.start(0, 2)
+        cast.start(1, 2, on_epoch=lambda _: None)
+
+    play(place, scene, epochs=LONG, max_steps=9)
+    assert sorted(found) == sorted(2 * list(range(1, 10)))
+
+
+def test_a_leave_between_two_rare_votes_loses_no_step_and_no_batch(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "VOTE_EVERY_S", 1e9)
+
+    def scene(cast: Cast) -> None:
+        cast.start(0, 2, on_epoch=lambda _: None)
+        cast.start(1, 2, on_epoch=ElasticWorker.leave)
+
+    ranks = play(place, scene, epochs=20)
+    assert ranks[0].error is ranks[1].error is None
+    assert ranks[1].worker.has_left
+    assert ranks[1].worker.step < ranks[0].worker.step
+    ends = [0, *(report.step for report in ranks[0].reports)]
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    assert len(steps) == 20
+    assert steps[0] == (steps[-1] + 1) // 2  # an epoch of one rank has twice the steps of one of two
+    assert steps == sorted(steps)
 
 
 @pytest.mark.parametrize(
