@@ -85,8 +85,8 @@ _COMMON = ("step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_i
 MAX_RECORDED_BYTES = 1 << 30
 """Of the steps that a rank keeps while its copy of the state is on the way; before there are more, all wait for it."""
 VOTE_EVERY_S = 0.05
-"""How late ranks may hear of one that would join or leave, where steps are shorter: after each of them, a vote would
-cost much of the step."""
+"""Where steps are shorter, ranks vote after so much time on whether one joins or leaves: after each of them, a vote
+would cost much of the step."""
 MAX_BROKEN_COPIES = 3  # of one process that joins, before it gives up
 
 
@@ -167,6 +167,7 @@ class ElasticWorker(Worker):
         self._broken: list[int] = []  # numbers of the processes that have sent a broken copy
         self._waits = 0  # how often ranks of this generation have told that they wait for copies
         self._generations: Generations | None = None
+        self._plan_began = 0  # the first step by the plan
         self._voted_at = 0  # the step of the newest vote, or at which the generation has begun
         self._voted_s = 0.0  # when that was
 
@@ -197,7 +198,8 @@ class ElasticWorker(Worker):
         return self._has_ended
 
     def leave(self) -> None:
-        """Have this rank leave after the step that it is in: :meth:`epochs` ends then, and no step is lost."""
+        """Have this rank leave after the next vote, of its step or, where steps are short, one some ``VOTE_EVERY_S``
+        later: :meth:`epochs` ends then, and no step is lost."""
         self._is_leaving = True
         if self._generations is not None:
             self._generations.leave()
@@ -557,6 +559,7 @@ class ElasticWorker(Worker):
 
     async def _make_plan(self) -> EpochPlan:
         position = self._position
+        self._plan_began = position.step + 1
         total = await self._compute.run(self._training.num_batches, position.epoch)
         self._plan = ElasticPlan.rest_of(
             total, self._group.world, self._config.accumulation_steps, done=position.epoch_batches,
@@ -572,21 +575,27 @@ class ElasticWorker(Worker):
             await self._count_votes()  # at once: so others come and go where the exchange has made weights equal
 
     def _vote(self, name: str, step: int) -> None:
-        is_alone = not self._are_equal and self._group.world > 1
-        if name == "step" and is_alone and not self._training.algorithm.is_due(Step(step - 1, self._position.epoch)):
-            return  # ranks are on their own between two exchanges
-        now_s, steps, every = time.perf_counter(), step - self._voted_at, 1
-        if name == "step" and self._are_equal and steps < self._votes.every:
+        if name == "step" and not self._is_vote_due(step):
             return
-        # What a callback wants, the run does one step later. Exchanges of weights are rare enough by themselves.
-        if self._are_equal and not self._votes_after_epochs:
-            every = int(VOTE_EVERY_S * steps / max(now_s - self._voted_s, 1e-6))
+        now_s, every = time.perf_counter(), 1
+        if self._are_equal and not self._votes_after_epochs:  # what a callback wants, the run does one step later
+            every = int(VOTE_EVERY_S * (step - self._voted_at) / max(now_s - self._voted_s, 1e-6))
         self._votes.cast(
             self._wants_end, name, step=step, wants_rest=self._wants_rest,
             is_ready=self._group.rank in self._follows and self._held is None, every=every,
         )  # fmt: skip
         self._voted_at, self._voted_s = step, now_s
         self._wants_end = False
+
+    def _is_vote_due(self, step: int) -> bool:
+        """Whether the ranks vote after this step, equal on all of them. They do after the first and the last step of an
+        epoch, so that what takes time in between makes nobody wait longer, and after each step while a copy is on its
+        way, as so many steps are kept. Between two exchanges of weights ranks are on their own."""
+        if not self._are_equal:
+            alone = self._group.world == 1
+            return alone or self._training.algorithm.is_due(Step(step - 1, self._position.epoch))
+        is_last = self._plan is not None and self._position.epoch_step >= self._plan.steps
+        return is_last or step <= self._plan_began or bool(self._follows) or step - self._voted_at >= self._votes.every
 
     async def _count_votes(self) -> None:
         await super()._count_votes()
