@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import time
 
+from gradbus.runtime.cores import usable_cores
+
 STALL_S = 1e-3  # between two looks: more than what is done in between takes, less than another program's turn
 REST_STALLS = 4  # a rest is so many times as long as the stall
 LONGEST_REST_S = 0.2  # with stalls of 3 ms, one after each rest, they take less than a fiftieth of the time
@@ -70,11 +72,4 @@ class Spinning:
         return True
 
 
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        return os.cpu_count() or 1
-
-
-SPINNING = Spinning(_cores())
+SPINNING = Spinning(usable_cores())

@@ -46,9 +46,10 @@ class GridRounding:
 
     def __init__(self) -> None:
         self._scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
-        # The same memory for numpy: its rint stays on the calling thread, torch's round_ does not.
-        self._scratch_array = self._scratch.numpy()
-        self._scratch_bits = self._scratch.view(torch.int64)
+        # The same memory for NumPy, which stays on the calling thread, and converts as it computes: torch would convert
+        # first, in a pass of its own.
+        self._scaled = self._scratch.numpy()
+        self._bits = self._scaled.view(np.int64)
         self._integers = torch.empty(_BLOCK_ELEMS, dtype=torch.int64)
 
     def bound(self, update: Parsed, base: Tensor, num_samples: int) -> float:
@@ -70,30 +71,29 @@ class GridRounding:
         """
         scale = float(num_samples * (1 << FRACTION_BITS))
         round_ = self._round_small if bound < _ROUNDER_LIMIT else self._round
+        base_values = base.numpy()
         for block in update.blocks(_BLOCK_ELEMS):
-            size = block.values.numel()
-            scaled = self._scratch[:size]
-            scaled.copy_(block.values)
-            place: slice | Tensor
-            if isinstance(block, DenseBlock):
-                place = slice(block.start, block.start + size)
-                if not update.is_delta:
-                    scaled.sub_(base[place])
+            values, size = block.values.numpy(), block.values.numel()
+            scaled = self._scaled[:size]
+            place = slice(block.start, block.start + size) if isinstance(block, DenseBlock) else block.indices
+            if update.is_delta or not isinstance(place, slice):
+                np.multiply(values, scale, out=scaled, dtype=np.float64)
             else:
-                place = block.indices
-            del block  # before the next one is decoded
-            yield place, round_(scaled.mul_(scale))
+                np.subtract(values, base_values[place], out=scaled, dtype=np.float64)
+                np.multiply(scaled, scale, out=scaled)
+            del block, values  # before the next one is decoded
+            yield place, round_(size)
 
-    def _round(self, scaled: Tensor) -> Tensor:
-        """The front of the scratch memory, rounded to even, as int64."""
-        size = scaled.numel()
-        np.rint(self._scratch_array[:size], out=self._scratch_array[:size])
-        return self._integers[:size].copy_(scaled)
+    def _round(self, size: int) -> Tensor:
+        """The first values of the scratch memory, rounded to even, as int64."""
+        np.rint(self._scaled[:size], out=self._scaled[:size])
+        return self._integers[:size].copy_(self._scratch[:size])
 
-    def _round_small(self, scaled: Tensor) -> Tensor:
+    def _round_small(self, size: int) -> Tensor:
         """Round the values in place, as :meth:`_round` does; they must be below 2^51."""
-        scaled.add_(_ROUNDER)
-        return self._scratch_bits[: scaled.numel()].sub_(_ROUNDER_BITS)
+        np.add(self._scaled[:size], _ROUNDER, out=self._scaled[:size])
+        np.subtract(self._bits[:size], _ROUNDER_BITS, out=self._bits[:size])
+        return self._scratch.view(torch.int64)[:size]
 
 
 class ExactMean:
@@ -159,12 +159,11 @@ class ExactMean:
         most = min(summary.updates << (_LOW_BITS - 1), _CARRIED_LIMIT)
         if largest >= _LIMIT or (carried is not None and carried.largest() > most):
             raise OutOfRange(f"partial sum of {summary.updates} updates: its values are larger than theirs can be")
-        if not self.count:
-            self._sum.zero_()
         if not self._bound + largest < _LIMIT:
             self._carry()
         for place, values in partial.low.blocks():
-            self._sum[place].add_(values)
+            part = self._sum[place]
+            (part.add_ if self.count else part.copy_)(values)
         if carried is not None:
             if self._carried is None:
                 self._carried = torch.zeros_like(self._sum)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +36,11 @@ from gradbus.codecs import CodecError, DenseBlock, DimMismatchError, Parsed, get
 from gradbus.codecs.wire import Payload, as_view
 
 MAGIC = b"GBXM"
-VERSION = 1
+VERSION = 2
 VALUE_BYTES = 7
 SMALL_BYTES = 2  # of each value on a common grid of small integers
 BITS = 8 * VALUE_BYTES
+_PAD_BYTES = 1  # after values of seven bytes, so that the last one can be read as eight, too
 
 _HEADER = struct.Struct("<4sBBHIIQQ")
 _BLOCK_ELEMS = 30 * 1024  # as in the exact sum
@@ -51,7 +52,7 @@ class TooLarge(ValueError):
 
 def size_of(count: int, value_bytes: int = VALUE_BYTES) -> int:
     """Bytes of a masked update of so many values: always the same."""
-    return _HEADER.size + value_bytes * count
+    return _HEADER.size + value_bytes * count + _PAD_BYTES * (value_bytes == VALUE_BYTES)
 
 
 def zeros(grid: CommonGrid, dim: int) -> Words:
@@ -150,31 +151,26 @@ def _exactly(update: Parsed, base: Tensor, masks: UpdateMasks, weight: int) -> m
             f"or set limits.cap_samples"
         )
     data = _begun(masks, update.dim, VALUE_BYTES, weight)
-    places = _places(data, update.dim)
+    values = _as_words(data, update.dim)
     scratch = np.empty(_BLOCK_ELEMS, np.uint64)
     for place, integers in rounding.blocks(update, base, weight, bound):
         assert isinstance(place, slice), "an update of every value"
         masked = scratch[: integers.numel()]
         np.add(integers.numpy().view(np.uint64), masks.total[place], out=masked)
-        for to, part in zip(places, _parts(masked), strict=True):
-            to[place] = part
+        values[place] = masked
+    data[-_PAD_BYTES:] = bytes(_PAD_BYTES)
     return data
 
 
-def _places(view: memoryview, dim: int) -> list[NDArray[np.unsignedinteger[Any]]]:
-    """Where the lowest four bytes of each value, the next two, and the last one are."""
-    middle = _HEADER.size + 4 * dim
-    return [
-        np.frombuffer(view, "<u4", dim, _HEADER.size),
-        np.frombuffer(view, "<u2", dim, middle),
-        np.frombuffer(view, np.uint8, dim, middle + 2 * dim),
-    ]
+def _as_words(view: memoryview, count: int) -> NDArray[np.uint64]:
+    """The values of seven bytes as uint64, whose eighth byte is the first one of the next value.
 
-
-def _parts(values: NDArray[np.uint64]) -> list[NDArray[np.unsignedinteger[Any]]]:
-    """Return the same parts of uint64 values, of which the eighth byte is left out: views."""
-    values = values.astype("<u8", copy=False)
-    return [values.view("<u4")[::2], values.view("<u2")[2::4], values.view(np.uint8)[6::8]]
+    To write seven bytes of each takes four to eight times as long. So values are written in ascending order, by
+    assignment, which NumPy does from the first element to the last one: each then mends what the one before has
+    written over it. And they are added as they are read: bytes above the seventh do not matter modulo 2^56. The array
+    does not hold the view: its caller does.
+    """
+    return np.ndarray(count, "<u8", view, _HEADER.size, (VALUE_BYTES,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,20 +211,17 @@ class MaskedValues:
             raise DimMismatchError(f"masked update of {count:,} values: expected {expected_dim:,}")
         if len(view) != size_of(count, width):
             raise CodecError(f"masked update of {len(view)} bytes: expected {size_of(count, width)}")
+        if width == VALUE_BYTES and view[-1]:
+            raise CodecError(f"masked update that ends with {view[-1]:#x}: expected 0 after its values")
         return cls(count, width, attempt, weight, view)
 
     def add_to(self, total: Words) -> None:
-        """Add the values to those of :func:`zeros`, in place, modulo 2^64 or 2^16."""
+        """Add the values to those of :func:`zeros`, in place, modulo 2^56 or 2^16: of 64 bits the highest eight mean
+        nothing."""
         if self.value_bytes == SMALL_BYTES:
             np.add(total, np.frombuffer(self.data, "<u2", self.count, _HEADER.size), out=total)
             return
-        places, scratch = _places(self.data, self.count), np.zeros(_BLOCK_ELEMS, "<u8")
-        for start in range(0, self.count, _BLOCK_ELEMS):
-            own = total[start : start + _BLOCK_ELEMS]
-            values = scratch[: len(own)]
-            for part, place in zip(_parts(values), places, strict=True):
-                part[:] = place[start : start + len(own)]
-            np.add(own, values, out=own)
+        np.add(total, _as_words(self.data, self.count), out=total)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,9 @@ from gradbus.actors.secure_aggregation.keys import (
 )
 from gradbus.actors.secure_aggregation.masks import Stopped, Words, add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares, Interpolation
+from gradbus.runtime.cores import usable_cores
 
+MAX_THREADS = 4  # that take masks off: more would wait for memory
 # Answers that come too late are on the bus all the same.
 _NO_SUM = (
     "The sum was not made. A client does not answer where the sums of a round's attempts together would show too few "
@@ -168,7 +170,8 @@ class MaskingServer:
                 do without it. The sum is then as it was, and this may be called again when there is another answer.
         """
         self._check_enough(self._shares, self._entered().threshold, "sent their shares to unmask", _NO_SUM)
-        add_masks(total, self._seeds(self._checked_secrets(should_stop)), should_stop)
+        threads = min(MAX_THREADS, usable_cores())  # the clients wait for this, with nothing to do
+        add_masks(total, self._seeds(self._checked_secrets(should_stop)), should_stop, threads=threads)
 
     def _checked_secrets(self, should_stop: Callable[[], bool]) -> list[bytes]:
         """Return for each sender the seed of its own mask, or its masking key, as it has advertised them.

@@ -29,6 +29,7 @@ from gradbus.actors.virtual.pool import MAX_PROCESSES, TrainingPool
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import ConfigError, GradbusError
 from gradbus.runtime.private_folder import scratch_folder
@@ -134,7 +135,7 @@ class SimulationOptions:
             return RayPool(task, settings, size=self.processes, address=self.ray_address, gpus=self.gpus)
         from gradbus.actors.virtual.local_pool import LocalPool
 
-        return LocalPool(task, settings, size=self.processes or len(os.sched_getaffinity(0)))
+        return LocalPool(task, settings, size=self.processes or usable_cores())
 
 
 def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -> FederatedConfig:

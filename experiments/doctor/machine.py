@@ -10,9 +10,10 @@ from enum import Enum
 from pathlib import Path
 
 from gradbus.experiments.run.cores import read_topology
-from gradbus.experiments.rundir.versions import usable_cpus, versions
+from gradbus.experiments.rundir.versions import versions
 from gradbus.runtime import fast_paths
 from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.cores import usable_cpus
 from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.dds.network import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
 from gradbus.runtime.fast_paths import LOOPBACK

@@ -26,10 +26,10 @@ from gradbus.experiments.run.parameter_server import PLACE, join_network
 from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.experiments.rundir.traces import merge_traces
-from gradbus.experiments.rundir.versions import cores, usable_cpus
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import parallel_timeouts
+from gradbus.runtime.cores import usable_cores, usable_cpus
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, PeerLost
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.summary import ProfileSummary
@@ -239,7 +239,7 @@ async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, direc
         hello["machine"] == own["machine"] and not set(hello["cpus"]).isdisjoint(own["cpus"]) for hello in hellos
     )
     if "threads" not in file.task.model_fields_set:
-        torch.set_num_threads(max(1, cores() // sharing))
+        torch.set_num_threads(max(1, usable_cores() // sharing))
     if directory is None:
         directory = WorkerDirectory.meet(hellos[0]["directory"], file.run_dir, group.rank)
     if hellos[0]["is_finished"]:

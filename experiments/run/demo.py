@@ -21,7 +21,7 @@ from gradbus.experiments.run.console import Screen, readable
 from gradbus.experiments.run.lifecycle import before_abort, off_the_loop
 from gradbus.experiments.run.live import round_display
 from gradbus.experiments.rundir.directory import ControllerDirectory, new_path
-from gradbus.experiments.rundir.versions import cores
+from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
@@ -88,7 +88,7 @@ def plan(options: DemoOptions) -> DemoPlan:
         "downlink_codec": options.downlink_codec, "seed": options.seed,
     }  # fmt: skip
     # The controller computes only while its clients wait, so it may take the cores that they leave.
-    threads = min(4, cores())
+    threads = min(4, usable_cores())
     defaults = {"bus": bus, "task": {**task, "threads": threads}, "federated": federated, "run_dir": str(run_dir)}
     controller = load(ControllerFile, None, defaults=defaults, overrides=options.overrides)
     own = (controller.federated.strategy, controller.federated.training.rule)

@@ -20,9 +20,9 @@ from gradbus.experiments.run.data_parallel import Output, WorkerOutcome
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
-from gradbus.experiments.rundir.versions import cores
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import parallel_timeouts
+from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
@@ -54,7 +54,7 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
     task = ConfiguredShardTask(file.task)
     await off_the_loop(task.load, "load")
     if "threads" not in file.task.model_fields_set:
-        torch.set_num_threads(max(1, cores() // max(founders, file.parallel.elastic.min_world)))
+        torch.set_num_threads(max(1, usable_cores() // max(founders, file.parallel.elastic.min_world)))
     directory = WorkerDirectory(file.run_dir, number)
     config = file.parallel
     for key, folder in (("checkpoint.dir", directory.state), ("history.dir", directory.history)):

@@ -7,25 +7,17 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from gradbus.runtime.cores import usable_cores
+
 PACKAGES = ("gradbus", "torch", "cyclonedds", "numpy")
 
 
 def machine() -> dict[str, str | int]:
     """The processor, the cores of this process, and the bytes of memory, as far as the system reports them."""
-    found: dict[str, str | int] = {"cpu": _cpu(), "cores": cores()}
+    found: dict[str, str | int] = {"cpu": _cpu(), "cores": usable_cores()}
     with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has these
         found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return found
-
-
-def cores() -> int:
-    """The number of cores that this process may use: fewer than the machine has where it was bound to some."""
-    return len(usable_cpus())
-
-
-def usable_cpus() -> list[int]:
-    """Their numbers."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _cpu() -> str:

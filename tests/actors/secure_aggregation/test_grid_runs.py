@@ -25,6 +25,7 @@ from gradbus.actors.federated import local_training
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.secure_aggregation.keys import ENTRY_BYTES, Attempt, NotInProtocol, TooFewMembers
+from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, size_of
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.codecs import random_k
 from gradbus.models.task import TrainResult
@@ -36,7 +37,6 @@ CHUNK = 512
 Q8: dict[str, Any] = {"name": "q8", "chunk_elems": CHUNK}
 SQ8: dict[str, Any] = {"name": "sq8", "chunk_elems": CHUNK, "density": 0.1}
 S4: dict[str, Any] = {"name": "s4", "density": 0.1}
-HEADER = 32
 
 
 def peaks_of(total: NDArray[np.float64]) -> list[float]:
@@ -116,7 +116,11 @@ def oracle_of(controller: Any, codec: Mapping[str, Any], rounds: Sequence[Sequen
 
 @pytest.mark.parametrize(
     ("codec", "first", "then"),
-    [(Q8, 7 * DIM, 2 * DIM), (SQ8, 7 * DIM // 10, 2 * DIM // 10), (S4, 7 * DIM // 10, 7 * DIM // 10)],
+    [
+        (Q8, size_of(DIM), size_of(DIM, SMALL_BYTES)),
+        (SQ8, size_of(DIM // 10), size_of(DIM // 10, SMALL_BYTES)),
+        (S4, size_of(DIM // 10), size_of(DIM // 10)),
+    ],
     ids=["q8", "sq8", "s4"],
 )
 def test_the_model_is_that_of_the_plain_sum_of_the_same_integers(codec: dict[str, Any], first: int, then: int) -> None:
@@ -125,7 +129,7 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_integers(codec: dict[str
     oracle = oracle_of(controller, codec, [ids] * 4)
     assert np.array_equal(controller.weights.numpy(), oracle.weights)
     assert [report.bytes_up for report in controller.progress.reports] == [
-        5 * (size + HEADER) for size in (first, then, then, then)
+        5 * size for size in (first, then, then, then)
     ]
     assert all(one.residual_norm is None for report in controller.progress.reports for one in report.timeline)
     if codec is Q8:  # else most of what was trained has not been sent yet

@@ -211,6 +211,18 @@ def test_many_masks_are_taken_off_a_few_at_a_time_and_that_can_be_stopped() -> N
     assert drawn < 600
 
 
+@pytest.mark.parametrize("dtype", ["u8", "u2"])
+@pytest.mark.parametrize("count", [1, 65_536, 70_000, 200_001])
+def test_masks_have_the_same_bits_on_any_number_of_threads(dtype: str, count: int) -> None:
+    seeds = [(bytes([number] * 16 + [255] * 16), bool(number % 2)) for number in range(5)]  # the counter overflows
+    add_masks(alone := np.zeros(count, dtype), seeds)
+    for threads in (2, 3):
+        add_masks(together := np.zeros(count, dtype), seeds, threads=threads)
+        assert np.array_equal(alone, together)
+    with pytest.raises(Stopped):
+        add_masks(together, seeds, lambda: True, threads=3)
+
+
 def test_rosters_that_no_honest_server_makes_are_refused() -> None:
     scene = Scene([1, 2, 3, 4], threshold=3)
     for client_id in scene.clients:

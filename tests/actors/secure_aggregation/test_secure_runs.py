@@ -31,7 +31,7 @@ from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.update_masks import ClientMasking, _OwnPart
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, TooFewMembers, commitment
-from gradbus.actors.secure_aggregation.masked_values import MAGIC
+from gradbus.actors.secure_aggregation.masked_values import MAGIC, size_of
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, Interpolation
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
@@ -56,7 +56,7 @@ def test_the_model_has_the_bits_of_a_run_without_secure_aggregation(shared_memor
     controller = Run(range(10), rounds=2, strategy="fedadam", shared_memory=shared_memory)()
     assert torch.equal(controller.weights, plain_weights(10, 2, "fedadam"))
     for report in controller.progress.reports:
-        assert report.bytes_up == 10 * (7 * DIM + 32)
+        assert report.bytes_up == 10 * size_of(DIM)
         assert report.clients == tuple(range(10))
         assert all(client.update_norm is None for client in report.timeline), "norms of single updates"
         assert (report.attempt, report.loss, report.num_samples) == (1, 1.25, sum(20 + one for one in range(10)))

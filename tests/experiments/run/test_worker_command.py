@@ -16,8 +16,8 @@ from identities import Identities
 
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.run.cores import read_topology
-from gradbus.experiments.rundir.versions import usable_cpus
 from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.cores import usable_cpus
 from gradbus.runtime.profiling.summary import read_summary
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,14 @@ from fuzz.target import Target, must
 from gradbus import codecs
 from gradbus.actors.aggregation.common_grid import MAX_ADDENDS, CommonGrid, GridIntegers, limit_for
 from gradbus.actors.secure_aggregation.keys import Attempt, NotInProtocol, Roster
-from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, MaskedValues, UpdateMasks, encode
+from gradbus.actors.secure_aggregation.masked_values import (
+    SMALL_BYTES,
+    VALUE_BYTES,
+    MaskedValues,
+    UpdateMasks,
+    encode,
+    size_of,
+)
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masking_server import MaskingServer
 
@@ -41,8 +48,9 @@ def _read_masks(data: bytes) -> None:
     with contextlib.suppress(codecs.CodecError):
         values = MaskedValues.parse(data[1:], expected_dim=_DIM)
         values.add_to(total := np.zeros(_DIM, np.uint64))
-        must(int(total.max()) < 2**56, "more than 56 bits")
-
+        raw = data[1 + size_of(0, SMALL_BYTES) :]  # after the header
+        read = [int.from_bytes(raw[VALUE_BYTES * at :][:VALUE_BYTES], "little") for at in range(_DIM)]
+        must((total % 2**56).tolist() == read, "values are not those of the message")
     with contextlib.suppress(codecs.CodecError):
         small = MaskedValues.parse(data[1:], expected_dim=_DIM, value_bytes=SMALL_BYTES)
         small.add_to(np.zeros(_DIM, np.uint16))
