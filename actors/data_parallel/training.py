@@ -25,7 +25,8 @@ from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of, views_of
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of
+from gradbus.runtime.algorithms.live_weights import write_weights
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group
@@ -446,22 +447,15 @@ class ShardTraining:
         self.optimizer.load(tensors)
         self.load_algorithm(tensors, keeps_own=keeps_own)
 
-    @torch.no_grad()
     def load_algorithm(self, tensors: Mapping[str, Tensor], *, keeps_own: bool = False) -> None:
         """Load the algorithm's part of the state that a joiner receives, and, where it says so, weights that follow."""
         self._load(self.algorithm.own_state() if keeps_own else {}, tensors_below("algorithm/", tensors))
         if self.algorithm.scope == "weights":
-            made = self.algorithm.weights_of_joiner(bucket_of(self.trained).flat)
-            for name, tensor in views_of(made, self.trained).items():
-                self.trained[name].copy_(tensor)
+            write_weights(self.trained, self.algorithm.weights_of_joiner(bucket_of(self.trained).flat))
 
     def own_is_finite(self, step: TrainingStep) -> bool:
         """Whether this rank's losses and gradients of the step were finite, as far as is known."""
         return step.is_finite and bool(step.loss.isfinite())
-
-    def weights_are_finite(self) -> bool:
-        """Whether all that is trained is finite. What is frozen may be a mask."""
-        return are_finite([p.detach() for p in self.trained.values()])
 
     def model_is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return the same of a model's :func:`model_tensors`, and whether the buffers are that were at the start."""

@@ -33,7 +33,8 @@ from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.stepping import Stepper, summed
 from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import bucket_of, views_of
+from gradbus.runtime.algorithms.base import bucket_of
+from gradbus.runtime.algorithms.live_weights import apply_result, restart, take_back
 from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.profile import Profile, StepProfile
@@ -181,41 +182,26 @@ class WeightStepper(Stepper):
         if not step.is_finite:
             step.skipped_by = (self._algorithm.place.rank,)
 
-    @torch.no_grad()
     def _apply_late(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
         assert step.weights is not None
-        if not (step.counts if self._waits_for_all else step.has_finite_result):
-            self._restart()
+        if step.counts if self._waits_for_all else step.has_finite_result:
+            live, result = self._training.trained, step.weights.flat
+            change = apply_result(live, self._algorithm, self._step_of(step), result, step.before)
+            step.change = None if self._waits_for_all else change
         else:
-            live, made = bucket_of(self._training.trained).flat, step.weights.flat
-            if step.before is not None:
-                made = self._algorithm.applied_late(self._step_of(step), live, step.before, made)
-            self._write_weights(made)
-            step.change = None if self._waits_for_all else made - live
+            self._restart()
         step.weights = step.before = None
 
-    @torch.no_grad()
     def _take_back(self, step: TrainingStep) -> None:
         self.skipped_exchanges += 1
         self._log.warning("exchange skipped: NaN or infinity", step=step.number + 1)
         if step.change is not None:
-            self._write_weights(bucket_of(self._training.trained).flat - step.change)
+            take_back(self._training.trained, step.change)
         self._restart()
 
-    def _write_weights(self, flat: torch.Tensor) -> None:
-        for name, tensor in views_of(flat, self._training.trained).items():
-            self._training.trained[name].copy_(tensor)
-
-    @torch.no_grad()
     def _restart(self) -> None:
-        """Go on from the weights of the last exchange if the own ones are not finite: else no exchange would count any
-        more."""
-        if self._training.weights_are_finite():
-            return
-        begun = self._algorithm.weights_of_joiner(bucket_of(self._training.trained).flat)
-        if are_finite([begun]):
+        if restart(self._training.trained, self._algorithm.weights_of_joiner):
             self._log.warning("weights are not finite: back to those of the last exchange")
-            self._write_weights(begun)
 
     # In the background
 

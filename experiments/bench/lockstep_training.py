@@ -25,16 +25,8 @@ from gradbus.codecs.base import are_finite
 from gradbus.experiments.bench.recipes import Recipe
 from gradbus.experiments.simulate.lockstep import Lockstep, reduced
 from gradbus.models.text import TextTask
-from gradbus.runtime.algorithms.base import (
-    Algorithm,
-    Place,
-    Scope,
-    Step,
-    TensorBucket,
-    bucket_of,
-    make_algorithm,
-    views_of,
-)
+from gradbus.runtime.algorithms.base import Algorithm, Place, Scope, Step, TensorBucket, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.live_weights import apply_result, write_weights
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
@@ -211,8 +203,7 @@ class LockstepTraining:
             self._exchange(buckets, step)
             self._commit()
             for rank, bucket in enumerate(buckets[: len(self.models)] if not self._delay else ()):
-                for name, parameter in self._of(rank).items():
-                    parameter.copy_(bucket.tensors[name])
+                write_weights(self._of(rank), bucket.flat)
             if self._delay:
                 both = [[old, bucket.flat] for bucket, old in zip(buckets, before, strict=True)]
                 self._late.append(_Late(step, both[: len(self.models)]))
@@ -225,7 +216,7 @@ class LockstepTraining:
             step, flats = self._late.popleft()
             if self.algorithms[0].scope == "weights":
                 for rank, (before, result) in enumerate(flats):
-                    self._apply_weights(rank, step, before, result)
+                    apply_result(self._of(rank), self.algorithms[rank], step, result, before)
                 continue
             for gradients, own in zip(self._gradients, flats, strict=False):
                 for bucket, flat in zip(gradients.buckets, own, strict=True):
@@ -240,13 +231,6 @@ class LockstepTraining:
     def _commit(self) -> None:
         for algorithm in self.algorithms:
             algorithm.commit()
-
-    @torch.no_grad()
-    def _apply_weights(self, rank: int, step: Step, before: Tensor, result: Tensor) -> None:
-        live = self._of(rank)
-        made = self.algorithms[rank].applied_late(step, bucket_of(live).flat, before, result)
-        for name, tensor in views_of(made, live).items():
-            live[name].copy_(tensor)
 
     def _exchange(self, buckets: Sequence[TensorBucket], step: Step) -> None:
         self.lockstep.run([one.exchange(bucket, step) for one, bucket in zip(self.algorithms, buckets, strict=True)])

@@ -1,22 +1,19 @@
 """Any algorithm of data-parallel training in a script of one's own, in one line, on any backend.
 
-An :class:`AlgorithmHook` is the state of a communication hook of DistributedDataParallel. Its programs run on a
-:class:`~.programs.ProgramQueue`, and all that the algorithm keeps is changed there alone.
+An :class:`AlgorithmHook` is the state of a communication hook of DistributedDataParallel and exchanges gradients.
+For algorithms that exchange weights it has a :class:`~.weight_exchange.WeightExchange`. Programs run on the thread of
+:class:`~.algorithm_programs.AlgorithmPrograms`, and all that the algorithm keeps is changed there alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,15 +22,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm, views_of
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.replicas import check_replicas
-from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, bytes_out
 from gradbus.runtime.errors import CollectiveError, ConfigError
-from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
-from gradbus.torch.programs import queue_of
+from gradbus.torch.algorithm_programs import AlgorithmPrograms
+from gradbus.torch.weight_exchange import WeightExchange
 
-R = TypeVar("R")
 Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
 
 log = get_logger("torch")
@@ -101,20 +96,16 @@ def exchange(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares anno
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One exchange, of gradients or of weights.
+    """One exchange of gradients.
 
     Attributes:
-        number, epoch: of its step. loss: that this rank has reported for the step before.
-        is_whole: whether all of it has been exchanged. is_finite: on all ranks; of weights on this one. error: in which
-            it has ended.
+        epoch: of its step. loss: that this rank has reported for the step before.
+        is_whole: whether all of it has been exchanged. is_finite: on all ranks. error: in which it has ended.
         counts: whether the algorithm has committed it; it is concluded when this is decided.
         is_applied: whether the optimizers have stepped since.
-        tensors: where it is applied later, what has come of it: means of gradients, by name; of weights what they were,
-            ``before``, and the ``result``, then the ``change`` that was made of them.
-        exchanged: of weights, when the result is there. ended: when all this is known.
+        tensors: where it is applied later, the means that have come of it, by name. ended: when all this is known.
     """
 
-    number: int = 0
     epoch: int = 0
     loss: float | None = None
     step: Step | None = None
@@ -125,7 +116,6 @@ class _Run:
     is_concluded: bool = False
     is_applied: bool = False
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    exchanged: Future[None] = field(default_factory=Future)
     ended: Future[None] = field(default_factory=Future)
 
 
@@ -139,8 +129,7 @@ class AlgorithmHook:
         algorithm: its state of this rank. delay_steps: as given, or as the algorithm has it.
         skipped_steps: that all ranks skipped; where weights are exchanged, those that this rank skipped alone, and
             exchanges that all took back: that is known when the next one begins.
-        bytes_out: that this rank has sent, as the shortest way of each request needs. dense_bytes: what the same
-            gradients take in float32.
+        dense_bytes: what the gradients that were exchanged take in float32.
         leaves_out_unused: whether parameters whose gradients are zero on all ranks, as those of layers that the step
             did not use, are left out, and what is kept for them stays as it is. DDP does not write their gradients.
     """
@@ -171,40 +160,39 @@ class AlgorithmHook:
         self._parameters = dict(named)
         self._names = {id(parameter): key for key, parameter in named}
         self._strides = {key: torch.empty_like(parameter, device="meta").stride() for key, parameter in named}
-        self._queue = queue_of(process_group)
-        self.bytes_out, self.dense_bytes, self.skipped_steps = 0, 0, 0
-        hosts = tuple(str(host) for host in self._gathered(socket.gethostname()))
-        self._place = Place(self._queue.rank, self._queue.world, hosts)
+        self.dense_bytes, self.skipped_steps = 0, 0
+        self._programs = AlgorithmPrograms(process_group)
+        self._place = self._programs.place
         self._optimizers = list(optimizers)
         try:
-            self.algorithm: Algorithm = make_algorithm(name, self._place, options)
+            self.algorithm: Final[Algorithm] = make_algorithm(name, self._place, options)
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
             self._check(name, len(named))
         except ConfigError as error:
-            self._compare({"refused": str(error)})
+            self._programs.compare({"refused": str(error)})
             raise
-        self._compare({
+        self._programs.compare({
             "algorithm": name, "options": json.dumps(self.algorithm.options.model_dump(mode="json")),
             "delay_steps": str(self.delay_steps), "hash_every": str(hash_every),
             "parameters": json.dumps({key: list(parameter.shape) for key, parameter in named}),
         })  # fmt: skip
         self.leaves_out_unused = True
         self._number, self._epoch, self._passes = 0, -1, 0
-        self._loss, self._has_newer_loss = math.nan, False  # whether a step has counted since it was agreed on
+        self._has_newer_loss = False  # whether a step has counted since ranks agreed on it
         self._reported: float | None = None
         self._run = _Run(is_concluded=True, is_applied=True)  # the newest one
         self._due: _Run | None = None  # whose results the gradients hold
         self._waiting: deque[_Run] = deque()  # those whose results have not been applied yet, oldest first
-        self._unsettled: deque[_Run] = deque()  # of weights: applied, perhaps to be taken back
         self._ready: list[tuple[TensorBucket, Tensor, Gradient]] = []  # buckets that wait for the others
         self._is_new_pass = True  # what the optimizers do next is another step
-        self._step = Step(0)  # of an exchange of weights
-        self._is_due = False  # whether there is one after the optimizers' steps
         self._stepped: set[int] = set()  # those that have stepped since the pass began
         self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
+        self._weights: WeightExchange | None = None
         if self.algorithm.scope == "weights":
-            self._on_queue(self.algorithm.begin, bucket_of(self._parameters))
+            self._weights = WeightExchange(
+                self.algorithm, self._programs, self._parameters, self.delay_steps, self._skip
+            )
             self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
 
     def _check(self, name: str, num_parameters: int) -> None:
@@ -227,49 +215,10 @@ class AlgorithmHook:
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
             self.algorithm.check(self._parameters, optimizer)
 
-    # What the ranks agree on
-
-    def _on_queue(self, function: Callable[..., R], *arguments: Any) -> R:
-        """The result of a function, on the thread of the programs, after all that was queued before."""
-        return self._queue.submit(function, *arguments).result()
-
-    def _run_program(self, program: Program[R]) -> R:
-        return self._queue.run(self._counted(program))
-
-    def _counted(self, program: Program[R]) -> Program[R]:
-        answer = None
-        while True:
-            try:
-                request = program.send(answer)
-            except StopIteration as end:
-                value: R = end.value
-                return value
-            self.bytes_out += bytes_out(request, self._place.rank, self._place.world)
-            answer = yield request
-
-    def _gathered(self, own: Any) -> list[Any]:
-        """Plain data of all ranks, in rank order."""
-        text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-
-        def gather() -> Program[list[Tensor]]:
-            found: list[Tensor] = yield AllGather("settings", text)
-            return found
-
-        return [parse_json(bytes(one.numpy()).decode()) for one in self._on_queue(self._queue.run, gather())]
-
-    def _compare(self, own: Mapping[str, str]) -> None:
-        found = self._gathered(own)
-        if "refused" in own:
-            return
-        for rank, other in enumerate(found):
-            if "refused" in other:
-                raise ConfigError(f"with_algorithm: rank {rank} refuses: {other['refused']}")
-            for key in found[0]:
-                if other.get(key) != found[0][key]:
-                    raise ConfigError(
-                        f"with_algorithm: all ranks need the same {key}: rank 0 has {found[0][key]:.300}, "
-                        f"rank {rank} {other.get(key)!s:.300}"
-                    )
+    @property
+    def bytes_out(self) -> int:
+        """Payload that this rank has sent, as the shortest way of each request needs."""
+        return self._programs.bytes_out
 
     # What the script says
 
@@ -285,7 +234,7 @@ class AlgorithmHook:
     def undo_step(self) -> None:
         """The gradients of the last exchange were not used, as when a loss scaler has left the step out. Call it on all
         ranks, before the next one. Without effect with a delay, or after the optimizers' step."""
-        self._on_queue(self._conclude, self._run, True)
+        self._programs.call(self._conclude, self._run, True)
 
     def start_forward(self, *_: Any) -> None:
         """A forward pass begins: weights are exchanged before it, also if only some of the optimizers have stepped."""
@@ -305,9 +254,8 @@ class AlgorithmHook:
         Weights are changed at once. Of gradients the oldest that wait become those of the parameters: step the
         optimizers as long as this returns True.
         """
-        if self.algorithm.scope == "weights":
-            self._apply_changes(self._number)
-            self._settle()
+        if self._weights is not None:
+            self._weights.drain()
             return False
         if not self._waiting:
             return False
@@ -337,7 +285,7 @@ class AlgorithmHook:
                 f"(no sparse=True of embeddings, no mixed_precision of DDP)"
             )
         self.start_pass()
-        if self.algorithm.scope == "weights":
+        if self._weights is not None:
             given.set_result(flat)
             return given
         if bucket.index() == 0:
@@ -346,7 +294,7 @@ class AlgorithmHook:
         own = flat.clone() if self.delay_steps else flat
         self._ready.append((TensorBucket(bucket.index(), own, self._views(bucket, own)), flat, given))
         if self.algorithm.scope == "bucket" or bucket.is_last():
-            job = self._queue.submit(self._exchange, self._run, [one for one, _, _ in self._ready], bucket.is_last())
+            job = self._programs.submit(self._exchange, self._run, [one for one, _, _ in self._ready], bucket.is_last())
             for _, buffer, future in self._ready if not self.delay_steps else ():
                 job.add_done_callback(partial(_deliver, future, buffer, {}, {}))
             self._ready = []
@@ -379,7 +327,7 @@ class AlgorithmHook:
                 "with_algorithm: the options of the algorithm change from epoch to epoch: call hook.start_epoch(epoch) "
                 "at the start of each"
             )
-        self._queue.submit(self._conclude, self._run)
+        self._programs.submit(self._conclude, self._run)
         self._ready = []
         self._passes += 1
         self._run = _Run(epoch=max(0, self._epoch), loss=self._reported)
@@ -415,7 +363,7 @@ class AlgorithmHook:
             bucket = bucket_of({name: tensors[name] for name in self._parameters if name in used})
         elif len(used) < len(tensors):
             bucket = bucket_of({name: tensors[name] for name in used}, bucket.index)
-        self._run_program(self.algorithm.exchange(bucket, run.step))
+        self._programs.run(self.algorithm.exchange(bucket, run.step))
         run.is_finite = are_finite([bucket.flat]) and run.is_finite
         for name, mean in bucket.tensors.items():
             if mean is not tensors[name]:
@@ -424,32 +372,14 @@ class AlgorithmHook:
     def _used(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """The names of those that are not zero on all ranks."""
         own = torch.tensor([float(tensor.any()) for tensor in tensors.values()])
-
-        def agree() -> Program[Tensor]:
-            agreed: Tensor = yield AllReduce("used", own, "max")
-            return agreed
-
-        return [name for name, is_used in zip(tensors, self._run_program(agree()).tolist(), strict=True) if is_used]
+        agreed = self._programs.all_reduce("used", own, "max").tolist()
+        return [name for name, is_used in zip(tensors, agreed, strict=True) if is_used]
 
     def _next_step(self, run: _Run) -> Step:
         if self.algorithm.needs_loss and self._has_newer_loss:
-            self._loss, self._has_newer_loss = self._mean_loss(run.loss), False
-        return Step(self._number, run.epoch, self._place.world, self._loss)
-
-    def _mean_loss(self, own: float | None) -> float:
-        def total() -> Program[Tensor]:
-            is_finite = own is not None and math.isfinite(own)
-            status = torch.tensor([own if is_finite else 0.0, is_finite, own is None], dtype=torch.float64)
-            summed: Tensor = yield AllReduce("loss", status)
-            return summed
-
-        loss, count, missing = self._run_program(total()).tolist()
-        if missing:
-            raise RuntimeError(
-                f"with_algorithm: the algorithm needs the loss, and {missing:.0f} ranks have not told theirs: call "
-                f"hook.report_loss(loss) after backward()"
-            )
-        return float(loss / count) if count else math.nan
+            self._programs.agree_on_loss(run.loss)
+            self._has_newer_loss = False
+        return Step(self._number, run.epoch, self._place.world, self._programs.loss)
 
     def _conclude(self, run: _Run, is_unused: bool = False) -> None:
         """The exchange of a step counts, or all ranks take it back."""
@@ -484,11 +414,11 @@ class AlgorithmHook:
                 "with_algorithm: optimizer.step(closure) computes gradients within the step, where ranks can no longer "
                 "skip it. Call backward() before step()"
             )
-        if self.algorithm.scope == "weights":
+        if self._weights is not None:
             if id(optimizer) in self._stepped:  # another one has been left out, and this is the next step
                 self._after_all_steps()
             if self._is_new_pass:  # else of several optimizers another one was first
-                self._before_weights()
+                self._before_first_step(self._weights)
                 self._is_new_pass = False
             return
         run = self._run
@@ -496,33 +426,26 @@ class AlgorithmHook:
             return
         run.is_applied = True
         if not self.delay_steps:
-            self._on_queue(self._conclude, run)
+            self._programs.call(self._conclude, run)
         if self._due is None or not self._due.counts:
             self._drop_gradients()
         if self._hash_every and (self._passes - 1) % self._hash_every == 0:
-            self._on_queue(self._run_program, check_replicas(self._passes - 1, self._parameters.values()))
+            self._programs.call(self._programs.run, check_replicas(self._passes - 1, self._parameters.values()))
 
     def _drop_gradients(self) -> None:
         """So that all optimizers pass over the parameters."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    # The exchange of weights
+    # The optimizers' step where weights are exchanged
 
-    def _before_weights(self) -> None:
+    def _before_first_step(self, weights: WeightExchange) -> None:
         """A rank whose gradients are not finite skips its step alone. All steps are counted: when the next exchange is
         due goes by their number."""
-        self._step = Step(self._number, max(0, self._epoch), self._place.world, self._loss)
-        self._is_due = self.algorithm.is_due(self._step)
+        step = Step(self._number, max(0, self._epoch), self._place.world, self._programs.loss)
         self._number += 1
-        for run in self._unsettled:
-            if run.ended.done() and run.counts:
-                run.tensors = {}  # they are not to be taken back, and the next exchange may be far away
-        is_finite = are_finite([one.grad for one in self._parameters.values() if one.grad is not None])
-        if self._is_due and self.algorithm.overlaps and not self.delay_steps:
-            self._is_due = False
-            self._average(self._step)
-        if not is_finite:
+        weights.begin_step(step, self._reported)
+        if not are_finite([one.grad for one in self._parameters.values() if one.grad is not None]):
             self._skip("a gradient is not finite")
             self._drop_gradients()
 
@@ -534,133 +457,33 @@ class AlgorithmHook:
 
     def _after_all_steps(self) -> None:
         """End the step. The next one begins whether or not the model itself is called: a loss may be a method of it."""
+        assert self._weights is not None
         self._stepped.clear()
         self._is_new_pass = True
-        if self._is_due:
-            self._is_due = False
-            self._average(self._step)
-        elif self.delay_steps:
-            self._apply_changes(self._step.number - self.delay_steps)
-
-    def _average(self, step: Step) -> None:
-        """Exchange weights: now, or with a delay while the next steps are computed.
-
-        An error of the exchange before is raised when this one was made: another rank may know nothing of it, and makes
-        this one in any case.
-        """
-        errors: list[Exception] = []
-        if self.delay_steps:
-            _note_error(errors, self._apply_changes, step.number - self.delay_steps)
-        _note_error(errors, self._settle)
-        run = _Run(step.number)
-        self._waiting.append(run)
-        self._queue.submit(self._exchange_weights, run, step, bucket_of(self._parameters))
-        if not self.delay_steps:
-            _note_error(errors, self._apply_changes, step.number)
-        if errors:
-            raise errors[0]  # the others mostly follow from it
-
-    @torch.no_grad()
-    def _exchange_weights(self, run: _Run, step: Step, bucket: TensorBucket) -> None:
-        """Exchange, then agree whether it counts: whether the result is finite on each rank, and none has failed.
-        ``exchanged`` is set before that, as soon as the result is there. On the thread of the programs."""
-        before = bucket.flat.clone() if self.delay_steps else None
-        try:
-            try:
-                if self.algorithm.needs_loss:
-                    self._loss = self._mean_loss(self._reported)
-                    step = dataclasses.replace(step, loss=self._loss)
-                self._run_program(self.algorithm.exchange(bucket, step))
-            except Exception:
-                with suppress(Exception):  # where the network has failed the first error says so
-                    self._all_are(False)
-                raise
-            run.is_finite = are_finite([bucket.flat])
-            if run.is_finite:
-                run.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
-            run.exchanged.set_result(None)
-            run.counts = self._all_are(run.is_finite)
-            run.ended.set_result(None)
-        except BaseException as error:
-            for future in (run.exchanged, run.ended):
-                if not future.done():
-                    future.set_exception(error)
-        finally:
-            (self.algorithm.commit if run.counts else self.algorithm.roll_back)()
-
-    def _all_are(self, is_finite: bool) -> bool:
-        def agree() -> Program[Tensor]:
-            agreed: Tensor = yield AllReduce("finite", torch.tensor([float(is_finite)]), "min")
-            return agreed
-
-        return bool(self._run_program(agree()))
-
-    @torch.no_grad()
-    def _apply_changes(self, until: int) -> None:
-        """Apply the results of the exchanges that steps up to this one have started. One that is not finite on this
-        rank is dropped; whether the others are finite on all ranks may not be known yet, see :meth:`_settle`."""
-        while self._waiting and self._waiting[0].number <= until:
-            run = self._waiting.popleft()
-            run.exchanged.result()
-            if run.is_finite:
-                live, made = bucket_of(self._parameters).flat, run.tensors["result"]
-                if "before" in run.tensors:
-                    made = self.algorithm.applied_late(Step(run.number), live, run.tensors["before"], made)
-                self._write_weights(made)
-                run.tensors = {"change": made - live}
-            else:
-                self._restart()
-            self._unsettled.append(run)
-
-    @torch.no_grad()
-    def _settle(self) -> None:
-        """Take back what was applied of exchanges that do not count. Over a distant link nobody is to wait for what all
-        say of an exchange, so this is called before the next one, and where weights have to be final."""
-        while self._unsettled:
-            run = self._unsettled.popleft()
-            try:
-                run.ended.result()
-            finally:
-                if not run.counts:
-                    if "change" in run.tensors:
-                        self._write_weights(bucket_of(self._parameters).flat - run.tensors["change"])
-                    reason = "an exchange of weights has failed on some rank, or its result is not finite"
-                    self._skip(reason, run.number)
-                    self._restart()
-
-    @torch.no_grad()
-    def _restart(self) -> None:
-        """A rank whose own weights are not finite, as after a step that overflowed, goes on from those of the last
-        exchange, where the algorithm has them: else no exchange would count any more."""
-        if are_finite([one.detach() for one in self._parameters.values()]):
-            return
-        begun = self._on_queue(self.algorithm.weights_of_joiner, bucket_of(self._parameters).flat)
-        if are_finite([begun]):
-            log.warning("weights are not finite: back to those of the last exchange", step=self._number)
-            self._write_weights(begun)
-
-    def _write_weights(self, flat: Tensor) -> None:
-        for name, tensor in views_of(flat, self._parameters).items():
-            self._parameters[name].copy_(tensor)
+        self._weights.end_step(self._reported)
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on: tensors, as they are and not copied; numbers and text. Call it between two
         steps. ``torch.load(..., weights_only=True)`` reads it. With the weights where ranks have others."""
-        self._on_queue(self._conclude, self._run)
-        self._settle()
-        for run in self._waiting:
-            run.ended.result()
+        self._programs.call(self._conclude, self._run)  # after which no program runs, either
+        waiting = self._late_gradients() if self._weights is None else self._weights.state()
         return {
             "algorithm": self._name, "rank": self._place.rank, "world": self._place.world, "steps": self._number,
             "delay_steps": self.delay_steps,
             "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
             "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(),
-            "loss": [self._loss, self._has_newer_loss, self._reported],
-            "waiting": [{"number": run.number, "counts": run.counts, "tensors": run.tensors} for run in self._waiting],
+            "loss": [self._programs.loss, self._has_newer_loss, self._reported],
+            "waiting": waiting,
             **{kind: {name: one.detach() for name, one in live.items()} for kind, live in self._of_rank().items()},
         }  # fmt: skip
+
+    def _late_gradients(self) -> list[dict[str, Any]]:
+        for run in self._waiting:
+            run.ended.result()
+        # Versions that wrote weights here, too, read a number.
+        return [{"number": 0, "counts": run.counts, "tensors": run.tensors} for run in self._waiting]
 
     def _of_rank(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of the model that are this rank's own, by name and by where a saved state has them."""
@@ -677,9 +500,9 @@ class AlgorithmHook:
         try:
             self._load(state)
         except ValueError as error:
-            self._compare({"refused": str(error)})
+            self._programs.compare({"refused": str(error)})
             raise
-        self._compare({"steps": str(self._number)})
+        self._programs.compare({"steps": str(self._number)})
 
     def _load(self, state: Mapping[str, Any]) -> None:
         expected: dict[str, Any] = {
@@ -701,20 +524,21 @@ class AlgorithmHook:
         of_rank = {kind: live for kind, live in self._of_rank().items() if is_own and kind in state}
         for kind, live in of_rank.items():
             _check_fit(kind, state[kind], live)
-        self._on_queue(self.algorithm.load_state, state["own"], state["shared"])
+        self._programs.call(self.algorithm.load_state, state["own"], state["shared"])
         with torch.no_grad():
             for kind, live in of_rank.items():
                 for name, tensor in live.items():
                     tensor.copy_(state[kind][name])
         self._number = state["steps"]
-        self._loss, self._has_newer_loss, self._reported = state["loss"]
+        self._programs.loss, self._has_newer_loss, self._reported = state["loss"]
+        if self._weights is not None:
+            self._weights.load(state["waiting"])
+            return
         self._run, self._due = _Run(is_concluded=True, is_applied=True), None
-        self._waiting, self._unsettled = deque(), deque()
+        self._waiting.clear()
         for saved in state["waiting"]:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
-            run = _Run(saved["number"], counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors)
-            run.is_finite = run.counts
-            run.exchanged.set_result(None)
+            run = _Run(counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors)
             run.ended.set_result(None)
             self._waiting.append(run)
 
@@ -728,23 +552,12 @@ class AlgorithmHook:
                 f"{self.delay_steps}: drain() before saving, or load with "
                 f"delay_steps={state.get('delay_steps', len(waiting))}"
             )
+        if self._weights is not None:
+            self._weights.check(waiting)
+            return
         for saved in waiting:
-            tensors = saved["tensors"]
-            if not saved["counts"]:
-                continue
-            if self.algorithm.scope != "weights":
-                _check_fit("late gradients", tensors, self._parameters)
-            elif tensors.keys() != {"before", "result"}:
-                raise ValueError(
-                    f"saved state of with_algorithm: late weights as {sorted(tensors)}, from another version"
-                )
-
-
-def _note_error(errors: list[Exception], function: Callable[..., object], *arguments: Any) -> None:
-    try:
-        function(*arguments)
-    except Exception as error:
-        errors.append(error)
+            if saved["counts"]:
+                _check_fit("late gradients", saved["tensors"], self._parameters)
 
 
 def _check_fit(kind: str, saved: Any, live: Mapping[str, Tensor]) -> None:

@@ -73,7 +73,7 @@ class DiLoCo(AlgorithmHook):
         self.drain()
         trained = {**self._parameters}
         trained |= {f"buffer {name}": one for name, one in self._model.named_buffers() if one.is_floating_point()}
-        self._on_queue(self._run_program, _mean_of(trained))
+        self._programs.call(self._programs.run, _mean_of(trained))
 
 
 def _outer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch_node import RankLocation
 
 import gradbus.torch
 from gradbus.experiments.examples import local_updates
-from gradbus.runtime.algorithms.base import Place, Step, TensorBucket
+from gradbus.runtime.algorithms.base import Step, TensorBucket
 from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.errors import CollectiveError, ConfigError
@@ -32,15 +32,18 @@ def net() -> nn.Sequential:
 class Training:
     """A rank with data of its own."""
 
-    def __init__(self, rank: int, *, model_state: Any = None, **options: Any) -> None:
-        """``model_state``: loaded before ranks are told of each other."""
+    def __init__(self, rank: int, *, model_state: Any = None, algorithm: str = "", **options: Any) -> None:
+        """``model_state``: loaded before ranks are told of each other. ``algorithm``: in place of ``diloco``."""
         self.random = torch.Generator().manual_seed(rank)
         torch.manual_seed(5)  # of the model
         self.model = net()
         if model_state is not None:
             self.model.load_state_dict(model_state)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.diloco = gradbus.torch.DiLoCo(self.model, self.optimizer, **options)
+        if algorithm:
+            self.diloco = gradbus.torch.with_algorithm(self.model, [self.optimizer], algorithm, **options)
+        else:
+            self.diloco = gradbus.torch.DiLoCo(self.model, self.optimizer, **options)
 
     def step(self) -> None:
         x = torch.randn(16, 12, generator=self.random)
@@ -189,10 +192,7 @@ def failed_exchange(place: RankLocation) -> dict[str, Any]:
     place.start()
     options = {"codec": "fp32"}
     longer = Training(place.rank, steps=8, **options).steps(8).weights
-    failing = Training(place.rank, steps=4, **options)
-    failing.diloco.algorithm = FailsOnce(Place(place.rank, place.world), failing.diloco.algorithm.options)
-    failing.diloco.algorithm.load_state({}, Training(place.rank, steps=4, **options).diloco.state_dict()["shared"])
-    failing.steps(3)
+    failing = Training(place.rank, algorithm=f"{__name__}:FailsOnce", steps=4, **options).steps(3)
     with pytest.raises(CollectiveError, match="the network was away"):
         failing.step()
     return {"weights": failing.steps(4).weights, "longer": longer}
@@ -218,11 +218,8 @@ def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
     for way, spoilt in {"with exchange": 1, "before it": 0, "late": 1, "failed": 1}.items():
         model, streams = WithMethods(), {"fragments": 2, "delay": 1} if way == "late" else {}
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2, **streams)
-        if way == "failed":
-            begun = diloco.algorithm.shared_state()
-            diloco.algorithm = FailsOnOneRank(Place(place.rank, place.world), diloco.algorithm.options)
-            diloco.algorithm.load_state({}, begun)
+        name = f"{__name__}:FailsOnOneRank" if way == "failed" else "diloco"
+        diloco = gradbus.torch.with_algorithm(model, [optimizer], name, steps=2, **streams)
         told = ""
         for number in range(4):
             is_spoilt = (place.rank, number) == (1, spoilt)
@@ -247,25 +244,24 @@ def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
     return found
 
 
-class LosesVerdict(gradbus.torch.DiLoCo):
-    """The second rank does not learn whether the first exchange counts on all ranks."""
-
-    is_lost = False
-
-    def _all_are(self, is_finite: bool) -> bool:
-        agreed = super()._all_are(is_finite)
-        if self._place.rank == 1 and not self.is_lost:
-            self.is_lost = True
-            raise CollectiveError("the network was away")
-        return agreed
-
-
 def lost_verdict(place: RankLocation) -> dict[str, Any]:
-    """Six steps with an exchange after every second one, of which the first is a :class:`LosesVerdict`'s."""
+    """Six steps with an exchange after every second one. The second rank does not learn whether the first exchange
+    counts on all ranks."""
     place.start()
     model, told = WithMethods(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    diloco = LosesVerdict(model, optimizer, steps=2)
+    diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2)
+    weights, is_lost = diloco._weights, iter([place.rank == 1])  # the first one
+    assert weights is not None
+    all_are = weights._all_are
+
+    def loses_first(is_finite: bool) -> bool:
+        agreed = all_are(is_finite)
+        if next(is_lost, False):
+            raise CollectiveError("the network was away")
+        return agreed
+
+    weights._all_are = loses_first  # type: ignore[method-assign]
     for number in range(6):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.1)

@@ -1,0 +1,210 @@
+"""The exchange of weights in a script of one's own: each rank's optimizers take its own gradients.
+
+A rank applies a result that is finite on itself. Whether it counts, as all ranks have one, is agreed on while training
+goes on; what does not count is taken back before the next exchange. So all ranks do, after the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbus.codecs.base import are_finite
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucket_of
+from gradbus.runtime.algorithms.live_weights import apply_result, restart, take_back
+from gradbus.runtime.logs import get_logger
+from gradbus.torch.algorithm_programs import AlgorithmPrograms
+
+log = get_logger("torch")
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """One exchange.
+
+    Attributes:
+        number: of its step. is_finite: whether the result is, on this rank.
+        counts: whether it is on all ranks, and the algorithm has committed it.
+        tensors: the ``result``, and where it is applied later what the weights were, ``before``; then the ``change``
+            that was made of them.
+        exchanged: when the result is there. ended: when it is known whether it counts.
+    """
+
+    number: int
+    is_finite: bool = True
+    counts: bool = False
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    exchanged: Future[None] = field(default_factory=Future)
+    ended: Future[None] = field(default_factory=Future)
+
+
+class WeightExchange:
+    """Exchanges the weights of a rank by an algorithm of scope ``weights``, and applies the results.
+
+    An error in which an exchange has ended is raised by the call that applies its result, or would settle it.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, programs: AlgorithmPrograms, parameters: Mapping[str, Tensor], delay_steps: int,
+        on_skipped: Callable[[str, int], object],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            parameters: that are trained, by name. delay_steps: after how many steps a result is applied.
+            on_skipped: called with the reason and the step of an exchange that all ranks take back.
+        """
+        self._algorithm, self._programs = algorithm, programs
+        self._parameters, self._delay_steps = parameters, delay_steps
+        self._on_skipped = on_skipped
+        self._step = Step(0)  # the newest
+        self._is_due = False  # whether there is an exchange after the optimizers' steps
+        self._waiting: deque[_Exchange] = deque()  # those whose results have not been applied yet, oldest first
+        self._unsettled: deque[_Exchange] = deque()  # applied, perhaps to be taken back
+        programs.call(algorithm.begin, bucket_of(parameters))
+
+    def begin_step(self, step: Step, loss: float | None) -> None:
+        """The first optimizer is about to step. ``loss``: that this rank has reported."""
+        self._step, self._is_due = step, self._algorithm.is_due(step)
+        for one in self._unsettled:
+            if one.ended.done() and one.counts:
+                one.tensors = {}  # they are not to be taken back, and the next exchange may be far away
+        if self._algorithm.overlaps and not self._delay_steps:
+            self._exchange_if_due(loss)
+
+    def end_step(self, loss: float | None) -> None:
+        """All optimizers have stepped."""
+        if not self._exchange_if_due(loss) and self._delay_steps:
+            self._apply(self._step.number - self._delay_steps)
+
+    def drain(self) -> None:
+        """Apply what still waits, and take back what does not count."""
+        self._apply(None)
+        self._settle()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Take back what does not count. Returns the exchanges that still wait to be applied, when they have ended."""
+        self._settle()
+        for one in self._waiting:
+            one.ended.result()
+        return [{"number": one.number, "counts": one.counts, "tensors": one.tensors} for one in self._waiting]
+
+    def check(self, waiting: Iterable[Mapping[str, Any]]) -> None:
+        """Raises ValueError: these are not what :meth:`state` returns."""
+        for saved in waiting:
+            if saved["counts"] and saved["tensors"].keys() != {"before", "result"}:
+                raise ValueError(
+                    f"saved state of with_algorithm: late weights as {sorted(saved['tensors'])}, from another version"
+                )
+
+    def load(self, waiting: Iterable[Mapping[str, Any]]) -> None:
+        """The inverse of :meth:`state`."""
+        self._waiting.clear()
+        self._unsettled.clear()
+        for saved in waiting:
+            tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
+            one = _Exchange(saved["number"], saved["counts"], saved["counts"], tensors)
+            one.exchanged.set_result(None)
+            one.ended.set_result(None)
+            self._waiting.append(one)
+
+    def _exchange_if_due(self, loss: float | None) -> bool:
+        """Exchange weights: now, or with a delay while the next steps are computed. Returns whether it was due.
+
+        An error of the exchange before is raised when this one was made: another rank may know nothing of it, and makes
+        this one in any case.
+        """
+        if not self._is_due:
+            return False
+        self._is_due = False
+        step, errors = self._step, list[Exception]()
+        if self._delay_steps:
+            _note_error(errors, self._apply, step.number - self._delay_steps)
+        _note_error(errors, self._settle)
+        one = _Exchange(step.number)
+        self._waiting.append(one)
+        self._programs.submit(self._exchange, one, step, loss, bucket_of(self._parameters))
+        if not self._delay_steps:
+            _note_error(errors, self._apply, step.number)
+        if errors:
+            raise errors[0]  # the others mostly follow from it
+        return True
+
+    @torch.no_grad()
+    def _exchange(self, one: _Exchange, step: Step, loss: float | None, bucket: TensorBucket) -> None:
+        """Exchange, then agree whether it counts: whether the result is finite on each rank, and none has failed.
+        ``exchanged`` is set before that, as soon as the result is there. On the thread of the programs."""
+        try:
+            try:
+                before = bucket.flat.clone() if self._delay_steps else None
+                if self._algorithm.needs_loss:
+                    self._programs.agree_on_loss(loss)
+                    step = dataclasses.replace(step, loss=self._programs.loss)
+                self._programs.run(self._algorithm.exchange(bucket, step))
+            except Exception:
+                with suppress(Exception):  # where the network has failed the first error says so
+                    self._all_are(False)
+                raise
+            one.is_finite = are_finite([bucket.flat])
+            if one.is_finite:
+                one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
+            one.exchanged.set_result(None)
+            one.counts = self._all_are(one.is_finite)
+            one.ended.set_result(None)
+        except BaseException as error:
+            for future in (one.exchanged, one.ended):
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            (self._algorithm.commit if one.counts else self._algorithm.roll_back)()
+
+    def _all_are(self, is_finite: bool) -> bool:
+        return bool(self._programs.all_reduce("finite", torch.tensor([float(is_finite)]), "min"))
+
+    def _apply(self, until: int | None) -> None:
+        """Apply the results of the exchanges of steps up to this one; None: of all. One that is not finite on this rank
+        is dropped; whether the others are finite on all ranks may not be known yet, see :meth:`_settle`."""
+        while self._waiting and (until is None or self._waiting[0].number <= until):
+            one = self._waiting.popleft()
+            one.exchanged.result()
+            if one.is_finite:
+                result, before = one.tensors["result"], one.tensors.get("before")
+                change = apply_result(self._parameters, self._algorithm, Step(one.number), result, before)
+                one.tensors = {"change": change}
+            else:
+                self._restart()
+            self._unsettled.append(one)
+
+    def _settle(self) -> None:
+        """Take back what was applied of exchanges that do not count. Over a distant link nobody is to wait for what all
+        say of an exchange, so this is called before the next one, and where weights have to be final."""
+        while self._unsettled:
+            one = self._unsettled.popleft()
+            try:
+                one.ended.result()
+            finally:
+                if not one.counts:
+                    if "change" in one.tensors:
+                        take_back(self._parameters, one.tensors["change"])
+                    reason = "an exchange of weights has failed on some rank, or its result is not finite"
+                    self._on_skipped(reason, one.number)
+                    self._restart()
+
+    def _restart(self) -> None:
+        if restart(self._parameters, partial(self._programs.call, self._algorithm.weights_of_joiner)):
+            log.warning("weights are not finite: back to those of the last exchange", step=self._step.number + 1)
+
+
+def _note_error(errors: list[Exception], function: Callable[..., object], *arguments: Any) -> None:
+    try:
+        function(*arguments)
+    except Exception as error:
+        errors.append(error)
