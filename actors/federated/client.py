@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import time
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -400,7 +401,7 @@ class Client:
             async with asyncio.timeout(min(timeout_s, EVERY_S)):
                 await self._changed.wait()
         misconfiguration = self._bus.misconfiguration
-        self._session.check_controller(misconfiguration, self._bus.reach.advice(one=True))
+        self._session.check_controller(misconfiguration, partial(self._bus.reach.advice, one=True))
         self._waiting.look(
             f"the controller of job {self._bus.job!r}", began_s=self._session.seen_s, misconfiguration=misconfiguration
         )

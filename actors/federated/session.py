@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus, Subscription
@@ -238,15 +239,15 @@ class ControllerSession:
         """When a controller's message came last, by ``time.monotonic``; before that, when the wait began."""
         return self._seen_s
 
-    def check_controller(self, misconfiguration: str, hint: str = "") -> None:
+    def check_controller(self, misconfiguration: str, advice: Callable[[], str] = str) -> None:
         """Raises BarrierTimeout: no controller for too long. ``misconfiguration``: the likely reason, for its text,
-        and ``hint``: what to do."""
+        and ``advice``: says what to do; to find that out takes a while."""
         self.listen()
         limit_s = self.controller_timeout_s
         if time.monotonic() - self._seen_s > limit_s:
             raise BarrierTimeout(
                 "controller", missing=(), ready=0, needed=1, timeout_s=limit_s, misconfiguration=misconfiguration,
-                hint=hint,
+                hint=advice(),
             )  # fmt: skip
 
 
@@ -350,5 +351,5 @@ class ClientContext:
 
     def is_same_session(self, session: int) -> bool:
         """Whether the controller is still this one. Raises BarrierTimeout: there has been none for too long."""
-        self.session.check_controller(self.bus.misconfiguration, self.bus.reach.advice(one=True))
+        self.session.check_controller(self.bus.misconfiguration, partial(self.bus.reach.advice, one=True))
         return self.session.is_current(session)

@@ -65,9 +65,9 @@ class _UpstreamSession(ControllerSession):
 
     lost = False
 
-    def check_controller(self, misconfiguration: str, hint: str = "") -> None:
+    def check_controller(self, misconfiguration: str, advice: Callable[[], str] = str) -> None:
         try:
-            super().check_controller(misconfiguration, hint)
+            super().check_controller(misconfiguration, advice)
         except BarrierTimeout:
             self.lost = True
             raise

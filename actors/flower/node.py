@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from gradbus.actors.federated.local_training import EncodedUpdate
@@ -323,7 +324,7 @@ class MessageNode:
             async with asyncio.timeout(min(EVERY_S, HEARTBEAT_S)):
                 await self._changed.wait()
         bus, session = self._bus, self._session
-        session.check_controller(bus.misconfiguration, bus.reach.advice(one=True))
+        session.check_controller(bus.misconfiguration, partial(bus.reach.advice, one=True))
         self._waiting.look(
             f"the controller of job {bus.job!r}", began_s=session.seen_s, misconfiguration=bus.misconfiguration
         )
@@ -384,7 +385,7 @@ class MessageNode:
     def _is_current(self, session: int) -> bool:
         """Whether the hub is still this one, and its run goes on. Raises BarrierTimeout: there is none."""
         current = self._session
-        current.check_controller(self._bus.misconfiguration, self._bus.reach.advice(one=True))
+        current.check_controller(self._bus.misconfiguration, partial(self._bus.reach.advice, one=True))
         return current.incarnation == session and current.ended is None
 
     # Instructions

@@ -532,7 +532,7 @@ class AlgorithmHook:
         self._number = state["steps"]
         self._programs.loss, self._has_newer_loss, self._reported = state["loss"]
         if self._weights is not None:
-            self._weights.load(state["waiting"])
+            self._weights.load(state["waiting"], self._number)
             return
         self._run, self._due = _Run(is_concluded=True, is_applied=True), None
         self._waiting.clear()

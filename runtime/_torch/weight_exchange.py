@@ -105,8 +105,9 @@ class WeightExchange:
                     f"saved state of with_algorithm: late weights as {sorted(saved['tensors'])}, from another version"
                 )
 
-    def load(self, waiting: Iterable[Mapping[str, Any]]) -> None:
-        """The inverse of :meth:`state`."""
+    def load(self, waiting: Iterable[Mapping[str, Any]], steps: int) -> None:
+        """The inverse of :meth:`state`, after so many steps."""
+        self._step = Step(steps - 1)
         self._waiting.clear()
         self._unsettled.clear()
         for saved in waiting:
@@ -129,9 +130,9 @@ class WeightExchange:
         if self._delay_steps:
             _note_error(errors, self._apply, step.number - self._delay_steps)
         _note_error(errors, self._settle)
-        one = _Exchange(step.number)
-        self._waiting.append(one)
-        self._programs.submit(self._exchange, one, step, loss, bucket_of(self._parameters))
+        one, bucket = _Exchange(step.number), bucket_of(self._parameters)
+        self._programs.submit(self._exchange, one, step, loss, bucket)
+        self._waiting.append(one)  # now that it will end
         if not self._delay_steps:
             _note_error(errors, self._apply, step.number)
         if errors:

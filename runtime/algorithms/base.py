@@ -276,7 +276,7 @@ class Algorithm(ABC):
 
         Args:
             step: whose weights were exchanged. live: the weights as they are now. before: as they were copied when
-                the exchange began. result: what it has made of the copy. All of shape (n,); none is changed.
+                the exchange began. result: what it has made of the copy. All of shape (n,); none is changed, or kept.
         """
         return live + (result - before)
 

@@ -124,12 +124,16 @@ def test_a_client_that_could_not_hear_does_not_take_its_controller_for_gone(monk
         now_s += 1.0
         orders.listen()
     now_s += 3600.0  # its training has held the interpreter
-    orders.check_controller("")
+    orders.check_controller("", not_asked)
     for _ in range(5):
         now_s += 1.0
         orders.listen()
-    with pytest.raises(BarrierTimeout):
-        orders.check_controller("")
+    with pytest.raises(BarrierTimeout, match="Start it on this machine"):
+        orders.check_controller("", lambda: "Start it on this machine")
+
+
+def not_asked() -> str:
+    raise AssertionError("to find out what to do takes a while, and nothing is wrong")
 
 
 def test_a_client_of_a_controller_with_a_slow_heartbeat_still_notices_that_it_is_gone(
