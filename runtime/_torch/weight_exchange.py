@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -200,7 +199,7 @@ class WeightExchange:
                     self._restart()
 
     def _restart(self) -> None:
-        if restart(self._parameters, partial(self._programs.call, self._algorithm.weights_of_joiner)):
+        if restart(self._parameters, lambda flat: self._programs.call(self._algorithm.weights_of_joiner, flat)):
             log.warning("weights are not finite: back to those of the last exchange", step=self._step.number + 1)
 
 

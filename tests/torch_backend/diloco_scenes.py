@@ -216,7 +216,8 @@ def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
     place.start()
     found: dict[str, Any] = {}
     for way, spoilt in {"with exchange": 1, "before it": 0, "late": 1, "failed": 1}.items():
-        model, streams = WithMethods(), {"fragments": 2, "delay": 1} if way == "late" else {}
+        model = WithMethods()
+        streams: dict[str, Any] = {"fragments": 2, "delay": 1} if way == "late" else {}
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         name = f"{__name__}:FailsOnOneRank" if way == "failed" else "diloco"
         diloco = gradbus.torch.with_algorithm(model, [optimizer], name, steps=2, **streams)
