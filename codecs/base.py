@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -42,6 +43,7 @@ class Parsed:
     Attributes:
         is_delta: the vector is a difference to a base model, else the weights themselves.
         is_sparse: which kind of block comes; elements that no sparse block names are 0.
+        max_abs: the largest absolute value, where the check has found it; finite.
     """
 
     codec: str
@@ -50,6 +52,7 @@ class Parsed:
     dim: int
     is_sparse: bool
     make_blocks: Callable[[int], Iterator[Block]]
+    max_abs: float | None = None
 
     def blocks(self, block_elems: int = 65536) -> Iterator[Block]:
         """The content in ascending order, at most ``block_elems`` values at a time, each element at most once.
@@ -59,6 +62,10 @@ class Parsed:
         if block_elems < 1:
             raise ValueError(f"block_elems must be >= 1, got {block_elems}")
         return self.make_blocks(block_elems)
+
+    def replaced(self, make_blocks: Callable[[int], Iterator[Block]], *, is_sparse: bool) -> Parsed:
+        """Return the message with other content, made of this one's: a difference."""
+        return replace(self, is_delta=True, is_sparse=is_sparse, make_blocks=make_blocks, max_abs=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,14 +142,19 @@ class Codec(ABC):
         """The message for a float32 ``vector``, contiguous; version 1 has no place for ``is_delta``."""
 
 
-def check_finite(values: Tensor, what: str) -> None:
-    """Raise :class:`NonFiniteError` if any of ``values`` is NaN or infinite.
+def check_finite(values: Tensor, what: str) -> float:
+    """Raise :class:`NonFiniteError` if any of ``values`` is NaN or infinite. Returns the largest absolute value; 0: of
+    none.
 
     ``aminmax`` hands NaN through and is one pass without a temporary, ten times as fast as ``isfinite().all()``.
     """
-    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():
+    if not values.numel():
+        return 0.0
+    low, high = map(float, torch.aminmax(values))
+    if not (math.isfinite(low) and math.isfinite(high)):
         bad = int((~values.isfinite()).nonzero()[0, 0])
         raise NonFiniteError(f"non-finite {what}: element {bad} of {values.numel()} is {float(values[bad])}")
+    return max(-low, high)
 
 
 def _as_float32(vector: Tensor) -> Tensor:

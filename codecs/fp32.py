@@ -49,10 +49,10 @@ def parse_fp32_v2(view: memoryview, expected_dim: int) -> Parsed:
 
 def _parsed(view: memoryview, offset: int, *, version: int, is_delta: bool, dim: int) -> Parsed:
     values = tensor_view(view, torch.float32, offset, dim)
-    check_finite(values, "FP32 payload")
+    max_abs = check_finite(values, "FP32 payload")
 
     def blocks(block_elems: int) -> Iterator[DenseBlock]:
         for start in range(0, dim, block_elems):
             yield DenseBlock(start, values[start : start + block_elems])
 
-    return Parsed("fp32", version, is_delta, dim, False, blocks)
+    return Parsed("fp32", version, is_delta, dim, False, blocks, max_abs)

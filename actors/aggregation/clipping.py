@@ -186,7 +186,7 @@ def scaled(update: Parsed, base: Tensor, factor: float) -> Parsed:
         for block in differences(update, base, block_elems):
             yield dataclasses.replace(block, values=block.values * factor)
 
-    return dataclasses.replace(update, is_delta=True, make_blocks=shortened)
+    return update.replaced(shortened, is_sparse=update.is_sparse)
 
 
 def differences(update: Parsed, base: Tensor, block_elems: int = _BLOCK_ELEMS) -> Iterator[Block]:

@@ -11,7 +11,6 @@ are averaged as they are. It differs from the paper: the model is merged as a wh
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -91,8 +90,7 @@ class Decoupled(FedAvgM):
             for start in range(0, self._dim, block_elems):
                 yield DenseBlock(start, from_numpy(row[start : start + block_elems]))
 
-        units = dataclasses.replace(model, is_delta=True, is_sparse=False, make_blocks=blocks)
-        super().add(update.with_model(units), facts)
+        super().add(update.with_model(model.replaced(blocks, is_sparse=False)), facts)
         for index, norm in enumerate(norms):
             self._lengths[index] += facts.num_samples * round(norm * 2.0**FRACTION_BITS)
 

@@ -249,6 +249,8 @@ def fits(update: Parsed, base: Tensor, num_samples: int) -> bool:
 
 def _max_abs(update: Parsed, base: Tensor, scratch: Tensor) -> float:
     """The largest |value| of the update as a difference to the base. ``scratch``: float64, for a block."""
+    if update.is_delta and update.max_abs is not None:
+        return update.max_abs
     largest = 0.0
     for block in update.blocks(_BLOCK_ELEMS):
         values, size = block.values, block.values.numel()

@@ -240,7 +240,7 @@ class Bases:
             for block in blocks:
                 yield dataclasses.replace(block, values=block.values * factor)
 
-        return dataclasses.replace(update, is_delta=True, make_blocks=scaled)
+        return update.replaced(scaled, is_sparse=update.is_sparse)
 
 
 def check_asynchronous(config: FederatedConfig, strategy: Strategy) -> None:

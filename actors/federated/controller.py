@@ -77,6 +77,8 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Train
 # may have several optimizers, or several steps for a batch.
 STEPS_PER_SAMPLE = 16
 
+LINES_OF_A_ROUND = 20  # about how updates come in, however many clients there are
+
 log = get_logger("controller")
 
 
@@ -419,7 +421,8 @@ class Controller:
             ready, expected = round_.ready, round_.needed
             if (ready, expected) != (self.progress.ready, self.progress.expected):
                 self.progress.ready, self.progress.expected = ready, expected
-                log.info("final-ready=%d/%d (min=%d)", ready, expected, round_.minimum, round=round_.round_id)
+                if ready % max(1, expected // LINES_OF_A_ROUND) == 0 or ready >= expected:
+                    log.info("final-ready=%d/%d (min=%d)", ready, expected, round_.minimum, round=round_.round_id)
         if self._masked is not None:
             self._masked.wake()
         self._wakeup.set()

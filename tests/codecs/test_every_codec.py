@@ -187,3 +187,17 @@ def test_a_cuda_tensor_gives_the_same_bytes(name: str, version: int) -> None:
         codecs.decode(payload, expected_dim=20_000, out=out).vector.cpu(),
         codecs.decode(payload, expected_dim=20_000).vector,
     )
+
+
+@each_variant
+@pytest.mark.parametrize("vector", [torch.zeros(0), torch.tensor([-3.0, 2.0]), torch.tensor([0.5, 4.0, -1.0])])
+def test_the_largest_value_is_known_of_the_values_that_were_checked_and_of_no_others(
+    name: str, version: int, vector: Tensor
+) -> None:
+    codec = codecs.get(name, version=version)
+    parsed = codecs.parse(codec.encode(vector), expected_dim=vector.numel())
+    largest = max((float(block.values.abs().max()) for block in parsed.blocks()), default=0.0)
+    assert parsed.max_abs == (largest if name == "fp32" else None)
+    other = parsed.replaced(lambda _: iter([codecs.DenseBlock(0, 9 * vector)]), is_sparse=False)
+    assert other.max_abs is None
+    assert other.is_delta

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -128,7 +127,7 @@ def test_weights_in_a_sparse_message_are_refused() -> None:
 def not_a_number() -> Parsed:
     """What no codec gives, but a caller's own code might."""
     whole = codecs.parse(codecs.get("fp32").encode(torch.ones(4)), expected_dim=4)
-    return dataclasses.replace(whole, make_blocks=lambda _: iter([DenseBlock(0, torch.full((4,), math.nan))]))
+    return whole.replaced(lambda _: iter([DenseBlock(0, torch.full((4,), math.nan))]), is_sparse=False)
 
 
 def test_what_is_not_a_number_is_neither_clipped_nor_taken_by_a_robust_strategy() -> None:
