@@ -103,17 +103,17 @@ class AlgorithmPrograms:
         return self.run(reduce())
 
     def agree_on_loss(self, own: float | None) -> None:
-        """Make ``loss`` the mean of the ranks' losses that are finite. ``own``: None: this rank has told none.
+        """Make ``loss`` the mean of the ranks' losses that are finite. ``own``: None: this rank has reported none.
 
         Raises:
-            RuntimeError: some rank has told none.
+            RuntimeError: some rank has reported none.
         """
         is_finite = own is not None and math.isfinite(own)
         status = torch.tensor([own if is_finite else 0.0, is_finite, own is None], dtype=torch.float64)
         loss, count, missing = self.all_reduce("loss", status).tolist()
         if missing:
             raise RuntimeError(
-                f"with_algorithm: the algorithm needs the loss, and {missing:.0f} ranks have not told theirs: call "
+                f"with_algorithm: the algorithm needs the loss, and {missing:.0f} ranks have not reported theirs: call "
                 f"hook.report_loss(loss) after backward()"
             )
         self.loss = float(loss / count) if count else math.nan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ class Training:
     """A rank with data of its own."""
 
     def __init__(self, rank: int, *, model_state: Any = None, algorithm: str = "", **options: Any) -> None:
-        """``model_state``: loaded before ranks are told of each other. ``algorithm``: in place of ``diloco``."""
+        """``model_state``: loaded before the ranks meet. ``algorithm``: in place of ``diloco``."""
         self.random = torch.Generator().manual_seed(rank)
         torch.manual_seed(5)  # of the model
         self.model = net()
@@ -262,15 +263,15 @@ def lost_verdict(place: RankLocation) -> dict[str, Any]:
             raise CollectiveError("the network was away")
         return agreed
 
-    weights._all_are = loses_first  # type: ignore[method-assign]
-    for number in range(6):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.1)
-        try:
-            optimizer.step()
-        except CollectiveError as error:
-            told.append((number, str(error)))
-    diloco.drain()
+    with patch.object(weights, "_all_are", loses_first):
+        for number in range(6):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1)
+            try:
+                optimizer.step()
+            except CollectiveError as error:
+                told.append((number, str(error)))
+        diloco.drain()
     return {"told": told, "steps": diloco.state_dict()["steps"], "skipped": diloco.skipped_steps}
 
 

@@ -133,7 +133,7 @@ MISTAKES = {
     "unknown": "has a parameter of shape (8, 1, 3, 3) that was not given",
     "sparse": "bucket 0 is torch.float32, torch.sparse_coo; expected float32, strided",
     "epoch": "call hook.start_epoch(epoch) at the start of each",
-    "loss": "2 ranks have not told theirs: call hook.report_loss(loss) after backward()",
+    "loss": "2 ranks have not reported theirs: call hook.report_loss(loss) after backward()",
     "world": "world is 3, here 2",
     "other hook": "algorithm is 'topk', here 'dgc'",
     "names": "parameters is {'conv.weight': [8, 1, 3, 3]",
