@@ -126,7 +126,7 @@ def status(
     domain: Annotated[int | None, typer.Option(min=0, max=232, help="DDS domain. [default: 0]")] = None,
     network: Annotated[Network | None, typer.Option(help="Network profile. [default: loopback]")] = None,
     interface: Annotated[str | None, typer.Option(help="Network interface. [default: lo]")] = None,
-    peers: Annotated[str | None, typer.Option(help="Addresses of the other machines, separated by commas.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Addresses of all machines, separated by commas.")] = None,
     key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(min=0.5, help="Seconds to wait for a first answer.")] = 5.0,
     seconds: Annotated[float, typer.Option(min=0.5, help="How long to listen from then on.")] = 2.0,
@@ -159,7 +159,7 @@ def status(
 def doctor(
     network: Annotated[Network, typer.Option(help="Network profile.")] = "loopback",
     interface: Annotated[str, typer.Option(help="Network interface.")] = LOOPBACK,
-    peers: Annotated[str, typer.Option(help="Addresses of the other machines, separated by commas.")] = "",
+    peers: Annotated[str, typer.Option(help="Addresses of all machines, separated by commas.")] = "",
     domain: Domain = 0,
     key_file: KeyFile = None,
     wait_s: Annotated[
@@ -175,7 +175,7 @@ def doctor(
 ) -> int:
     """Check this machine, and with --peers the way to others: versions, network, protection, and DDS, measured.
 
-    Start it on two machines within a minute, with the same settings and each other's address in --peers: they find each
+    Start it on two machines within a minute, with the same settings and both addresses in --peers: they find each
     other, measure both ways, and each reports what it does not see, and what to check. No answer is a failure.
     """
     from gradbus.experiments.doctor.report import DEFAULT_WAIT_S, examine

@@ -29,7 +29,8 @@ class BusSettings(Settings):
     interface: str = LOOPBACK
     """Name of the network interface that leads to the others. With `lo`, nothing leaves this machine."""
     peers: tuple[str, ...] = ()
-    """Addresses of the other machines, for discovery without multicast."""
+    """Addresses of all machines of the job, this one included, for discovery without multicast; the same list on
+    each."""
     multicast: bool = False
     """Whether discovery and data use multicast."""
     lease_s: Positive | None = None

@@ -34,8 +34,8 @@ HERE = (
 ELSEWHERE = {
     "tests/experiments/test_several_machines.py": (
         "cp *", "scp *", "*gradbus doctor --network network *", ".venv/bin/gradbus controller *",
-        ".venv/bin/gradbus client *", "export GRADBUS_BUS__SECURITY=psk *", "export GRADBUS_BUS__NETWORK=network *",
-        "torchrun --nnodes 2 *",
+        ".venv/bin/gradbus client *", ".venv/bin/gradbus worker ddp.json *", "export GRADBUS_BUS__SECURITY=psk *",
+        "export GRADBUS_BUS__NETWORK=network *", "torchrun --nnodes 2 *",
     ),
     "tests/experiments/test_tutorials.py": (
         "gradbus controller controller.json", "gradbus controller controller.json --run-dir *",

@@ -40,7 +40,8 @@ def clones(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[tuple[Clone, Cl
     tools.mkdir()
     (tools / "scp").write_text(SCP.format(folder=tmp_path / "1" / "gradbus"), encoding="utf-8")
     (tools / "scp").chmod(0o755)
-    variables = {"PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "GRADBUS_DATA": str(tmp_path / "data")}
+    # No GRADBUS_DATA: each command of the text has to say where its data are.
+    variables = {"PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "DATA": str(tmp_path / "data")}
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(Clone(tmp_path / str(number) / "gradbus", host.prefix, variables))
@@ -49,9 +50,17 @@ def clones(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[tuple[Clone, Cl
         yield first, second
 
 
-def readme(root: Path) -> list[str]:
-    """The lines of the section, with their comments."""
-    return command_lines(section((root / "README.md").read_text(encoding="utf-8"), "Several machines"))
+def readme(root: Path) -> tuple[list[str], list[str]]:
+    """The lines of the section, with their comments: those of a federated run, and those of ranks."""
+    lines = command_lines(section((root / "README.md").read_text(encoding="utf-8"), "Several machines"))
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("cp ") and "/ddp." in line]
+    return lines[:at], lines[at:]
+
+
+def start_where_it_says(clones: tuple[Clone, Clone], line: str) -> None:
+    """On the machine that the comment of the line names."""
+    (address,) = re.findall(r"  # on ([\d.]+)\b", line)
+    clones[ADDRESSES.index(address)].start(line.replace("/data ", "$DATA "))
 
 
 def shorten(path: Path, part: str, **settings: object) -> None:
@@ -70,7 +79,7 @@ def have_a_key(clones: tuple[Clone, Clone], lines: list[str]) -> None:
 
 
 def test_a_key_doctors_and_a_federated_run_on_two_machines(clones: tuple[Clone, Clone], root: Path) -> None:
-    lines = readme(root)
+    lines, _ = readme(root)
     (at,) = [number for number, line in enumerate(lines) if " doctor " in line]
     have_a_key(clones, lines[:at])
     for clone in clones:
@@ -83,8 +92,7 @@ def test_a_key_doctors_and_a_federated_run_on_two_machines(clones: tuple[Clone, 
     runs = lines[at + 1 :]
     assert [line.split()[1] for line in runs] == ["controller", "client", "client"]
     for line in runs:
-        (address,) = re.findall(r"  # on ([\d.]+): ", line)
-        clones[ADDRESSES.index(address)].start(line.replace("/data", "$GRADBUS_DATA"))
+        start_where_it_says(clones, line)
     told, _ = clones[0].outputs()
     clones[1].outputs()
     assert "done: 1 rounds" in told
@@ -93,15 +101,13 @@ def test_a_key_doctors_and_a_federated_run_on_two_machines(clones: tuple[Clone, 
 
 
 def test_ranks_of_a_worker_and_of_torchrun_on_two_machines(clones: tuple[Clone, Clone], root: Path) -> None:
-    text = " ".join(section((root / "README.md").read_text(encoding="utf-8"), "Several machines").split())
-    (config, command, other) = re.findall(
-        r"Ranks take `([\w.-]+)`: `([^`]+)` here and `([^`]+)` there", text
-    )[0]  # fmt: skip
-    have_a_key(clones, [line for line in readme(root) if "job.key" in line and "doctor" not in line])
-    for clone, line in zip(clones, (command, command.replace("--rank 0", other)), strict=True):
-        clone.run(f"cp experiments/configs/{config} ddp.json")
+    before, (copy, *ranks) = readme(root)
+    have_a_key(clones, [*(line for line in before if "job.key" in line and "doctor" not in line), copy])
+    for clone in clones:
         shorten(clone.folder / "ddp.json", "parallel", epochs=1)
-        clone.start(line)
+    assert [line.split()[1] for line in ranks] == ["worker", "worker"]
+    for line in ranks:
+        start_where_it_says(clones, line)
     assert "done: 1 epochs" in clones[0].outputs()[0]
     clones[1].outputs()
 
