@@ -270,6 +270,7 @@ class Site:
         self._on_open = on_open
         self._contribution: RoundsAlone | None = None
         self._followed: Followed | None = None
+        self._has_begun = False  # what is in the state directory then is of this very start
         self.progress = Progress(minimum=config.clients.min)
 
     async def run(self) -> list[RoundReport]:
@@ -317,13 +318,15 @@ class Site:
 
     async def _make_controller(self, welcome: Welcome, frozen: Tensor | None) -> SiteController:
         config = self._config_for(welcome)
+        if self._has_begun:
+            config = config.replaced("checkpoint.resume", True)
         directory = config.checkpoint.dir
         if directory is not None:
             config = config.replaced(
                 "checkpoint.dir", await asyncio.to_thread(_directory_of, directory, welcome.run_id)
             )
         controller = SiteController(
-            self._bus, self._task, config, terms=welcome, frozen=frozen, progress=self.progress, on_open=self._on_open
+            self._bus, self._task, config, terms=welcome, frozen=frozen, progress=self.progress, on_open=self._opened
         )
         contribution, self._contribution = self._contribution, None
         if contribution is not None and contribution.run_id != welcome.run_id:
@@ -331,6 +334,10 @@ class Site:
         else:
             controller.contribution = contribution
         return controller
+
+    def _opened(self) -> None:
+        self._has_begun = True
+        self._on_open()
 
     def _config_for(self, welcome: Welcome) -> FederatedConfig:
         """The rules of this site, with what the level above decides.
@@ -362,6 +369,7 @@ class Site:
         kept = await asyncio.to_thread(_directory_alone, directory, round_id)
         config = self._config_for(terms).replaced("history.dir", None).replaced("checkpoint.dir", kept)
         config = config.replaced("checkpoint.init_path", directory / f"round-{round_id:06d}.safetensors")
+        config = config.replaced("checkpoint.resume", True)  # rounds alone after this round are of one run
         controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)
         async with asyncio.TaskGroup() as group:
             rounds = group.create_task(self._alone(controller), name="site-alone")

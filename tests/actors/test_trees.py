@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from patience import eventually
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 from trees import DIM, UnequalTask, rules, site_of, state, tree
 
@@ -142,8 +143,8 @@ def test_a_site_or_the_centre_that_starts_again_in_a_round_changes_no_bit(who: s
     assert [report.clients for report in found] == [(0, 1)] * 3
 
 
-@pytest.mark.parametrize("rejoin", ["drop", "contribute"])
-def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rejoin", "resume"), [("drop", False), ("contribute", True)])
+def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, resume: bool, tmp_path: Path) -> None:
     async def main() -> tuple[list[gradbus.RoundReport], list[Any]]:
         async with tree() as here, asyncio.TaskGroup() as group:
             centre, above = [await here.bus("centre") for _ in range(2)]
@@ -151,7 +152,7 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path:
             gate = Gate(1, 3)
             for client_id in range(2):
                 group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=client_id).run())
-            config = rules(2, **state(tmp_path, "site"))
+            config = rules(2, checkpoint={"dir": tmp_path / "site", "resume": resume})
             site = site_of(above, local, 0, config, alone_after_s=1.0, rejoin=rejoin)
             group.create_task(site.run())
             top = rules(1, sites=True, rounds=4, **state(tmp_path, "centre"))
@@ -231,6 +232,34 @@ def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_t
     runs = [SavedRun.of(CheckpointStore.to_read(path).load_newest(SavedRun.of)).run_id for path in kept]
     assert [path.name for path in kept] == ["alone-after-000001", "alone-after-000001-2"]
     assert len(set(runs)) == 2  # the second one began from the model from above
+
+
+def test_a_site_that_is_cut_off_again_after_the_same_round_goes_on_with_its_run_alone_with_resume_off_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs: list[Any]
+
+    async def after_two_more(bus: Any) -> None:
+        before = sum(line["event"] == "round alone" for line in logs)
+        await eventually(lambda: sum(line["event"] == "round alone" for line in logs) >= before + 2)
+
+    async def main() -> None:
+        async with tree() as here:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            site = site_of(local, local, 0, rules(1, checkpoint={"dir": tmp_path, "resume": False}))
+            client = asyncio.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            terms = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
+            followed = Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None)
+            for _ in range(2):
+                await site._go_on_alone(followed)
+            await ended(client)
+
+    monkeypatch.setattr(site_module, "_until_heard", after_two_more)
+    save_file({"weights": torch.zeros(DIM)}, tmp_path / "round-000005.safetensors")
+    with capture_logs() as logs:
+        asyncio.run(main())
+    first, again = [line["rounds_alone"] for line in logs if line["event"] == "level above is back"]
+    assert 2 <= first <= again - 2
 
 
 def serve_site(
