@@ -174,6 +174,8 @@ class SiteMember(Client):
             return
         if self._session.run_id != controller.run_id:
             raise UpstreamChanged(f"the level above has begun run {self._session.run_id:016x}")
+        if _rules_of(self._session.welcome) != _rules_of(controller.terms) and self._session.ended is None:
+            raise UpstreamChanged("the level above has started again with other settings")
         await controller.adopt(round_id, vector)
         if self.followed is not None:
             self.followed = self.followed._replace(round_id=round_id, base=vector)
@@ -397,6 +399,15 @@ class Site:
         except (GradbusError, BaseExceptionGroup) as error:
             reason = single_error(error) if isinstance(error, BaseExceptionGroup) else error
             log.error("rounds alone end", reason=str(reason), effect="the site waits for the level above")
+
+
+def _rules_of(welcome: Welcome) -> tuple[object, ...]:
+    """Return what of a Welcome a site passes on to its clients, and its own deadline. The same in all of one start of
+    the level above: what could change its options there is refused above sites."""
+    return (
+        welcome.codec, welcome.density, welcome.chunk_elems, welcome.codec_version, welcome.rule, welcome.options,
+        welcome.round_s, welcome.frozen, welcome.include, welcome.exclude,
+    )  # fmt: skip
 
 
 def _give_up(contribution: RoundsAlone, reason: str) -> None:

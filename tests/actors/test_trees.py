@@ -143,6 +143,38 @@ def test_a_site_or_the_centre_that_starts_again_in_a_round_changes_no_bit(who: s
     assert [report.clients for report in found] == [(0, 1)] * 3
 
 
+def test_clients_below_a_site_train_by_the_settings_with_which_the_top_level_starts_again(tmp_path: Path) -> None:
+    async def main() -> tuple[list[gradbus.RoundReport], list[gradbus.RoundReport], float]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            gate = Gate(0, 2)
+            centre, above = [await here.bus("centre") for _ in range(2)]
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            site = site_of(above, local, 0, rules(1, checkpoint={"dir": tmp_path / "site", "resume": False}))
+            group.create_task(site.run())
+            group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=0).run())
+
+            def start_centre(**more: Any) -> asyncio.Task[list[gradbus.RoundReport]]:
+                config = rules(1, sites=True, rounds=3, **state(tmp_path, "centre"), **more)
+                return group.create_task(gradbus.Controller(centre, NoopTask(DIM), config).run())
+
+            controller = start_centre()
+            await gate.reached.wait()
+            await ended(controller)
+            controller = start_centre(codec="q8", round={"timeout_s": 200.0})
+            await eventually(lambda: any(line["event"] == "site begins anew" for line in logs))
+            gate.open()
+            found = await controller
+            deadlines = [line["here_s"] for line in logs if line["event"] == "round deadlines"]
+            return found, list(site.progress.reports), deadlines[-1]
+
+    with capture_logs() as logs:
+        above, below, deadline_s = asyncio.run(main())
+    assert len(above) == len(below) == 3
+    assert below[0].bytes_up > 4 * DIM
+    assert all(DIM < report.bytes_up < 2 * DIM for report in below[1:])
+    assert deadline_s == 0.8 * 200.0
+
+
 @pytest.mark.parametrize(("rejoin", "resume"), [("drop", False), ("contribute", True)])
 def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, resume: bool, tmp_path: Path) -> None:
     async def main() -> tuple[list[gradbus.RoundReport], list[Any]]:
