@@ -133,6 +133,10 @@ class RelayingController(Controller):
         assert self.command is not None, "no round begins before the level above has commanded one"
         return replace(self.command, round_id=round_id)
 
+    def _steps_per_sample(self, command: TrainCmd) -> int:
+        steps = self.terms.options.get("training.steps")
+        return steps if type(steps) is int and steps > 0 else super()._steps_per_sample(command)
+
 
 class SiteController(RelayingController):
     """A site's Controller while the level above is there. A ``SiteMember`` calls it, one call at a time.

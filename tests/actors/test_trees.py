@@ -25,6 +25,7 @@ from gradbus.actors.federated.site import Followed
 from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
 from gradbus.models import NoopTask
+from gradbus.models.task import TrainResult
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
@@ -77,6 +78,32 @@ def test_a_tree_of_two_regions_with_two_sites_each_has_the_bits_of_a_flat_run(co
         assert above.clients == (0, 1)
         assert above.bytes_up <= 2 * 8 * DIM < 8 * 4 * DIM  # two sums, whatever the number of clients
     assert len({report.weights_crc32 for report in found}) == 3
+
+
+class OneSample(NoopTask):
+    """Makes as many steps as it is asked to, over and over on one sample."""
+
+    def train(self, model: Any, *, steps: int, lr: float, **_: Any) -> TrainResult:  # type: ignore[override]
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        for _ in range(steps):
+            model.vector.grad = torch.ones(DIM)
+            optimizer.step()
+        return TrainResult(num_samples=1, loss=0.5)
+
+
+def test_a_site_takes_as_many_steps_for_a_sample_as_the_top_level_has_asked_for() -> None:
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            above, local, theirs = [await here.bus(name) for name in ("centre", "site", "site")]
+            site = site_of(above, local, 0, rules(1, round={"timeout_s": 5.0, "max_attempts": 1}))
+            group.create_task(site.run())
+            group.create_task(gradbus.Client(theirs, OneSample(DIM), client_id=0).run())
+            config = rules(1, sites=True, rounds=2, training={"steps": 50})
+            await gradbus.Controller(await here.bus("centre"), NoopTask(DIM), config).run()
+            return list(site.progress.reports)
+
+    reports = asyncio.run(main())
+    assert [(report.num_samples, dict(report.strikes)) for report in reports] == [(1, {})] * 2
 
 
 class Gate:
