@@ -145,6 +145,10 @@ class SiteMember(Client):
         if welcome.frozen:
             if await self._models.lacks_frozen(welcome):
                 await self._models.fetch_frozen(welcome)
+                if await self._models.lacks_frozen(welcome):  # that level has ended its run, or started again
+                    if self._session.ended is not None:
+                        return
+                    raise UpstreamChanged("the level above has started again before its frozen parameters were here")
             self._frozen_values = self._model.read_frozen()
         self.controller = await self._make_controller(welcome, self._frozen_values)
         self._serving = group.create_task(self.controller.serve(self._on_report), name="site-controller")
