@@ -38,10 +38,10 @@ from gradbus.actors.federated.site_controller import (
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
-from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError, TrainingFailed
+from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import items_of, single_error
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
@@ -382,7 +382,7 @@ class Site:
             await _until_heard(self._above)
             rounds.cancel()
             await asyncio.wait({rounds})
-        newest = await asyncio.to_thread(CheckpointStore.to_read(kept).load_newest, SavedRun.of)
+        newest = await asyncio.to_thread(_newest_alone, kept)
         history = [] if newest is None else SavedRun.of(newest).history
         samples = history[-1].num_samples if history else 0
         log.warning(
@@ -484,6 +484,15 @@ def _directory_alone(directory: Path, round_id: int) -> Path:
         number += 1
         kept = directory / f"alone-after-{round_id:06d}-{number}"
     return kept
+
+
+def _newest_alone(kept: Path) -> Checkpoint | None:
+    """The newest checkpoint of rounds alone; None: they did not begin, or it cannot be read."""
+    try:
+        return CheckpointStore.to_read(kept).load_newest(SavedRun.of) if kept.is_dir() else None
+    except (CheckpointError, OSError) as error:
+        log.warning("rounds alone cannot be read", kept=str(kept), reason=str(error))
+        return None
 
 
 def _directory_of(directory: Path, run_id: int) -> Path:

@@ -321,6 +321,33 @@ def test_a_site_that_is_cut_off_again_after_the_same_round_goes_on_with_its_run_
     assert 2 <= first <= again - 2
 
 
+@pytest.mark.parametrize("damaged", [False, True], ids=["none", "all-damaged"])
+def test_a_site_whose_rounds_alone_could_not_begin_goes_on_with_the_level_above(
+    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def once_they_have_ended(bus: Any) -> None:
+        await eventually(lambda: any(line["event"] == "rounds alone end" for line in logs))
+
+    monkeypatch.setattr(site_module, "_until_heard", once_they_have_ended)
+    if damaged:
+        (tmp_path / "alone-after-000005").mkdir()
+        for kind in ("json", "safetensors"):
+            (tmp_path / "alone-after-000005" / f"round-000001.{kind}").write_text("torn")
+        save_file({"weights": torch.zeros(DIM)}, tmp_path / "round-000005.safetensors")
+
+    async def main() -> None:
+        async with tree() as here:
+            bus, terms = await here.bus("site"), Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
+            site = site_of(bus, bus, 0, rules(1, checkpoint={"dir": tmp_path}))
+            await site._go_on_alone(Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None))
+
+    with capture_logs() as logs:
+        asyncio.run(main())
+    (back,) = [line for line in logs if line["event"] == "level above is back"]
+    assert back["rounds_alone"] == 0
+    assert any(line["event"] == "rounds alone cannot be read" for line in logs) == damaged
+
+
 def serve_site(
     group: asyncio.TaskGroup, bus: gradbus.Bus, config: gradbus.FederatedConfig,
     reports: list[gradbus.RoundReport] | None = None,
