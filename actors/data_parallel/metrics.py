@@ -143,4 +143,4 @@ def tally(counts: Any) -> tuple[int, float, int | None, Plain]:
     sums = MetricSums()
     sums.add(getattr(counts, "metrics", None) or {}, "evaluate_shard() of the task")
     correct = getattr(counts, "correct", None)
-    return counts.total, float(counts.loss_sum), None if correct is None else int(correct), sums.plain()
+    return int(counts.total), float(counts.loss_sum), None if correct is None else int(correct), sums.plain()

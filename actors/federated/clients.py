@@ -17,7 +17,7 @@ from typing import Literal
 
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
-from gradbus.runtime.wire.id_ranges import parse_ids
+from gradbus.runtime.wire.id_ranges import has_id, parse_ids
 from gradbus.runtime.wire.messages import Identity, is_later
 
 Compared = Literal["all", "trained", "shared"]
@@ -293,7 +293,9 @@ class ClientRegistry:
             if host.hello.ids != hello.ids:
                 return HelloAnswer.REFUSE, f"it spoke for clients {host.hello.ids[:40]} before: start it anew"
             return self._known(host, hello, number, now_s)
-        if len(self._members) + sum(map(len, ranges)) > MAX_MEMBERS:
+        count = sum(map(len, ranges))
+        held = sum(has_id(ranges, one) for one in self._members) if count <= MAX_MEMBERS else 0  # as by a start before
+        if len(self._members) + count - held > MAX_MEMBERS:
             return HelloAnswer.REFUSE, f"this run takes {MAX_MEMBERS:,} clients, and has {len(self._members):,} already"
         ids = [client_id for each in ranges for client_id in each]
         holders = {

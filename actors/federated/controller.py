@@ -493,7 +493,7 @@ class Controller:
             if self._probe.history.on:
                 await self._compute.run(self._note_command, round_)
             command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected | round_.silent)
-            self._admission.steps_per_sample = config.training.steps or STEPS_PER_SAMPLE * command.epochs
+            self._admission.steps_per_sample = self._steps_per_sample(command)
             self._receiver.timing.commanded()
             with tolerate_write_timeout("command", round_id):
                 await self._publish_terms(terms)
@@ -584,6 +584,10 @@ class Controller:
         command = TrainCmd(round_id, training.subset_size, training.epochs, lr, self._config.seed)
         changed = training.changes(round_id)
         return dataclasses.replace(command, **{key: changed[key] for key in IN_COMMAND if key in changed})
+
+    def _steps_per_sample(self, command: TrainCmd) -> int:
+        """Most optimizer steps that a client may announce for each of its samples."""
+        return self._config.training.steps or STEPS_PER_SAMPLE * command.epochs
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
         attempt = 0 if self._masked is None else self._masked.number

@@ -121,6 +121,21 @@ def told(error: Exception, client_id: int, tells_errors: bool) -> str:
     return (text if tells_errors else type(error).__name__)[:MAX_FAILURE_CHARS]
 
 
+def as_floats(named: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the numbers that a task has found, by name, without those that are None. It may give scalars of NumPy, or
+    tensors of one value. Raises whatever reading one raises."""
+    return {str(name): float(value) for name, value in (named or {}).items() if value is not None}
+
+
+def unreadable(method: str, found: Any, error: Exception) -> TypeError:
+    """The error for what this method of a task has returned: it says what is expected."""
+    return TypeError(
+        f"{method} has returned {type(found).__name__} that cannot be read ({error}): expected None, or an object with "
+        f"num_samples and loss, if there is one accuracy, and metrics, a mapping of names to single numbers, such as "
+        f"gradbus.models.EvalResult"
+    )
+
+
 def _read(found: Any) -> tuple[int, dict[str, float]]:
     """Number of samples, and finite numbers by name: the loss, the accuracy where there is one, and the task's own.
 
@@ -129,17 +144,11 @@ def _read(found: Any) -> tuple[int, dict[str, float]]:
     """
     try:
         num_samples = int(found.num_samples)
-        named: Mapping[str, Any] = {
-            "loss": found.loss, "accuracy": getattr(found, "accuracy", None),
-            **(getattr(found, "metrics", None) or {}),
-        }  # fmt: skip
-        known = {str(name)[:MAX_NAME_CHARS]: float(value) for name, value in named.items() if value is not None}
+        known = as_floats({"loss": found.loss, "accuracy": getattr(found, "accuracy", None)})
+        own = as_floats(getattr(found, "metrics", None))
+        known |= {name[:MAX_NAME_CHARS]: value for name, value in own.items()}
     except Exception as error:
-        raise TypeError(
-            f"evaluate_local has returned {type(found).__name__} that cannot be read ({error}): expected None, or an "
-            f"object with num_samples and loss, if there is one accuracy, and metrics, a mapping of names to single "
-            f"numbers, such as gradbus.models.EvalResult"
-        ) from None
+        raise unreadable("evaluate_local", found, error) from None
     finite = {name: value for name, value in known.items() if math.isfinite(value)}
     return num_samples, dict(list(finite.items())[:MAX_METRICS])
 

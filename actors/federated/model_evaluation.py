@@ -8,6 +8,7 @@ from typing import Any
 
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.local_evaluation import as_floats, unreadable
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.task import FederatedTask
@@ -89,8 +90,12 @@ class ModelEvaluation:
         found = self._task.evaluate(self._model.module)
         if found is None:
             return {}
-        metrics = {str(name): float(value) for name, value in getattr(found, "metrics", {}).items()}
-        return {"accuracy": found.accuracy, "eval_loss": found.loss, "metrics": metrics}
+        try:
+            figures = as_floats({"accuracy": found.accuracy, "eval_loss": found.loss})
+            metrics = as_floats(getattr(found, "metrics", None))
+        except Exception as error:
+            raise unreadable("evaluate", found, error) from None
+        return {"accuracy": figures.get("accuracy"), "eval_loss": figures.get("eval_loss"), "metrics": metrics}
 
     async def resumed(self, reports: Collection[RoundReport]) -> RoundReport | None:
         """The newest report with what this Controller finds: the round before a crash was committed, but may not have

@@ -38,10 +38,10 @@ from gradbus.actors.federated.site_controller import (
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
-from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError, TrainingFailed
+from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import items_of, single_error
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
@@ -145,6 +145,10 @@ class SiteMember(Client):
         if welcome.frozen:
             if await self._models.lacks_frozen(welcome):
                 await self._models.fetch_frozen(welcome)
+                if await self._models.lacks_frozen(welcome):  # that level has ended its run, or started again
+                    if self._session.ended is not None:
+                        return
+                    raise UpstreamChanged("the level above has started again before its frozen parameters were here")
             self._frozen_values = self._model.read_frozen()
         self.controller = await self._make_controller(welcome, self._frozen_values)
         self._serving = group.create_task(self.controller.serve(self._on_report), name="site-controller")
@@ -174,6 +178,8 @@ class SiteMember(Client):
             return
         if self._session.run_id != controller.run_id:
             raise UpstreamChanged(f"the level above has begun run {self._session.run_id:016x}")
+        if _rules_of(self._session.welcome) != _rules_of(controller.terms) and self._session.ended is None:
+            raise UpstreamChanged("the level above has started again with other settings")
         await controller.adopt(round_id, vector)
         if self.followed is not None:
             self.followed = self.followed._replace(round_id=round_id, base=vector)
@@ -270,6 +276,7 @@ class Site:
         self._on_open = on_open
         self._contribution: RoundsAlone | None = None
         self._followed: Followed | None = None
+        self._has_begun = False  # what is in the state directory then is of this very start
         self.progress = Progress(minimum=config.clients.min)
 
     async def run(self) -> list[RoundReport]:
@@ -317,13 +324,15 @@ class Site:
 
     async def _make_controller(self, welcome: Welcome, frozen: Tensor | None) -> SiteController:
         config = self._config_for(welcome)
+        if self._has_begun:
+            config = config.replaced("checkpoint.resume", True)
         directory = config.checkpoint.dir
         if directory is not None:
             config = config.replaced(
                 "checkpoint.dir", await asyncio.to_thread(_directory_of, directory, welcome.run_id)
             )
         controller = SiteController(
-            self._bus, self._task, config, terms=welcome, frozen=frozen, progress=self.progress, on_open=self._on_open
+            self._bus, self._task, config, terms=welcome, frozen=frozen, progress=self.progress, on_open=self._opened
         )
         contribution, self._contribution = self._contribution, None
         if contribution is not None and contribution.run_id != welcome.run_id:
@@ -331,6 +340,10 @@ class Site:
         else:
             controller.contribution = contribution
         return controller
+
+    def _opened(self) -> None:
+        self._has_begun = True
+        self._on_open()
 
     def _config_for(self, welcome: Welcome) -> FederatedConfig:
         """The rules of this site, with what the level above decides.
@@ -362,13 +375,14 @@ class Site:
         kept = await asyncio.to_thread(_directory_alone, directory, round_id)
         config = self._config_for(terms).replaced("history.dir", None).replaced("checkpoint.dir", kept)
         config = config.replaced("checkpoint.init_path", directory / f"round-{round_id:06d}.safetensors")
+        config = config.replaced("checkpoint.resume", True)  # rounds alone after this round are of one run
         controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)
         async with asyncio.TaskGroup() as group:
             rounds = group.create_task(self._alone(controller), name="site-alone")
             await _until_heard(self._above)
             rounds.cancel()
             await asyncio.wait({rounds})
-        newest = await asyncio.to_thread(CheckpointStore.to_read(kept).load_newest, SavedRun.of)
+        newest = await asyncio.to_thread(_newest_alone, kept)
         history = [] if newest is None else SavedRun.of(newest).history
         samples = history[-1].num_samples if history else 0
         log.warning(
@@ -389,6 +403,15 @@ class Site:
         except (GradbusError, BaseExceptionGroup) as error:
             reason = single_error(error) if isinstance(error, BaseExceptionGroup) else error
             log.error("rounds alone end", reason=str(reason), effect="the site waits for the level above")
+
+
+def _rules_of(welcome: Welcome) -> tuple[object, ...]:
+    """Return what of a Welcome a site passes on to its clients, and its own deadline. The same in all of one start of
+    the level above: what could change its options there is refused above sites."""
+    return (
+        welcome.codec, welcome.density, welcome.chunk_elems, welcome.codec_version, welcome.rule, welcome.options,
+        welcome.round_s, welcome.frozen, welcome.include, welcome.exclude,
+    )  # fmt: skip
 
 
 def _give_up(contribution: RoundsAlone, reason: str) -> None:
@@ -461,6 +484,15 @@ def _directory_alone(directory: Path, round_id: int) -> Path:
         number += 1
         kept = directory / f"alone-after-{round_id:06d}-{number}"
     return kept
+
+
+def _newest_alone(kept: Path) -> Checkpoint | None:
+    """The newest checkpoint of rounds alone; None: they did not begin, or it cannot be read."""
+    try:
+        return CheckpointStore.to_read(kept).load_newest(SavedRun.of) if kept.is_dir() else None
+    except (CheckpointError, OSError) as error:
+        log.warning("rounds alone cannot be read", kept=str(kept), reason=str(error))
+        return None
 
 
 def _directory_of(directory: Path, run_id: int) -> Path:

@@ -41,7 +41,8 @@ log = get_logger("site")
 
 
 class UpstreamChanged(Exception):
-    """The level above has gone back to an earlier model, or to another run: the site's clients have to begin anew."""
+    """The level above has gone back to an earlier model, or on to another run or other rules: the site's clients have
+    to begin anew."""
 
 
 class RoundsAlone(NamedTuple):
@@ -86,6 +87,7 @@ class RelayingController(Controller):
     """A Controller whose clients train as another level says.
 
     Attributes:
+        terms: the Welcome of that level, which says how to train.
         command: the newest one of that level. The rounds differ in nothing but their number.
     """
 
@@ -99,15 +101,15 @@ class RelayingController(Controller):
             terms: the Welcome of that level, with codec and rule. frozen: its frozen parameters; None: there are none.
         """
         super().__init__(bus, task, config, on_open=on_open)
-        self._terms = terms
+        self.terms = terms
         self._frozen = frozen
         self.command = command
 
     def _open(self) -> None:
         super()._open()
-        if self._config.secure_aggregation.enabled and self._terms.codec != "fp32":
+        if self._config.secure_aggregation.enabled and self.terms.codec != "fp32":
             raise ConfigError(
-                f"federated.secure_aggregation: the level above has updates encoded with {self._terms.codec}, and only "
+                f"federated.secure_aggregation: the level above has updates encoded with {self.terms.codec}, and only "
                 f"those of fp32 can be masked. Set federated.codec at the top level, or leave secure_aggregation out "
                 f"here"
             )
@@ -116,7 +118,7 @@ class RelayingController(Controller):
 
     def _wire(self) -> None:
         super()._wire()
-        self._dispatcher.terms = self._terms
+        self._dispatcher.terms = self.terms
 
     def _ids_known_before(self) -> range:
         """Ids of clients are those of the whole tree: which of them are here is not known."""
@@ -125,11 +127,15 @@ class RelayingController(Controller):
     def _max_update_bytes(self) -> int:
         if self._config.clients.kind == "sites" or self._config.secure_aggregation.enabled:
             return super()._max_update_bytes()
-        return int(codec_of(self._terms).max_bytes(self._model.dim))
+        return int(codec_of(self.terms).max_bytes(self._model.dim))
 
     async def _command(self, round_id: int) -> TrainCmd:
         assert self.command is not None, "no round begins before the level above has commanded one"
         return replace(self.command, round_id=round_id)
+
+    def _steps_per_sample(self, command: TrainCmd) -> int:
+        steps = self.terms.options.get("training.steps")
+        return steps if type(steps) is int and steps > 0 else super()._steps_per_sample(command)
 
 
 class SiteController(RelayingController):
@@ -165,7 +171,7 @@ class SiteController(RelayingController):
 
     def _open(self) -> None:
         super()._open()
-        self._state.run_id = self._terms.run_id
+        self._state.run_id = self.terms.run_id
 
     def _wire(self) -> None:
         self.progress.reports.clear()  # those of the checkpoint follow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security import Security
+from gradbus.runtime.tasks import single_error
 from gradbus.runtime.wire.control import EvaluationResult
 from gradbus.runtime.wire.messages import Identity
 
@@ -123,6 +126,29 @@ class Job:
     def cross_site(self) -> CrossSite:
         assert self.controller.progress.cross_site is not None
         return self.controller.progress.cross_site
+
+
+class Scalars(Measured):
+    """Gives what NumPy and torch compute, and no metrics."""
+
+    def evaluate(self, model: nn.Module) -> Any:
+        return SimpleNamespace(loss=torch.tensor(0.25), accuracy=np.float32(0.5), metrics=None)
+
+
+def test_a_controller_whose_evaluation_gives_scalars_of_numpy_and_torch_keeps_them_as_numbers(tmp_path: Path) -> None:
+    reports = Job([Measured()], controller=Scalars(), eval_every=1, checkpoint={"dir": tmp_path}).run()
+    assert json.loads(json.dumps([report.to_json() for report in reports]))[-1]["eval_loss"] == 0.25
+    assert [(report.accuracy, dict(report.metrics)) for report in reports] == [(0.5, {})] * 2
+
+
+def test_a_controller_names_its_evaluation_if_that_gives_no_numbers() -> None:
+    class Texts(Measured):
+        def evaluate(self, model: nn.Module) -> Any:
+            return SimpleNamespace(loss="low", accuracy=None)
+
+    with pytest.raises(BaseExceptionGroup) as errors:
+        Job([Measured()], controller=Texts(), eval_every=1).run()
+    assert "evaluate has returned SimpleNamespace that cannot be read" in str(single_error(errors.value))
 
 
 def test_the_report_has_what_each_client_finds_of_the_new_model() -> None:

@@ -13,17 +13,22 @@ from dds_domains import new_domain
 from safetensors.torch import save_file
 from settings import nested
 from torch import Tensor, nn
+from trees import rules, tree
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors import Client, Controller
+from gradbus.actors import Client, Controller, Site
+from gradbus.actors.federated.client_models import ClientModels
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.models import TrainResult
+from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import TrainingFailed
+from gradbus.runtime.wire.control import Welcome
 
 pytestmark = pytest.mark.slow
 FROZEN, TRAINED = 100_000, 4_000
+SITE = 3
 
 
 class Backbone(nn.Module):
@@ -83,6 +88,35 @@ def run(server: Tuning, *tasks: Tuning, shared_memory: bool = True, **rules: Any
             return controller, reports
 
     return asyncio.run(main())
+
+
+def test_a_site_begins_anew_if_the_level_above_starts_again_while_it_fetches_the_frozen_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetch, interrupted = ClientModels.fetch_frozen, []
+
+    async def fetch_frozen(models: ClientModels, welcome: Welcome) -> None:
+        if models._context.client_id == SITE and not interrupted:
+            interrupted.append(welcome)  # as where the session has changed, it returns with nothing
+        else:
+            await fetch(models, welcome)
+
+    async def main() -> None:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            upstream = UpstreamConfig(site=SITE, alone=False)
+            site = Site(above, local, Tuning(seed=5), rules(1), upstream)  # type: ignore[arg-type]
+            group.create_task(site.run())
+            group.create_task(Client(theirs, task, client_id=0).run())  # type: ignore[arg-type]
+            top = rules(1, sites=True, rounds=2, clients={"num": None})
+            await Controller(centre, Tuning(), top).run()  # type: ignore[arg-type]
+
+    task = Tuning(seed=9)
+    monkeypatch.setattr(ClientModels, "fetch_frozen", fetch_frozen)
+    asyncio.run(main())
+    assert len(interrupted) == 1
+    assert len(task.seen) == 2
+    assert all(torch.equal(seen, Backbone(0).body.detach()) for seen in task.seen)
 
 
 def test_only_what_is_trained_travels_and_the_model_is_the_same_as_if_all_did() -> None:

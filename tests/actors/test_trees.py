@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from patience import eventually
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 from trees import DIM, UnequalTask, rules, site_of, state, tree
 
@@ -24,6 +25,7 @@ from gradbus.actors.federated.site import Followed
 from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
 from gradbus.models import NoopTask
+from gradbus.models.task import TrainResult
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
@@ -76,6 +78,32 @@ def test_a_tree_of_two_regions_with_two_sites_each_has_the_bits_of_a_flat_run(co
         assert above.clients == (0, 1)
         assert above.bytes_up <= 2 * 8 * DIM < 8 * 4 * DIM  # two sums, whatever the number of clients
     assert len({report.weights_crc32 for report in found}) == 3
+
+
+class OneSample(NoopTask):
+    """Makes as many steps as it is asked to, over and over on one sample."""
+
+    def train(self, model: Any, *, steps: int, lr: float, **_: Any) -> TrainResult:  # type: ignore[override]
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        for _ in range(steps):
+            model.vector.grad = torch.ones(DIM)
+            optimizer.step()
+        return TrainResult(num_samples=1, loss=0.5)
+
+
+def test_a_site_takes_as_many_steps_for_a_sample_as_the_top_level_has_asked_for() -> None:
+    async def main() -> list[gradbus.RoundReport]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            above, local, theirs = [await here.bus(name) for name in ("centre", "site", "site")]
+            site = site_of(above, local, 0, rules(1, round={"timeout_s": 5.0, "max_attempts": 1}))
+            group.create_task(site.run())
+            group.create_task(gradbus.Client(theirs, OneSample(DIM), client_id=0).run())
+            config = rules(1, sites=True, rounds=2, training={"steps": 50})
+            await gradbus.Controller(await here.bus("centre"), NoopTask(DIM), config).run()
+            return list(site.progress.reports)
+
+    reports = asyncio.run(main())
+    assert [(report.num_samples, dict(report.strikes)) for report in reports] == [(1, {})] * 2
 
 
 class Gate:
@@ -142,8 +170,40 @@ def test_a_site_or_the_centre_that_starts_again_in_a_round_changes_no_bit(who: s
     assert [report.clients for report in found] == [(0, 1)] * 3
 
 
-@pytest.mark.parametrize("rejoin", ["drop", "contribute"])
-def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path: Path) -> None:
+def test_clients_below_a_site_train_by_the_settings_with_which_the_top_level_starts_again(tmp_path: Path) -> None:
+    async def main() -> tuple[list[gradbus.RoundReport], list[gradbus.RoundReport], float]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            gate = Gate(0, 2)
+            centre, above = [await here.bus("centre") for _ in range(2)]
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            site = site_of(above, local, 0, rules(1, checkpoint={"dir": tmp_path / "site", "resume": False}))
+            group.create_task(site.run())
+            group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=0).run())
+
+            def start_centre(**more: Any) -> asyncio.Task[list[gradbus.RoundReport]]:
+                config = rules(1, sites=True, rounds=3, **state(tmp_path, "centre"), **more)
+                return group.create_task(gradbus.Controller(centre, NoopTask(DIM), config).run())
+
+            controller = start_centre()
+            await gate.reached.wait()
+            await ended(controller)
+            controller = start_centre(codec="q8", round={"timeout_s": 200.0})
+            await eventually(lambda: any(line["event"] == "site begins anew" for line in logs))
+            gate.open()
+            found = await controller
+            deadlines = [line["here_s"] for line in logs if line["event"] == "round deadlines"]
+            return found, list(site.progress.reports), deadlines[-1]
+
+    with capture_logs() as logs:
+        above, below, deadline_s = asyncio.run(main())
+    assert len(above) == len(below) == 3
+    assert below[0].bytes_up > 4 * DIM
+    assert all(DIM < report.bytes_up < 2 * DIM for report in below[1:])
+    assert deadline_s == 0.8 * 200.0
+
+
+@pytest.mark.parametrize(("rejoin", "resume"), [("drop", False), ("contribute", True)])
+def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, resume: bool, tmp_path: Path) -> None:
     async def main() -> tuple[list[gradbus.RoundReport], list[Any]]:
         async with tree() as here, asyncio.TaskGroup() as group:
             centre, above = [await here.bus("centre") for _ in range(2)]
@@ -151,7 +211,7 @@ def test_a_site_that_is_cut_off_goes_on_alone_and_rejoins(rejoin: str, tmp_path:
             gate = Gate(1, 3)
             for client_id in range(2):
                 group.create_task(gradbus.Client(theirs, UnequalTask(hold=gate), client_id=client_id).run())
-            config = rules(2, **state(tmp_path, "site"))
+            config = rules(2, checkpoint={"dir": tmp_path / "site", "resume": resume})
             site = site_of(above, local, 0, config, alone_after_s=1.0, rejoin=rejoin)
             group.create_task(site.run())
             top = rules(1, sites=True, rounds=4, **state(tmp_path, "centre"))
@@ -231,6 +291,61 @@ def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_t
     runs = [SavedRun.of(CheckpointStore.to_read(path).load_newest(SavedRun.of)).run_id for path in kept]
     assert [path.name for path in kept] == ["alone-after-000001", "alone-after-000001-2"]
     assert len(set(runs)) == 2  # the second one began from the model from above
+
+
+def test_a_site_that_is_cut_off_again_after_the_same_round_goes_on_with_its_run_alone_with_resume_off_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs: list[Any]
+
+    async def after_two_more(bus: Any) -> None:
+        before = sum(line["event"] == "round alone" for line in logs)
+        await eventually(lambda: sum(line["event"] == "round alone" for line in logs) >= before + 2)
+
+    async def main() -> None:
+        async with tree() as here:
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            site = site_of(local, local, 0, rules(1, checkpoint={"dir": tmp_path, "resume": False}))
+            client = asyncio.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
+            terms = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
+            followed = Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None)
+            for _ in range(2):
+                await site._go_on_alone(followed)
+            await ended(client)
+
+    monkeypatch.setattr(site_module, "_until_heard", after_two_more)
+    save_file({"weights": torch.zeros(DIM)}, tmp_path / "round-000005.safetensors")
+    with capture_logs() as logs:
+        asyncio.run(main())
+    first, again = [line["rounds_alone"] for line in logs if line["event"] == "level above is back"]
+    assert 2 <= first <= again - 2
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["none", "all-damaged"])
+def test_a_site_whose_rounds_alone_could_not_begin_goes_on_with_the_level_above(
+    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def once_they_have_ended(bus: Any) -> None:
+        await eventually(lambda: any(line["event"] == "rounds alone end" for line in logs))
+
+    monkeypatch.setattr(site_module, "_until_heard", once_they_have_ended)
+    if damaged:
+        (tmp_path / "alone-after-000005").mkdir()
+        for kind in ("json", "safetensors"):
+            (tmp_path / "alone-after-000005" / f"round-000001.{kind}").write_text("torn")
+        save_file({"weights": torch.zeros(DIM)}, tmp_path / "round-000005.safetensors")
+
+    async def main() -> None:
+        async with tree() as here:
+            bus, terms = await here.bus("site"), Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
+            site = site_of(bus, bus, 0, rules(1, checkpoint={"dir": tmp_path}))
+            await site._go_on_alone(Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None))
+
+    with capture_logs() as logs:
+        asyncio.run(main())
+    (back,) = [line for line in logs if line["event"] == "level above is back"]
+    assert back["rounds_alone"] == 0
+    assert any(line["event"] == "rounds alone cannot be read" for line in logs) == damaged
 
 
 def serve_site(

@@ -118,6 +118,20 @@ class _ProcessHooks:
 _hooks = _ProcessHooks()
 
 
+@contextlib.contextmanager
+def _gradients_of(model: nn.Module, stepped: set[int]) -> Iterator[None]:
+    """Hide the gradients of all parameters but these: of several optimizers each has a step of its own, in which theirs
+    are changed."""
+    others = [(parameter, parameter.grad) for parameter in model.parameters() if id(parameter) not in stepped]
+    for parameter, _ in others:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in others:
+            parameter.grad = gradient
+
+
 class ClientRule:
     """Training as the task does it, with nothing added.
 
@@ -126,7 +140,8 @@ class ClientRule:
 
     Attributes:
         sections: names of the sections that it makes beside the model's. metrics: of the metrics that it announces.
-        steps: of the optimizer so far.
+        steps: of the optimizer so far; of several, those of the parameters that have had most.
+        steps_of: the same of each parameter, by its ``id``.
     """
 
     choice: ClassVar[str] = "plain"
@@ -134,6 +149,7 @@ class ClientRule:
     sections: ClassVar[tuple[str, ...]] = ()
     metrics: ClassVar[tuple[str, ...]] = ()
     steps: int = 0
+    steps_of: dict[int, int]
 
     def start(self, begin: RoundStart) -> None:
         """The module holds the global model, and training is about to begin."""
@@ -151,7 +167,8 @@ class ClientRule:
         """An optimizer is about to make the first step of a round."""
 
     def before_step(self, model: nn.Module) -> None:
-        """The gradients of a step are there, that of :meth:`loss_term` included: change them here."""
+        """The gradients of a step are there, that of :meth:`loss_term` included: change them here. Parameters that
+        another optimizer steps have none meanwhile."""
 
     def after_step(self, model: nn.Module) -> None:
         """The optimizer has changed the parameters."""
@@ -169,25 +186,30 @@ class ClientRule:
         """
         model, own = begin.model, set(map(id, begin.model.parameters()))
 
-        def trains(optimizer: Optimizer) -> bool:  # other clients of this process have optimizers of their own
-            parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        seen: set[int] = set()
+
+        def trained_by(optimizer: Optimizer) -> set[int]:  # other clients of this process have optimizers of their own
+            parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if own.isdisjoint(parameters):  # the training function may have replaced some
                 own.update(map(id, model.parameters()))
-            return not own.isdisjoint(parameters)
+            return parameters & own
 
         def before(optimizer: Optimizer) -> None:
-            if trains(optimizer):
-                if not self.steps:
+            if stepped := trained_by(optimizer):
+                if id(optimizer) not in seen:
+                    seen.add(id(optimizer))
                     self.check_optimizer(optimizer)
-                self._add_loss_term(model)
-                self.before_step(model)
+                with _gradients_of(model, stepped):
+                    self._add_loss_term(model)
+                    self.before_step(model)
 
         def after(optimizer: Optimizer) -> None:
-            if trains(optimizer):
-                self.steps += 1
+            if stepped := trained_by(optimizer):
+                self.steps_of.update({one: self.steps_of.get(one, 0) + 1 for one in stepped})
+                self.steps = max(self.steps, *(self.steps_of[one] for one in stepped))
                 self.after_step(model)
 
-        self.steps = 0
+        self.steps, self.steps_of = 0, {}
         self.start(begin)
         with _hooks.added((before, after)):
             yield

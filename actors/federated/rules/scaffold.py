@@ -63,7 +63,8 @@ class ControlVariates(ClientRule):
     def finish(self, local: Tensor) -> RoundEnd:
         begin = self._begin
         change = torch.zeros_like(begin.base)  # stays so for buffers, which have no gradient
-        for _, place in begin.parameters:
-            mean_step = (begin.base[place] - local[place]) / (self.steps * begin.lr)
+        for parameter, place in begin.parameters:
+            steps = self.steps_of.get(id(parameter), self.steps)  # K: of its own optimizer, where there are several
+            mean_step = (begin.base[place] - local[place]) / (steps * begin.lr)
             change[place] = mean_step - begin.broadcast[place]
         return RoundEnd(sections={CONTROL: change}, state={CONTROL: self._own + change})

@@ -97,6 +97,14 @@ def test_a_restarted_host_waits_until_the_older_start_of_it_is_known_to_be_gone(
     assert registry.incarnation_of(2) == 200
 
 
+def test_clients_of_a_host_that_is_restarted_count_once_among_those_that_a_run_can_have() -> None:
+    registry, half = new_registry(), MAX_MEMBERS // 2
+    join(registry, f"0-{half - 1}")
+    join(registry, f"{half}-{MAX_MEMBERS - 1}")
+    assert greet(registry, f"0-{half - 1}", 200)[0] is HelloAnswer.NOTHING
+    assert greet(registry, f"1-{half - 1},{MAX_MEMBERS}", 300)[0] is HelloAnswer.REFUSE, "one is new"
+
+
 def test_a_second_process_with_an_id_of_a_live_host_is_refused_and_the_other_way_round() -> None:
     registry = new_registry()
     join(registry, "0-3")

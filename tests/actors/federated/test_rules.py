@@ -128,6 +128,49 @@ def delta_equal(one: EncodedUpdate, other: EncodedUpdate) -> bool:
     return bytes(one.payload) == bytes(other.payload)
 
 
+class TwoOptimizers(Squares):
+    """The same steps, by an optimizer for each of two halves of the model."""
+
+    def train(self, model: nn.Module, *, lr: float, **_: Any) -> TrainResult:
+        body, head = [torch.optim.SGD([one], lr=lr) for one in model.parameters()]
+        for x, y in zip(X, Y, strict=True):
+            for optimizer in (body, head):
+                optimizer.zero_grad()
+            (0.5 * (model(torch.tensor(x, dtype=torch.float32)) - y) ** 2).sum().backward()
+            for optimizer in (body, head):
+                optimizer.step()
+        return TrainResult(len(Y), 0.25)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([self.body, self.head])
+
+
+@pytest.mark.parametrize("rule", ["fedprox", "scaffold", "ditto"])
+def test_a_training_with_two_optimizers_has_the_terms_and_the_steps_of_one(rule: str) -> None:
+    server, options = torch.tensor([0.1, -0.4]), {"mu": 0.7} if rule == "fedprox" else {}
+    two, one = Client(rule, **options), Client(rule, **options)
+    for client, task in ((two, TwoOptimizers()), (one, Squares())):
+        client.training = LocalTraining(
+            task, Identity(0, 1), FlatModel(Halves()),  # type: ignore[arg-type]
+            ClientStateStore(None, 0), PayloadMemory(switched_on=False),
+        )  # fmt: skip
+    for round_id in (1, 2):  # in the second one SCAFFOLD has a variate of its own, and Ditto a model
+        control = server if rule == "scaffold" else None
+        found, expected = [client.train(round_id, BASE, control) for client in (two, one)]
+        assert found.request.steps == expected.request.steps == STEPS
+        assert found.payload == expected.payload
+        assert found.state.keys() == expected.state.keys()
+        assert all(torch.equal(found.state[name], kept) for name, kept in expected.state.items())
+        for client, update in ((two, found), (one, expected)):
+            client.counts(round_id, update)
+
+
 def test_scaffold_without_its_strategy_says_what_to_set() -> None:
     with pytest.raises(ValueError, match=r"federated\.strategy=scaffold"):
         Client("scaffold").train(1, BASE)
