@@ -83,6 +83,8 @@ def plan(
         return f"rank {rank}" if rank < world else f"server {rank - world}"
 
     def goes_on_without(ranks: Collection[int]) -> bool:
+        if elastic is not None:
+            return world - len(ranks) >= elastic.min_world
         # Rank 0 writes the run directory, and without a server nobody goes on.
         if not settings.servers or not all(0 < rank < world for rank in ranks):
             return False

@@ -130,6 +130,13 @@ def test_elastic_ranks_get_their_bounds_one_run_directory_and_join_when_they_are
     assert ["--join" in command for command in commands] == [False, False, True]
 
 
+def test_elastic_ranks_go_on_while_enough_of_them_are_left_whichever_they_are(configs: Path) -> None:
+    planned = launch([str(configs / "ddp.conf.json")], None, elastic=ElasticLaunch.parse("2:4", restarts=0))
+    assert planned.goes_on_without({1})
+    assert planned.goes_on_without({0, 3})
+    assert not planned.goes_on_without({0, 1, 3})
+
+
 @pytest.mark.parametrize("text", ["2", "4:2", "0:3", "a:b", "2:"])
 def test_bounds_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="MIN:MAX"):
