@@ -133,6 +133,7 @@ def controller(
         metrics_port=metrics_port,
         insecure=insecure,
     )
+    own += ["upstream.bus.insecure=true"] if insecure else []  # a site has two buses
     controller_run(config, own, data_root, Screen(live=live, level=log_level, style=log_style), loop)
 
 
