@@ -181,7 +181,10 @@ class WorkerDirectory(RunDirectory):
     def write_config(self, file: WorkerFile) -> None:
         """Keep the settings in force, as a file that can be read again, by any rank."""
         unset = {"threads"} - file.task.model_fields_set  # how many it were depends on the machine
-        values = file.model_dump(mode="json", exclude={"rank": True, "task": set(CLIENT_ONLY_SETTINGS) | unset})
+        # What the settings do not name, the task may bring: named here, it would be that of the settings the next time.
+        of_task = {"optimizer", "schedule"} - file.parallel.model_fields_set
+        exclude: Any = {"rank": True, "task": set(CLIENT_ONLY_SETTINGS) | unset, "parallel": of_task}
+        values = file.model_dump(mode="json", exclude=exclude)
         write_json(self.path / "config.json", values)
 
     def add(self, report: EpochReport) -> None:

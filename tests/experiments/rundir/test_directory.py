@@ -119,7 +119,10 @@ def test_the_configuration_that_is_kept_can_be_read_again(configs: Path, tmp_pat
     overrides = ["rank=0", "world=2", "run_dir=runs/x", "task.batch_size=7"]
     file = load(WorkerFile, configs / "ddp-dgc.conf.json", overrides=overrides)
     WorkerDirectory(tmp_path, 0).write_config(file)
-    assert load(WorkerFile, tmp_path / "config.json") == file.model_copy(update={"rank": None})
+    again = load(WorkerFile, tmp_path / "config.json")
+    assert again == file.model_copy(update={"rank": None})
+    for key in ("optimizer", "schedule"):  # one that is not named may be the task's
+        assert (key in again.parallel.model_fields_set) == (key in file.parallel.model_fields_set)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
