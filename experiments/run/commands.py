@@ -144,7 +144,10 @@ def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence
         screen.say(f"done: this site has counted in no round; run directory {run.path}")
         return
     last = next((report for report in reversed(reports) if report.eval_loss is not None), reports[-1])
-    draw_rounds(run.path, reports, title=title)
+    try:
+        draw_rounds(run.path, reports, title=title)
+    except (OSError, ValueError) as error:  # the run is done, with or without it
+        log.warning("picture not drawn", path=str(run.path), error=str(error))
     if run.cross_site is not None:
         width = None if screen.console.is_terminal else max(120, screen.console.width)  # a file has none
         for name in run.cross_site.names()[:MAX_SHOWN_METRICS]:

@@ -106,9 +106,13 @@ class ControllerDirectory(RunDirectory):
         committed just before the process died. But a checkpoint lacks what came after it in its round (bytes and
         seconds of sending, accuracy), timelines, and rounds of long ago: so a row of a round with the same model stays
         as it was, and what only the history has is added.
+
+        Raises:
+            OSError: it could not be written, as the disk is full. The next call writes the file anew.
         """
-        if self._written and self._written <= len(reports):
-            self._write_reports(map(_line, reports[self._written :]), anew=False)
+        written, self._written = self._written, 0  # if this fails, the last line may be cut off
+        if written and written <= len(reports):
+            self._write_reports(map(_line, reports[written:]), anew=False)
         else:
             path = self.path / self.reports_file
             with path.open("rb") if path.exists() else io.BytesIO() as old:
