@@ -17,7 +17,7 @@ from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.data_parallel import Output, WorkerOutcome
-from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.experiments.run.lifecycle import Interrupted, off_the_loop, stopping
 from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -158,7 +158,11 @@ class _ElasticRun:
 
 @contextlib.contextmanager
 def _leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
-    """The first SIGTERM has this process leave after its step; the second one stops it like Ctrl-C."""
+    """The first SIGTERM has this process leave after its step; the second one stops it like Ctrl-C.
+
+    Raises:
+        Interrupted: there was a second one.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     asked: list[bool] = []
@@ -166,6 +170,7 @@ def _leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
     def on_term() -> None:
         if asked:
             task.cancel()
+            loop.call_later(0.05, stopping.set)  # as for Ctrl-C, once the cancellation has reached who waits
         asked.append(True)
         log.info("leaving", step=worker.step)
         worker.leave()
@@ -173,5 +178,9 @@ def _leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
     loop.add_signal_handler(signal.SIGTERM, on_term)
     try:
         yield
+    except asyncio.CancelledError:
+        if len(asked) > 1:
+            raise Interrupted(signal.SIGTERM) from None
+        raise
     finally:
         loop.remove_signal_handler(signal.SIGTERM)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from gradbus.actors import EpochReport
 from gradbus.experiments.files import TaskSettings
 from gradbus.experiments.run import commands, elastic
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
+from gradbus.experiments.run.lifecycle import Interrupted
 from gradbus.experiments.rundir.directory import WorkerDirectory, write_json
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
@@ -157,6 +159,7 @@ class Standing:
     number: int
     waits_for: str
     has_left: bool = False
+    step: int = 0
 
     @property
     def generations(self) -> Standing:
@@ -192,6 +195,26 @@ def test_a_process_that_waits_leaves_when_the_run_in_its_directory_is_finished(
     monkeypatch.setattr(elastic, "LOOK_S", 0.0)
     monkeypatch.setattr(WorkerDirectory, "is_finished", lambda *_: True)
     asyncio.run(main())
+
+
+def test_the_second_sigterm_stops_a_process_and_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        with elastic._leaves_at_sigterm(worker):  # type: ignore[arg-type]
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not worker.has_left:
+                await asyncio.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                await asyncio.sleep(30.0)
+            finally:
+                while not stopping.is_set():  # as the thread that evaluates does
+                    await asyncio.sleep(0.001)
+
+    stopping, worker = threading.Event(), Standing(3, "")
+    monkeypatch.setattr(elastic, "stopping", stopping)
+    with pytest.raises(Interrupted) as caught:
+        asyncio.run(asyncio.wait_for(main(), 20.0))
+    assert caught.value.signum == signal.SIGTERM
 
 
 ELASTIC = ("--set", "parallel.elastic.min_world=1")
