@@ -65,9 +65,10 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
         output.say(f"finished: all of this run is done, and {directory.path} stays as it is")
         return None
     run = _ElasticRun(file.model_copy(update={"parallel": config}), directory, output)
+    own = config.replaced("profile.dir", config.profile.dir or directory.path)
     async with open_bus(file.bus, rank=number) as bus:
         worker = ElasticWorker(
-            ElasticPlace(bus=bus, number=number, founders=founders), task, config,
+            ElasticPlace(bus=bus, number=number, founders=founders), task, own,
             on_open=lambda: run.opened(worker),
         )  # fmt: skip
         whom = f"with {founders} founders" if founders else "joins"
@@ -107,8 +108,14 @@ class _ElasticRun:
 
     def opened(self, worker: ElasticWorker) -> None:
         """This process is a rank of its first generation."""
-        if worker.summary.rank == 0 and not (self._directory.path / "config.json").exists():
-            self._directory.write_config(self._file)
+        if worker.summary.rank == 0:
+            try:
+                self._directory.write_config(self._file)
+            except OSError as error:
+                log.warning("settings not written", path=str(self._directory.path), error=error.strerror)
+        if (scalars := self._output.scalars) is not None:
+            worker.profile.on_window = scalars.window
+            scalars.begin(worker.step)
 
     async def train(self, worker: ElasticWorker) -> None:
         """All epochs, shown and written down."""

@@ -271,3 +271,12 @@ def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_elastic_run(
     ended = run(*ELASTIC, "--set", "parallel.epochs=3")
     assert ended.code == 0, ended.err
     assert ended.err.count("summary not written") == 1
+
+
+def test_an_elastic_run_leaves_its_profile_and_the_settings_of_its_newest_start(run, tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        ended = run(*ELASTIC, "--set", f"parallel.epochs={epochs}")
+        assert ended.code == 0, ended.err
+        assert json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]["epochs"] == epochs
+    profile = (tmp_path / "run" / "profile-rank-0.jsonl").read_text().splitlines()
+    assert [line["last_step"] for line in map(json.loads, profile) if line["kind"] == "window"] == [1, 3]
