@@ -168,7 +168,7 @@ class SiteController(RelayingController):
         self._state.run_id = self._terms.run_id
 
     def _wire(self) -> None:
-        self.progress.reports.clear()  # those of the checkpoint follow
+        self.progress.reports = []  # those of the checkpoint follow
         self.progress.dropped.clear()
         super()._wire()
 

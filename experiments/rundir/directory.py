@@ -86,6 +86,7 @@ class ControllerDirectory(RunDirectory):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._written = 0
+        self._of: Sequence[RoundReport] = ()  # the list that this many are of
         self.cross_site: CrossSite | None = None  # once it was written
         self.log = open_log(path, "controller.log")
 
@@ -111,13 +112,13 @@ class ControllerDirectory(RunDirectory):
             OSError: it could not be written, as the disk is full. The next call writes the file anew.
         """
         written, self._written = self._written, 0  # if this fails, the last line may be cut off
-        if written and written <= len(reports):
+        if written and reports is self._of:  # another list is that of another run, as a site may begin
             self._write_reports(map(_line, reports[written:]), anew=False)
         else:
             path = self.path / self.reports_file
             with path.open("rb") if path.exists() else io.BytesIO() as old:
                 self._write_reports(_merged(old, reports), anew=True)
-        self._written = len(reports)
+        self._written, self._of = len(reports), reports
 
     def write_cross_site(self, found: CrossSite) -> None:
         """Keep the table of a cross-site evaluation, for programs and for spreadsheets."""

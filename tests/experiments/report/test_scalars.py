@@ -131,6 +131,13 @@ def test_the_first_report_brings_the_history_of_a_resumed_run(tmp_path: Path) ->
         assert "loss/eval" not in shown  # None
 
 
+def test_rounds_of_another_run_that_a_site_begins_have_their_points(tmp_path: Path) -> None:
+    with Scalars(TensorBoard(tmp_path)) as scalars:
+        scalars.rounds([RoundReport(round_id=number, accuracy=0.25) for number in (1, 2)])
+        scalars.rounds([RoundReport(round_id=1, accuracy=0.75)])
+    assert curves(tmp_path)["accuracy"][1] == 0.75
+
+
 def test_a_disk_that_hangs_costs_numbers_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, hangs = threading.Event(), threading.Event()
 
