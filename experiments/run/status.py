@@ -92,8 +92,8 @@ class Observer:
     """Puts together the received messages.
 
     Attributes:
-        controllers: by incarnation. clients: by id, and hosts of clients by theirs. ranks: by group and rank. forming: those whose group forms.
-        elastic: processes of an elastic group, by number.
+        controllers: by incarnation. clients: by id, and hosts of clients by theirs. ranks: by group and rank.
+        forming: those whose group forms. elastic: processes of an elastic group, by number.
     """
 
     controllers: dict[int, _Received] = field(default_factory=dict)

@@ -200,15 +200,12 @@ def test_a_process_that_waits_leaves_when_the_run_in_its_directory_is_finished(
 def test_the_second_sigterm_stops_a_process_and_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         with elastic._leaves_at_sigterm(worker):  # type: ignore[arg-type]
-            os.kill(os.getpid(), signal.SIGTERM)
-            while not worker.has_left:
-                await asyncio.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM)
             try:
                 await asyncio.sleep(30.0)
             finally:
-                while not stopping.is_set():  # as the thread that evaluates does
-                    await asyncio.sleep(0.001)
+                assert await asyncio.to_thread(stopping.wait, 10.0)  # as the thread that evaluates does
 
     stopping, worker = threading.Event(), Standing(3, "")
     monkeypatch.setattr(elastic, "stopping", stopping)
