@@ -17,7 +17,8 @@ import pytest
 from gradbus.actors import RoundReport
 from gradbus.experiments.files import ControllerFile, WorkerFile
 from gradbus.experiments.report.scalars import Scalars, open_scalars
-from gradbus.experiments.report.trackers import TrackedRun, WeightsAndBiases, flat
+from gradbus.experiments.report.trackers import TrackedRun, WeightsAndBiases
+from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
 
 
@@ -138,6 +139,6 @@ def test_without_a_key_of_weights_and_biases_nothing_is_asked_on_the_terminal(
 
 
 def test_settings_become_parameters_by_names_with_dots() -> None:
-    assert flat({"federated": {"rounds": 5, "share": {}}, "task": {"data": {"name": "x"}}}) == {
+    assert dict(flat({"federated": {"rounds": 5, "share": {}}, "task": {"data": {"name": "x"}}})) == {
         "federated.rounds": 5, "federated.share": {}, "task.data.name": "x",
     }  # fmt: skip
