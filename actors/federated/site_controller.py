@@ -174,7 +174,7 @@ class SiteController(RelayingController):
         self._state.run_id = self.terms.run_id
 
     def _wire(self) -> None:
-        self.progress.reports.clear()  # those of the checkpoint follow
+        self.progress.reports = []  # those of the checkpoint follow
         self.progress.dropped.clear()
         super()._wire()
 

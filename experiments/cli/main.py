@@ -133,6 +133,7 @@ def controller(
         metrics_port=metrics_port,
         insecure=insecure,
     )
+    own += ["upstream.bus.insecure=true"] if insecure else []  # a site has two buses
     controller_run(config, own, data_root, Screen(live=live, level=log_level, style=log_style), loop)
 
 
@@ -221,9 +222,8 @@ def virtual(
     add_current_directory_to_path()
     screen = Screen(live=live, level=log_level, style=log_style)
     own = settings_of(overrides, run_dir=run_dir)
-    controller_run(
-        config, own, data_root, screen, loop, virtual=VirtualOptions(clients, fraction, processes, ray, gpus)
-    )
+    options = VirtualOptions(clients, fraction, processes, ray, gpus, full_traceback)
+    controller_run(config, own, data_root, screen, loop, virtual=options)
 
 
 @app.command()

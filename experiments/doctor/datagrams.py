@@ -166,7 +166,7 @@ class Datagrams:
 
     def take(self, data: bytes, source: tuple[str, int]) -> None:
         """Take a datagram from any source; those that no doctor has sent are ignored."""
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # not from a doctor
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError):  # not from a doctor
             self._on_packet(data, source)
 
     def _on_packet(self, data: bytes, source: tuple[str, int]) -> None:

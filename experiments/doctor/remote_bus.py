@@ -103,7 +103,7 @@ class PeerMeasurements:
     def _on_word(self, sender: int, word: str, link: Link) -> Coroutine[Any, Any, None] | None:
         try:
             fields: dict[str, Any] = parse_json(word)
-            if fields.get("to", self.number) != self.number:
+            if not isinstance(fields, dict) or fields.get("to", self.number) != self.number:
                 return None
             match fields["word"]:
                 case "here" if sender in self.found or len(self.found) < _MAX_DOCTORS:
@@ -123,7 +123,7 @@ class PeerMeasurements:
                     peer.there, peer.back = float(fields["back"]), float(fields["there"])  # as seen from here
                 case "fault" if sender in self.found:
                     self.found[sender].fault = plain_line(str(fields["text"]))[:300]
-        except (ValueError, KeyError, TypeError):  # from another program in this job
+        except (ValueError, KeyError, TypeError, ArithmeticError):  # from another program in this job
             pass
         return None
 

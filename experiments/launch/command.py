@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gradbus.experiments.buses import check
+from gradbus.experiments.cli.options import settings_of
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch.launcher import Launch, Launcher
 from gradbus.experiments.run.rank_environment import MAX_WORLD
@@ -70,9 +71,8 @@ def plan(
             raise ConfigError(
                 f"--{option.replace('_', '-')} is not for 'gradbus run', which gives every rank its own: use -n N"
             )
-    file = load(
-        WorkerFile, options["config"], overrides=options["overrides"] or (), data_root=options["data_root"]
-    )  # fmt: skip
+    overrides = settings_of(options["overrides"], insecure=bool(options.get("insecure")))
+    file = load(WorkerFile, options["config"], overrides=overrides, data_root=options["data_root"])
     check(file.bus, rank=0)  # the others have the same key file, and join rank 0
     world = _world(file, ranks, elastic)
     job = None if "job" in file.bus.model_fields_set else f"{file.bus.job}-{secrets.token_hex(4)}"
@@ -83,6 +83,8 @@ def plan(
         return f"rank {rank}" if rank < world else f"server {rank - world}"
 
     def goes_on_without(ranks: Collection[int]) -> bool:
+        if elastic is not None:
+            return world - len(ranks) >= elastic.min_world
         # Rank 0 writes the run directory, and without a server nobody goes on.
         if not settings.servers or not all(0 < rank < world for rank in ranks):
             return False

@@ -210,12 +210,21 @@ class Launcher:
             self._restarts -= 1
             left = f"{self._restarts} restarts are left"
             _say(err, self._launch.program, f"{self._launch.name(end.rank)} {end}; starting it again, {left}")
-            rank = self._ranks[end.rank] = LaunchedRank(end.rank, self._changed.set)
-            await rank.start(self._launch, out, err, again=True)
+            former, rank = rank, LaunchedRank(end.rank, self._changed.set)
+            self._ranks[end.rank] = rank
+            try:
+                await rank.start(self._launch, out, err, again=True)
+            except LaunchFailed as error:  # for want of memory, say: the rank is lost, as any other without restarts
+                self._ranks[end.rank] = former  # which has the last lines
+                _say(err, self._launch.program, str(error))
+                break
             end = await rank.wait()
         self.ended_s[end.rank] = time.monotonic()
         self._exits.append(end)
         self._changed.set()
+        failed = end.code != 0 and not end.was_asked and not self._signals
+        if failed and self._first_failure() is None and any(rank.running for rank in self._ranks):
+            _say(err, self._launch.program, f"{self._launch.name(end.rank)} {end}; the others go on")
 
     def _comes_again(self, end: RankExit) -> bool:
         """Whether a rank that has exited is started again: something has killed it, and there are others to join."""

@@ -29,6 +29,10 @@ class Totals:
     """
 
     def __init__(self) -> None:
+        self._of: Sequence[RoundReport] = ()
+        self._clear()
+
+    def _clear(self) -> None:
         self.rounds = 0
         self.sums: dict[str, float] = dict.fromkeys(_SUMMED, 0)
         self.dropped: Counter[str] = Counter()
@@ -39,7 +43,10 @@ class Totals:
         self.by_clients = ClientEvaluation()
 
     def follow(self, reports: Sequence[RoundReport]) -> Totals:
-        """Add those of the run's reports that are new."""
+        """Add those of the run's reports that are new; another list is that of another run, as a site may begin."""
+        if reports is not self._of:
+            self._clear()
+            self._of = reports
         for report in reports[self.rounds :]:
             self.rounds += 1
             for name in _SUMMED:

@@ -47,6 +47,7 @@ class Scalars:
     def __init__(self, *trackers: Tracker) -> None:
         self._feeds = [_Feed(tracker) for tracker in trackers]
         self._rounds: int | None = None
+        self._of: Sequence[RoundReport] = ()
 
     @property
     def dropped(self) -> int:
@@ -64,7 +65,10 @@ class Scalars:
             feed.join(until)
 
     def rounds(self, reports: Sequence[RoundReport]) -> None:
-        """Take the new rounds of a federated run. The first call takes all of its history, also after a resume."""
+        """Take the new rounds of a federated run. The first call takes all of its history, also after a resume;
+        so does one with another list, which is that of another run, as a site may begin."""
+        if reports is not self._of:
+            self._rounds, self._of = None, reports
         new = reports[self._rounds or 0 :]
         if new:
             first = new[0].round_id if self._rounds is None else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.needs import install_line
@@ -130,7 +131,7 @@ class Mlflow:
         self.where = address
         self._make_client = MlflowClient
         self._client: Any = None
-        self._job, self._dir, self._settings = job, run_dir, flat(settings)
+        self._job, self._dir, self._settings = job, run_dir, dict(flat(settings))
         self._run_id = ""
 
     def open(self, first: int | None) -> None:
@@ -209,17 +210,6 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings by names with dots: ``{"federated": {"rounds": 5}}`` is ``{"federated.rounds": 5}``."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{above}{name}.")
-        else:
-            found[f"{above}{name}"] = value
-    return found
 
 
 @contextlib.contextmanager

@@ -62,6 +62,7 @@ class VirtualOptions(NamedTuple):
     processes: int
     ray: str | None = None
     gpus: float = 0.0
+    full_traceback: bool = False
 
 
 def demo_run(options: DemoOptions, screen: Screen) -> None:
@@ -69,13 +70,17 @@ def demo_run(options: DemoOptions, screen: Screen) -> None:
     screen.configure_logs()
     planned = plan(options)
     check(planned.controller.bus)
-    with open_scalars(planned.controller, planned.run_dir) as scalars, ControllerDirectory(planned.run_dir) as run:
+    bus = planned.controller.bus
+    with (
+        open_scalars(planned.controller, planned.run_dir) as scalars,
+        controller_metrics(planned.controller.metrics, bus.job) as followed,
+        ControllerDirectory(planned.run_dir) as run,
+    ):
         if_stopped.append(f"What was done until then is in {run.path}")
-        bus = planned.controller.bus
         if planned.note:
             screen.say(f"data: {planned.note}")
         screen.say(f"{options.clients} client processes, job {bus.job}, DDS domain {bus.domain} on {bus.interface}")
-        reports = run_loop(lambda: run_demo(planned, run, screen, options, scalars), options.loop)
+        reports = run_loop(lambda: run_demo(planned, run, screen, options, scalars, followed), options.loop)
         _conclude_rounds(screen, run, reports, title=bus.job)
 
 
@@ -91,7 +96,7 @@ def controller_run(
         from gradbus.experiments.run.virtual import VirtualClients, pool_options
 
         pool = pool_options(virtual.processes, virtual.ray, virtual.gpus)
-        clients = VirtualClients(virtual.clients, virtual.fraction, pool)
+        clients = VirtualClients(virtual.clients, virtual.fraction, pool, virtual.full_traceback)
         file = clients.settle(file)
     command = "controller" if virtual is None else "virtual"
     clients_option = "" if clients is None else f"--clients {clients.clients} "
@@ -144,7 +149,10 @@ def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence
         screen.say(f"done: this site has counted in no round; run directory {run.path}")
         return
     last = next((report for report in reversed(reports) if report.eval_loss is not None), reports[-1])
-    draw_rounds(run.path, reports, title=title)
+    try:
+        draw_rounds(run.path, reports, title=title)
+    except (OSError, ValueError) as error:  # the run is done, with or without it
+        log.warning("picture not drawn", path=str(run.path), error=str(error))
     if run.cross_site is not None:
         width = None if screen.console.is_terminal else max(120, screen.console.width)  # a file has none
         for name in run.cross_site.names()[:MAX_SHOWN_METRICS]:

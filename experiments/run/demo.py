@@ -28,6 +28,7 @@ from gradbus.runtime.logs import get_logger
 
 if TYPE_CHECKING:
     from gradbus.actors import RoundReport
+    from gradbus.experiments.report.followed import FollowedJob
 
 _GLYPHS = 12_000  # samples at most; fewer are drawn if fewer will be used
 _FINISH_S = 10.0  # for the clients to end by themselves, once the run is over
@@ -74,9 +75,6 @@ def plan(options: DemoOptions) -> DemoPlan:
         ConfigError, NoData.
     """
     job = f"demo-{secrets.token_hex(4)}"
-    run_dir = options.run_dir or new_path(job)
-    if run_dir.is_dir() and any(run_dir.iterdir()):
-        raise ConfigError(f"run directory {run_dir} is not empty. A demo starts afresh: name another, or remove it")
     data, note = _choose_data(options)
     bus = {"job": job, "domain": options.domain}
     task = {
@@ -89,8 +87,12 @@ def plan(options: DemoOptions) -> DemoPlan:
     }  # fmt: skip
     # The controller computes only while its clients wait, so it may take the cores that they leave.
     threads = min(4, usable_cores())
-    defaults = {"bus": bus, "task": {**task, "threads": threads}, "federated": federated, "run_dir": str(run_dir)}
+    defaults = {"bus": bus, "task": {**task, "threads": threads}, "federated": federated}
     controller = load(ControllerFile, None, defaults=defaults, overrides=options.overrides)
+    run_dir = options.run_dir or controller.run_dir or new_path(controller.bus.job)
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        raise ConfigError(f"run directory {run_dir} is not empty. A demo starts afresh: name another, or remove it")
+    controller = controller.model_copy(update={"run_dir": run_dir})
     own = (controller.federated.strategy, controller.federated.training.rule)
     if any(":" in choice.name for choice in own):
         from gradbus.actors.federated.combinations import check_combination  # takes seconds, so only if it has to be
@@ -151,8 +153,9 @@ def _partition(text: str) -> Any:
 
 
 async def run_demo(
-    planned: DemoPlan, run: ControllerDirectory, screen: Screen, options: DemoOptions, scalars: Scalars | None = None
-) -> list[RoundReport]:
+    planned: DemoPlan, run: ControllerDirectory, screen: Screen, options: DemoOptions, scalars: Scalars | None = None,
+    followed: FollowedJob | None = None,
+) -> list[RoundReport]:  # fmt: skip
     """Start the clients, run the controller, end the clients.
 
     Raises:
@@ -187,7 +190,9 @@ async def run_demo(
         from gradbus.experiments.run.federated import run_controller
 
         with screen.logging_to(log_file):
-            rounds = asyncio.create_task(run_controller(planned.controller, run, display, scalars=scalars))
+            rounds = asyncio.create_task(
+                run_controller(planned.controller, run, display, scalars=scalars, followed=followed)
+            )
             all_ended = asyncio.create_task(asyncio.wait(clients))
             run_tasks += [rounds, all_ended]
             await asyncio.wait(run_tasks, return_when=asyncio.FIRST_COMPLETED)

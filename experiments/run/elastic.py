@@ -17,7 +17,7 @@ from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.data_parallel import Output, WorkerOutcome
-from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.experiments.run.lifecycle import Interrupted, off_the_loop, stopping
 from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -65,9 +65,10 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
         output.say(f"finished: all of this run is done, and {directory.path} stays as it is")
         return None
     run = _ElasticRun(file.model_copy(update={"parallel": config}), directory, output)
+    own = config.replaced("profile.dir", config.profile.dir or directory.path)
     async with open_bus(file.bus, rank=number) as bus:
         worker = ElasticWorker(
-            ElasticPlace(bus=bus, number=number, founders=founders), task, config,
+            ElasticPlace(bus=bus, number=number, founders=founders), task, own,
             on_open=lambda: run.opened(worker),
         )  # fmt: skip
         whom = f"with {founders} founders" if founders else "joins"
@@ -107,8 +108,14 @@ class _ElasticRun:
 
     def opened(self, worker: ElasticWorker) -> None:
         """This process is a rank of its first generation."""
-        if worker.summary.rank == 0 and not (self._directory.path / "config.json").exists():
-            self._directory.write_config(self._file)
+        if worker.summary.rank == 0:
+            try:
+                self._directory.write_config(self._file)
+            except OSError as error:
+                log.warning("settings not written", path=str(self._directory.path), error=error.strerror)
+        if (scalars := self._output.scalars) is not None:
+            worker.profile.on_window = scalars.window
+            scalars.begin(worker.step)
 
     async def train(self, worker: ElasticWorker) -> None:
         """All epochs, shown and written down."""
@@ -158,7 +165,11 @@ class _ElasticRun:
 
 @contextlib.contextmanager
 def _leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
-    """The first SIGTERM has this process leave after its step; the second one stops it like Ctrl-C."""
+    """The first SIGTERM has this process leave after its step; the second one stops it like Ctrl-C.
+
+    Raises:
+        Interrupted: there was a second one.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     asked: list[bool] = []
@@ -166,6 +177,7 @@ def _leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
     def on_term() -> None:
         if asked:
             task.cancel()
+            loop.call_later(0.05, stopping.set)  # as for Ctrl-C, once the cancellation has reached who waits
         asked.append(True)
         log.info("leaving", step=worker.step)
         worker.leave()
@@ -173,5 +185,9 @@ def _leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
     loop.add_signal_handler(signal.SIGTERM, on_term)
     try:
         yield
+    except asyncio.CancelledError:
+        if len(asked) > 1:
+            raise Interrupted(signal.SIGTERM) from None
+        raise
     finally:
         loop.remove_signal_handler(signal.SIGTERM)

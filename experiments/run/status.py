@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.wire.control import GroupHello, GroupLeave, GroupView, Hello, Leave, RankStatus, Status
 from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
 SILENT_S = 1.6  # clients send twice a second, ranks once, those of large groups less often
@@ -90,8 +92,8 @@ class Observer:
     """Puts together the received messages.
 
     Attributes:
-        controllers: by incarnation. clients: by id. ranks: by group and rank. forming: those whose group forms.
-        elastic: processes of an elastic group, by number.
+        controllers: by incarnation. clients: by id, and hosts of clients by theirs. ranks: by group and rank.
+        forming: those whose group forms. elastic: processes of an elastic group, by number.
     """
 
     controllers: dict[int, _Received] = field(default_factory=dict)
@@ -157,8 +159,15 @@ class Observer:
 
     def _clients(self, status: Status | None, now_s: float) -> list[dict[str, Any]]:
         silent = {} if status is None else dict(zip(status.awaited, status.silent_s, strict=False))
-        known = sorted({*self.clients, *silent})
-        return [_client(i, self.clients.get(i), silent.get(i), status, now_s) for i in known]
+        own = {client_id: received for client_id, received in self.clients.items() if not received.body.ids}
+        # Of the clients of a host, those that are waited for: it may have any number.
+        hosted = [(ids, one) for one in self.clients.values() for ids in parse_ids(one.body.ids)]
+        hosted.sort(key=lambda place: place[0].start)
+        for client_id in silent.keys() - own.keys():
+            place = bisect_right(hosted, client_id, key=lambda place: place[0].start) - 1
+            if place >= 0 and client_id in hosted[place][0]:
+                own[client_id] = hosted[place][1]
+        return [_client(i, own.get(i), silent.get(i), status, now_s) for i in sorted({*own, *silent})]
 
     def _group(self, name: str, now_s: float) -> dict[str, Any]:
         pulses = {rank: received for (group, rank), received in self.ranks.items() if group == name}

@@ -38,11 +38,12 @@ def pool_options(processes: int, ray: str | None, gpus: float) -> SimulationOpti
 @dataclass(frozen=True, slots=True)
 class VirtualClients:
     """The options of ``gradbus virtual``. ``fraction``: share of them in each round; None: as the file says.
-    ``pool``: where they train."""
+    ``pool``: where they train. ``full_traceback``: of an error in training, log the lines of libraries, too."""
 
     clients: int
     fraction: float | None
     pool: SimulationOptions
+    full_traceback: bool = False
 
     def settle(self, file: ControllerFile) -> ControllerFile:
         """The file with these clients. Raises ConfigError: they cannot take part in such a run."""
@@ -55,7 +56,7 @@ class VirtualClients:
         task = ConfiguredTask(file.task)
         check_first_round(file.federated, task)
         bus = file.bus.model_copy(update={"faults": ""})
-        client = ClientConfig(state_dir=state_dir)
+        client = ClientConfig(state_dir=state_dir, full_traceback=self.full_traceback)
         return Hosted.start(bus, task, range(self.clients), client, state_dir, self.pool)
 
 
@@ -106,6 +107,8 @@ def host_run(
     run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
 ) -> None:
     """``gradbus host``. ``run``: runs a loop to its end."""
+    if file.metrics.port is not None:
+        log.warning("metrics not served", port=file.metrics.port, why="a host of clients has none: metrics.port")
     try:
         ranges: Sequence[range] = parse_ids(ids)
     except ValueError as error:

@@ -86,6 +86,7 @@ class ControllerDirectory(RunDirectory):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._written = 0
+        self._of: Sequence[RoundReport] = ()  # the list that this many are of
         self.cross_site: CrossSite | None = None  # once it was written
         self.log = open_log(path, "controller.log")
 
@@ -106,14 +107,18 @@ class ControllerDirectory(RunDirectory):
         committed just before the process died. But a checkpoint lacks what came after it in its round (bytes and
         seconds of sending, accuracy), timelines, and rounds of long ago: so a row of a round with the same model stays
         as it was, and what only the history has is added.
+
+        Raises:
+            OSError: it could not be written, as the disk is full. The next call writes the file anew.
         """
-        if self._written and self._written <= len(reports):
-            self._write_reports(map(_line, reports[self._written :]), anew=False)
+        written, self._written = self._written, 0  # if this fails, the last line may be cut off
+        if written and reports is self._of:  # another list is that of another run, as a site may begin
+            self._write_reports(map(_line, reports[written:]), anew=False)
         else:
             path = self.path / self.reports_file
             with path.open("rb") if path.exists() else io.BytesIO() as old:
                 self._write_reports(_merged(old, reports), anew=True)
-        self._written = len(reports)
+        self._written, self._of = len(reports), reports
 
     def write_cross_site(self, found: CrossSite) -> None:
         """Keep the table of a cross-site evaluation, for programs and for spreadsheets."""
@@ -181,7 +186,10 @@ class WorkerDirectory(RunDirectory):
     def write_config(self, file: WorkerFile) -> None:
         """Keep the settings in force, as a file that can be read again, by any rank."""
         unset = {"threads"} - file.task.model_fields_set  # how many it were depends on the machine
-        values = file.model_dump(mode="json", exclude={"rank": True, "task": set(CLIENT_ONLY_SETTINGS) | unset})
+        # What the settings do not name, the task may bring: named here, it would be that of the settings the next time.
+        of_task = {"optimizer", "schedule"} - file.parallel.model_fields_set
+        exclude: Any = {"rank": True, "task": set(CLIENT_ONLY_SETTINGS) | unset, "parallel": of_task}
+        values = file.model_dump(mode="json", exclude=exclude)
         write_json(self.path / "config.json", values)
 
     def add(self, report: EpochReport) -> None:

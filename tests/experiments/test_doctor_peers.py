@@ -16,7 +16,7 @@ import warm
 from gradbus.experiments.doctor.datagrams import Datagrams, DoctorIdentity, RemoteDoctor, probe_ports
 from gradbus.experiments.doctor.machine import Finding, Severity
 from gradbus.experiments.doctor.peers import PeerContact, judge_peer
-from gradbus.experiments.doctor.remote_bus import BusPeer
+from gradbus.experiments.doctor.remote_bus import BusPeer, PeerMeasurements
 from gradbus.experiments.namespaces import Host, set_link
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
@@ -136,6 +136,7 @@ def test_what_others_send_is_read_with_care() -> None:
     for bad in (b"", b"x" * 100, b"gradbus doctor 2 {", b"gradbus doctor 2 []", b"gradbus doctor 2 {}"):
         packets.take(bad, ("192.0.2.9", 1))
     packets.take(packets.packet_of(good | {"domain": "x"}), ("192.0.2.9", 1))
+    packets.take(packets.packet_of(good | {"domain": float("inf")}), ("192.0.2.9", 1))
     packets.take(packets.packet_of(good | {"name": CARD.name}), ("192.0.2.9", 1))  # its own
     assert packets.others == {}
     packets.take(packets.packet_of(good | {"host": "\x1b[2J" + "h" * 500}), ("192.0.2.2", 7648))
@@ -146,6 +147,15 @@ def test_what_others_send_is_read_with_care() -> None:
     for number in range(100):
         packets.take(packets.packet_of(good | {"name": f"n{number}"}), ("192.0.2.3", 7648))
     assert len(packets.others) == 32
+
+
+@pytest.mark.parametrize(
+    "word", ["5", "null", "[]", "{}", '{"word": "here", "host": "h", "address": "a", "opened_ns": 1e999, "sees": []}']
+)
+def test_a_word_that_no_doctor_sends_changes_nothing(word: str) -> None:
+    measurements = PeerMeasurements(1, "one", "192.0.2.1")
+    assert measurements._on_word(2, word, None) is None  # type: ignore[arg-type]
+    assert measurements.found == {}
 
 
 def test_probes_take_the_last_ports_of_a_domain() -> None:

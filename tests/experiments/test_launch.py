@@ -142,6 +142,30 @@ say(f"done {{again}}")
     assert err.count("starting it again") == 2
 
 
+def test_ranks_that_need_no_other_go_on_without_one_that_cannot_be_started_again(tmp_path: Path) -> None:
+    program = LAUNCH.replace("sys.executable, ", f"{str(tmp_path / 'absent')!r} if again else sys.executable, ")
+    program = program.replace("grace_s=grace_s, ", "grace_s=grace_s, goes_on_without=lambda ranks: len(ranks) < 2, ")
+    code = """
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists("known"): time.sleep(0.01)
+"""
+    options = json.dumps([2, 20.0, HEAD + code, 0.0, 1])
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", program, options], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        try:
+            assert process.stderr is not None
+            lines = [process.stderr.readline() for _ in range(3)]
+            (tmp_path / "known").touch()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    assert "starting it again, 0 restarts are left" in lines[0]
+    assert "rank 1 could not be started" in lines[1]
+    assert lines[2].startswith("gradbus run: rank 1 was killed by SIGKILL")
+    assert lines[2].endswith("; the others go on\n")
+
+
 def test_lines_of_a_rank_keep_their_order_and_stay_whole(begin) -> None:
     """Also between stdout and stderr, where both go to the same place."""
     code = """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,14 @@ from federation import Federation
 from patience import PATIENT_S, soonest
 
 import gradbus
+from gradbus.actors import RoundReport
 from gradbus.actors.federated.rounds import CLIENT_LOST
+from gradbus.experiments.files import ClientFile, ControllerFile
+from gradbus.experiments.run.federated import run_client, run_controller
+from gradbus.experiments.run.live import Display
+from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.models import NoopTask
+from gradbus.runtime.errors import CheckpointError
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -50,6 +58,45 @@ def test_a_disk_that_fills_up_ends_the_controller_and_when_there_is_room_it_goes
     assert client.wait() == 0  # it has waited
     assert [report["clients"] for report in done["reports"]] == [[0]] * 4
     assert len(client.all("training")) == 5  # round 3 was done again, for its first model was never published
+
+
+def test_a_run_directory_that_cannot_be_written_hides_no_error_and_gets_the_rounds_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = {"job": f"full-{os.getpid()}", "domain": new_domain()}
+    task = {"data": "glyphs", "data_options": {"train": 40, "test": 20}, "model": "gradbus.models:mnist_mlp"}
+    rules = {"rounds": 5, "clients": {"num": 1, "dead_after_s": PATIENT_S}}
+    file = ControllerFile.model_validate({"bus": bus, "task": task, "federated": rules})
+    write, fulls = ControllerDirectory._write_reports, [True]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full_at_first(run: ControllerDirectory, lines: Iterable[str], *, anew: bool) -> None:
+        if fulls:
+            full(fulls.pop())
+        write(run, lines, anew=anew)
+
+    class Ends(Display[RoundReport]):
+        def done(self, report: RoundReport) -> None:
+            if report.round_id == 2:
+                raise CheckpointError("make room and start again")
+
+    async def scenario(run: ControllerDirectory) -> None:
+        async with asyncio.timeout(60):
+            client = asyncio.create_task(run_client(ClientFile.model_validate({"bus": bus, "task": task}), 0))
+            try:
+                await run_controller(file, run, lambda _: Ends())
+            finally:
+                client.cancel()
+                await asyncio.wait([client])
+
+    monkeypatch.setattr(ControllerDirectory, "_write_reports", full_at_first)
+    monkeypatch.setattr(ControllerDirectory, "_write_summary", full)
+    with ControllerDirectory(tmp_path / "run") as run, pytest.raises(CheckpointError, match="make room"):
+        asyncio.run(scenario(run))
+    lines = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round_id"] for line in lines] == [1, 2]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

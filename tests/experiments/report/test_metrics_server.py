@@ -77,6 +77,16 @@ def test_metrics_of_a_round_that_is_evaluated_are_there_by_name_and_reports_coun
     assert spread == [3.0, 2.0, 0.5, 1.0, 4.0]
 
 
+def test_rounds_of_another_run_that_a_site_begins_are_counted_from_the_first() -> None:
+    followed = FollowedJob()
+    collector = JobCollector({"metrics": followed})
+    followed.progress.reports.extend(RoundReport(round_id=number, bytes_up=10) for number in (1, 2))
+    assert samples(collector.collect())["gradbus_rounds_total"] == 2
+    followed.progress.reports = [RoundReport(round_id=1, loss=0.5, bytes_up=3)]
+    assert samples(collector.collect())["gradbus_rounds_total"] == 1
+    assert (followed.totals.sums["bytes_up"], followed.totals.loss) == (3, 0.5)
+
+
 def test_epsilon_is_that_of_the_newest_round_and_there_only_with_privacy() -> None:
     followed = FollowedJob()
     collector = JobCollector({"metrics": followed})

@@ -20,6 +20,7 @@ from gradbus.experiments.report import scalars as scalars_module
 from gradbus.experiments.report.scalars import _MAX_WAITING, Scalars, open_scalars
 from gradbus.experiments.report.trackers import TensorBoard
 from gradbus.experiments.run.data_parallel import Output, run_worker
+from gradbus.experiments.run.elastic import run_elastic_worker
 from gradbus.experiments.run.federated import run_client, run_controller
 from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import ControllerDirectory
@@ -76,18 +77,20 @@ def test_a_federated_run_leaves_the_numbers_of_its_reports(domain, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_rank_0_leaves_epochs_and_windows_and_goes_on_after_a_resume(domain, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run_rank", [run_worker, run_elastic_worker])
+def test_rank_0_leaves_epochs_and_windows_and_goes_on_after_a_resume(run_rank, domain, tmp_path: Path) -> None:
+    elastic = {"min_world": int(run_rank is run_elastic_worker)}
     for epochs in (1, 2):
         file = WorkerFile.model_validate(
             {
                 "bus": {"domain": domain}, "run_dir": tmp_path / "run",
                 "task": {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "batch_size": 64,
                          "data_options": {"train": 160, "test": 40}},
-                "parallel": {"epochs": epochs, "profile": {"window_steps": 2}},
+                "parallel": {"epochs": epochs, "profile": {"window_steps": 2}, "elastic": elastic},
             }
         )  # fmt: skip
         with Scalars(TensorBoard(tmp_path / "scalars")) as scalars:
-            asyncio.run(run_worker(file, RankPlace(0, 1), Output(scalars=scalars)))
+            asyncio.run(run_rank(file, RankPlace(0, 1), Output(scalars=scalars)))
     epochs_seen = [json.loads(line) for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
     shown = curves(tmp_path / "scalars")
     assert list(shown["accuracy"]) == [report["step"] for report in epochs_seen] == [3, 6]
@@ -126,6 +129,13 @@ def test_the_first_report_brings_the_history_of_a_resumed_run(tmp_path: Path) ->
         assert shown["accuracy"] == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
         assert "loss/train" not in shown  # NaN
         assert "loss/eval" not in shown  # None
+
+
+def test_rounds_of_another_run_that_a_site_begins_have_their_points(tmp_path: Path) -> None:
+    with Scalars(TensorBoard(tmp_path)) as scalars:
+        scalars.rounds([RoundReport(round_id=number, accuracy=0.25) for number in (1, 2)])
+        scalars.rounds([RoundReport(round_id=1, accuracy=0.75)])
+    assert curves(tmp_path)["accuracy"][1] == 0.75
 
 
 def test_a_disk_that_hangs_costs_numbers_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

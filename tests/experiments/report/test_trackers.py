@@ -17,7 +17,8 @@ import pytest
 from gradbus.actors import RoundReport
 from gradbus.experiments.files import ControllerFile, WorkerFile
 from gradbus.experiments.report.scalars import Scalars, open_scalars
-from gradbus.experiments.report.trackers import TrackedRun, WeightsAndBiases, flat
+from gradbus.experiments.report.trackers import TrackedRun, WeightsAndBiases
+from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
 
 
@@ -99,8 +100,10 @@ def test_a_tracker_that_fails_or_hangs_takes_nothing_from_the_others(capsys: pyt
     goes_on = threading.Event()
     good, bad, slow = Listed(), Listed(fails=True), Listed(waits=goes_on)
     with Scalars(good, bad, slow) as scalars:
+        history: list[RoundReport] = []
         for number in (1, 2):
-            scalars.rounds([RoundReport(round_id=step, loss=float("nan")) for step in range(1, number + 1)])
+            history.append(RoundReport(round_id=number, loss=float("nan")))
+            scalars.rounds(history)
         goes_on.set()
     assert [step for step, _ in good.told] == [step for step, _ in slow.told] == [1, 2]
     assert "loss/train" not in good.told[0][1]  # NaN
@@ -136,6 +139,6 @@ def test_without_a_key_of_weights_and_biases_nothing_is_asked_on_the_terminal(
 
 
 def test_settings_become_parameters_by_names_with_dots() -> None:
-    assert flat({"federated": {"rounds": 5, "share": {}}, "task": {"data": {"name": "x"}}}) == {
+    assert dict(flat({"federated": {"rounds": 5, "share": {}}, "task": {"data": {"name": "x"}}})) == {
         "federated.rounds": 5, "federated.share": {}, "task.data.name": "x",
     }  # fmt: skip

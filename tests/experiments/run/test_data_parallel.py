@@ -11,6 +11,7 @@ import torch
 
 from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.files import WorkerFile, load
+from gradbus.experiments.launch import command
 from gradbus.experiments.launch.command import ElasticLaunch, plan
 from gradbus.experiments.run.configured_task import ConfiguredShardTask, local_device
 from gradbus.experiments.run.data_parallel import check_equal_facts
@@ -123,11 +124,28 @@ def test_elastic_ranks_get_their_bounds_one_run_directory_and_join_when_they_are
     planned = launch(arguments, None, elastic=ElasticLaunch.parse("2:4", restarts=3))
     assert (planned.world, planned.restarts) == (4, 3)
     commands = [planned.command(rank, again) for rank, again in ((0, False), (1, False), (1, True))]
-    for command in commands:
-        assert {"parallel.elastic.min_world=2", "parallel.elastic.max_world=4"} < set(command)
-    places = {command[command.index("--run-dir") + 1] for command in commands}
+    for words in commands:
+        assert {"parallel.elastic.min_world=2", "parallel.elastic.max_world=4"} < set(words)
+    places = {words[words.index("--run-dir") + 1] for words in commands}
     assert len(places) == 1
-    assert ["--join" in command for command in commands] == [False, False, True]
+    assert ["--join" in words for words in commands] == [False, False, True]
+
+
+def test_a_launch_without_protection_is_allowed_as_its_ranks_are(
+    configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(command, "check", lambda settings, rank: seen.append(settings.insecure))
+    for insecure in (True, False):
+        launch([str(configs / "ddp.conf.json"), "--insecure"], insecure=insecure)
+    assert seen == [True, False]
+
+
+def test_elastic_ranks_go_on_while_enough_of_them_are_left_whichever_they_are(configs: Path) -> None:
+    planned = launch([str(configs / "ddp.conf.json")], None, elastic=ElasticLaunch.parse("2:4", restarts=0))
+    assert planned.goes_on_without({1})
+    assert planned.goes_on_without({0, 3})
+    assert not planned.goes_on_without({0, 1, 3})
 
 
 @pytest.mark.parametrize("text", ["2", "4:2", "0:3", "a:b", "2:"])
@@ -162,8 +180,8 @@ def test_every_rank_is_told_its_place_in_all_the_usual_ways(tmp_path: Path) -> N
     planned = launch(["x.json", "--set", "parallel.optimizer.lr=1"], ranks=3)
     variables = planned.environment(2)
     assert (variables["RANK"], variables["WORLD_SIZE"], variables["GRADBUS_RANK"]) == ("2", "3", None)
-    command = list(planned.command(2, False))
-    assert command[command.index("worker") :] == [
+    words = list(planned.command(2, False))
+    assert words[words.index("worker") :] == [
         "worker", "--rank", "2", "--world", "3", "--log-style", "console", "--log-level", "warning", "x.json", "--set",
         "parallel.optimizer.lr=1",
     ]  # fmt: skip

@@ -22,6 +22,7 @@ from patience import PATIENT_S
 import gradbus
 from gradbus.actors.federated import updates_out as update_sender
 from gradbus.actors.federated import uploads
+from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.experiments.run import status
@@ -88,6 +89,20 @@ def test_each_client_that_is_waited_for_has_a_reason() -> None:
         "  clients that are not waited for: 0, 7",
         "  kept out for bad updates: 7",
     ]
+
+
+def test_a_client_of_a_host_does_what_its_host_does_and_the_host_is_no_client() -> None:
+    first = dataclasses.replace(hello("training", 12.3), ids="0,2-3,1000-2147483647")
+    second = dataclasses.replace(hello("uploading", 0.5), ids="4-8,10-900")
+    alone = hello("idle")
+    picture = picture_of(
+        (CONTROLLER, 9.9, STATUS), (FIRST_HOST, 9.9, first), (FIRST_HOST | 4, 9.9, second), (1, 9.9, alone)
+    )
+    clients = {client["client"]: client.get("why") for client in picture["federated"]["clients"]}
+    assert clients == {
+        1: "has not begun since 0.0 s", 2: "trains since 12.3 s", 3: "silent since 2.2 s", 9: "silent since 0.3 s"
+    }  # fmt: skip
+    assert "clients that are not waited for" not in "".join(lines_of(picture))
 
 
 def test_ranks_say_which_collective_waits_and_which_rank_has_sent_no_status() -> None:

@@ -13,6 +13,8 @@ from fresh_shells import command_lines, write_mnist
 
 from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.files import ClientFile, ControllerFile, load
+from gradbus.experiments.run import commands
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -74,3 +76,18 @@ def test_rules_that_are_not_for_a_site_are_refused_before_its_data_are_looked_fo
     ended = invoke("controller", configs / "tree-site.conf.json", "--set", "federated.strategy=median")
     assert "federated.strategy is median: a site adds up exact sums" in " ".join(ended.err.split())
     assert ended.code == ExitCode.CONFIG
+
+
+def test_a_site_without_protection_is_allowed_to_be_on_both_of_its_buses(
+    invoke: Any, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def check(settings: BusSettings) -> None:
+        seen.append(settings.insecure)
+        if len(seen) == 2:
+            raise ConfigError("both were looked at")
+
+    monkeypatch.setattr(commands, "check", check)
+    assert "both were looked at" in invoke("controller", configs / "tree-site.conf.json", "--insecure").err
+    assert seen == [True, True]

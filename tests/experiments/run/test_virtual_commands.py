@@ -11,7 +11,11 @@ import pytest
 from commands import Forked
 from fresh_shells import command_lines, write_mnist
 
+from gradbus.actors.virtual.simulation import SimulationOptions
 from gradbus.experiments.cli.exit_codes import ExitCode
+from gradbus.experiments.files import ControllerFile
+from gradbus.experiments.run import virtual
+from gradbus.experiments.run.demo import DemoOptions, plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -81,3 +85,21 @@ def test_ids_that_are_none_are_refused_in_one_line(root: Path, variables: dict[s
     _, errors = process.communicate()
     assert process.returncode == ExitCode.CONFIG
     assert errors.strip() == "gradbus host: --ids: ids '5-3': expected an ascending range up to 2147483647"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_whole_traceback_is_asked_of_the_processes_that_train(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(virtual.Hosted, "start", lambda *given: asked.append(given[3].full_traceback))
+    monkeypatch.setattr(virtual, "check_first_round", lambda *_: None)
+    virtual.VirtualClients(3, None, SimulationOptions(processes=1), full).start(ControllerFile(), tmp_path)
+    assert asked == [full]
+
+
+def test_a_demo_has_its_files_where_its_settings_say_unless_the_option_says_otherwise(tmp_path: Path) -> None:
+    settings = (f"run_dir={tmp_path / 'set'}",)
+    assert plan(DemoOptions(data="glyphs", overrides=settings)).run_dir == tmp_path / "set"
+    own = plan(DemoOptions(data="glyphs", overrides=settings, run_dir=tmp_path / "own"))
+    assert own.run_dir == own.controller.run_dir == tmp_path / "own"

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from gradbus.actors import EpochReport
 from gradbus.experiments.files import TaskSettings
 from gradbus.experiments.run import commands, elastic
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
+from gradbus.experiments.run.lifecycle import Interrupted
 from gradbus.experiments.rundir.directory import WorkerDirectory, write_json
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
@@ -157,6 +159,7 @@ class Standing:
     number: int
     waits_for: str
     has_left: bool = False
+    step: int = 0
 
     @property
     def generations(self) -> Standing:
@@ -192,6 +195,23 @@ def test_a_process_that_waits_leaves_when_the_run_in_its_directory_is_finished(
     monkeypatch.setattr(elastic, "LOOK_S", 0.0)
     monkeypatch.setattr(WorkerDirectory, "is_finished", lambda *_: True)
     asyncio.run(main())
+
+
+def test_the_second_sigterm_stops_a_process_and_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        with elastic._leaves_at_sigterm(worker):  # type: ignore[arg-type]
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM)
+            try:
+                await asyncio.sleep(30.0)
+            finally:
+                assert await asyncio.to_thread(stopping.wait, 10.0)  # as the thread that evaluates does
+
+    stopping, worker = threading.Event(), Standing(3, "")
+    monkeypatch.setattr(elastic, "stopping", stopping)
+    with pytest.raises(Interrupted) as caught:
+        asyncio.run(asyncio.wait_for(main(), 20.0))
+    assert caught.value.signum == signal.SIGTERM
 
 
 ELASTIC = ("--set", "parallel.elastic.min_world=1")
@@ -248,3 +268,12 @@ def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_elastic_run(
     ended = run(*ELASTIC, "--set", "parallel.epochs=3")
     assert ended.code == 0, ended.err
     assert ended.err.count("summary not written") == 1
+
+
+def test_an_elastic_run_leaves_its_profile_and_the_settings_of_its_newest_start(run, tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        ended = run(*ELASTIC, "--set", f"parallel.epochs={epochs}")
+        assert ended.code == 0, ended.err
+        assert json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]["epochs"] == epochs
+    profile = (tmp_path / "run" / "profile-rank-0.jsonl").read_text().splitlines()
+    assert [line["last_step"] for line in map(json.loads, profile) if line["kind"] == "window"] == [1, 3]

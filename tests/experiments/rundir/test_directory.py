@@ -61,6 +61,14 @@ def test_a_resume_keeps_who_took_part_and_the_rounds_that_no_checkpoint_has_any_
     assert (again["clients"], again["updates"], again["strikes"], again["marks"]) == ([], 2, [], {})
 
 
+def test_the_first_round_of_another_run_that_a_site_begins_takes_the_place_of_the_former(tmp_path: Path) -> None:
+    with ControllerDirectory(tmp_path) as run:
+        for crc32 in (7, 8):
+            run.add([RoundReport(round_id=1, weights_crc32=crc32)])
+    (line,) = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert json.loads(line)["weights_crc32"] == 8
+
+
 def test_a_rank_that_sees_the_directory_of_rank_0_shares_it(tmp_path: Path) -> None:
     first = WorkerDirectory(Path("runs/one"), 0)
     assert WorkerDirectory.meet(first.invitation(), Path("mine"), 1).path == tmp_path / "runs" / "one"
@@ -119,7 +127,10 @@ def test_the_configuration_that_is_kept_can_be_read_again(configs: Path, tmp_pat
     overrides = ["rank=0", "world=2", "run_dir=runs/x", "task.batch_size=7"]
     file = load(WorkerFile, configs / "ddp-dgc.conf.json", overrides=overrides)
     WorkerDirectory(tmp_path, 0).write_config(file)
-    assert load(WorkerFile, tmp_path / "config.json") == file.model_copy(update={"rank": None})
+    again = load(WorkerFile, tmp_path / "config.json")
+    assert again == file.model_copy(update={"rank": None})
+    for key in ("optimizer", "schedule"):  # one that is not named may be the task's
+        assert (key in again.parallel.model_fields_set) == (key in file.parallel.model_fields_set)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
