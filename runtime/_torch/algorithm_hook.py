@@ -166,6 +166,8 @@ class AlgorithmHook:
         self._optimizers = list(optimizers)
         try:
             self.algorithm: Final[Algorithm] = make_algorithm(name, self._place, options)
+            if delay_steps is not None and (not isinstance(delay_steps, int) or delay_steps < 0):
+                raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {delay_steps!r}")
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
             self._check(name, len(named))
@@ -208,8 +210,6 @@ class AlgorithmHook:
                 raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected torch.float32")
         if scope == "weights" and not self._optimizers:
             raise ConfigError(f"{name} averages weights: it needs the optimizers of the model")
-        if not isinstance(self.delay_steps, int) or self.delay_steps < 0:
-            raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {self.delay_steps!r}")
         if (self.delay_steps or self._hash_every) and not self._optimizers:
             raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:

@@ -298,7 +298,7 @@ def drained(training: Training) -> list[Tensor]:
 
 
 def late_weights(place: RankLocation) -> dict[str, Any]:
-    """Weights where their means of every second step are applied some steps later: with a hook, and by hand."""
+    """Weights where their means of every third step are applied some steps later: with a hook, and by hand."""
     place.start()
     found: dict[str, Any] = {"1 loaded into 0": late_weights_without_a_delay(place)}
     for delay in (0, 1, 3):
@@ -307,7 +307,7 @@ def late_weights(place: RankLocation) -> dict[str, Any]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
             hook = None
             if with_hook:
-                hook = with_algorithm(model, [optimizer], "async-averaging", delay_steps=delay, every_steps=2)
+                hook = with_algorithm(model, [optimizer], "async-averaging", delay_steps=delay, every_steps=3)
             waiting: list[tuple[int, list[Tensor]]] = []
             for number in range(7):
                 if hook is not None and number == 4:
@@ -320,7 +320,7 @@ def late_weights(place: RankLocation) -> dict[str, Any]:
                     continue
                 if delay:
                     add_changes(model, waiting, number - delay)
-                if number % 2:
+                if number % 3 == 2:
                     copies = [parameter.detach().clone() for parameter in model.parameters()]
                     means = [parameter.detach().clone() for parameter in model.parameters()]
                     for mean in means:
