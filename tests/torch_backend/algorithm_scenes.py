@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -236,6 +238,43 @@ def a_failing_program(place: RankLocation) -> dict[str, Any]:
     with pytest.raises(RuntimeError) as caught:
         training.step()
     return {"error": str(caught.value)}
+
+
+def a_rank_that_stands_still(place: RankLocation) -> dict[str, Any]:
+    """How long the first rank waits in its step for the second one, in a group with a deadline of its own."""
+    place.start()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    dist.distributed_c10d.set_timeout(timedelta(seconds=3), group)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    with_algorithm(model, [optimizer], "local-sgd", steps=1, process_group=group)
+    store = dist.distributed_c10d._get_default_store()
+    started_s = time.monotonic()
+    if place.rank == 0:
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        store.set("told", "")
+    else:
+        store.wait(["told"], timedelta(seconds=50))
+    return {"waited_s": time.monotonic() - started_s}
+
+
+def ranks_in_another_order(place: RankLocation) -> dict[str, Any]:
+    """Weights where the group of DDP has the ranks in their order, and in another one."""
+    place.start()
+    found = {}
+    for order in ([0, 1], [1, 0]):
+        group = dist.new_group(order, sort_ranks=False)
+        model = DistributedDataParallel(net(), process_group=group, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        with_algorithm(model, [optimizer], "bytegrad")
+        for number in range(3):
+            x, wanted = batch(place.rank, number)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), wanted).backward()
+            optimizer.step()
+        found[str(order)] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
 
 
 def late_gradients(place: RankLocation) -> dict[str, Any]:

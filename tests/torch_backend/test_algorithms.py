@@ -139,6 +139,17 @@ def test_a_program_that_fails_ends_the_backward_pass_with_its_error() -> None:
         assert "ZeroDivisionError: nothing to divide by" in told["error"]
 
 
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_a_rank_that_makes_no_exchange_is_waited_for_as_long_as_the_group_allows(backend: str) -> None:
+    first, _ = play("algorithm_scenes", "a_rank_that_stands_still", 2, backend)
+    assert 2.0 < first["waited_s"] < 30.0
+
+
+def test_the_order_of_the_ranks_in_a_group_changes_nothing() -> None:
+    for found in play("algorithm_scenes", "ranks_in_another_order", 2, "gloo"):
+        assert largest_difference(found["[0, 1]"], found["[1, 0]"]) == 0.0
+
+
 def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
     for told in play("algorithm_scenes", "refusals", 2, "dds"):
         assert "did you mean 'powersgd'?" in told["unknown"]
