@@ -48,10 +48,10 @@ class ProgramQueue:
         """On all ranks of ``parent``, the group of the ranks; None: the default one."""
         whole: Any = parent or dist.group.WORLD
         ranks = dist.get_process_group_ranks(whole)
-        self.rank, self.world = ranks.index(dist.get_rank()), len(ranks)
         self._group: Any = dist.new_group(
             ranks, cpu_backend(whole).options._timeout, dist.get_backend(whole), use_local_synchronization=True
         )
+        self.rank, self.world = dist.get_rank(self._group), len(ranks)  # torch has sorted them
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "gradbus-algorithm", partial(torch.set_num_threads, threads))
 
