@@ -8,6 +8,7 @@ For algorithms that exchange weights it has a :class:`~.weight_exchange.WeightEx
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -442,7 +443,8 @@ class AlgorithmHook:
     def _before_first_step(self, weights: WeightExchange) -> None:
         """A rank whose gradients are not finite skips its step alone. All steps are counted: when the next exchange is
         due goes by their number."""
-        step = Step(self._number, max(0, self._epoch), self._place.world, self._programs.loss)
+        loss = math.nan if self.delay_steps else self._programs.loss  # which an exchange may change meanwhile
+        step = Step(self._number, max(0, self._epoch), self._place.world, loss)
         self._number += 1
         weights.begin_step(step, self._reported)
         if not are_finite([one.grad for one in self._parameters.values() if one.grad is not None]):

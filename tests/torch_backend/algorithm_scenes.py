@@ -416,7 +416,12 @@ def losses_and_hashes(place: RankLocation) -> dict[str, Any]:
         training.steps(2)
     algorithm = training.hook.algorithm
     told = [algorithm.told[number] for number in range(5)]
-    return {"told": told, "own": own, "ranks": list(caught.value.ranks), "hosts": list(algorithm.place.hosts)}
+    late = Training(place.rank, f"{__name__}:RecordsWeights", delay_steps=1).steps(4)
+    assert late.hook is not None
+    late.hook.drain()
+    assert isinstance(late.hook.algorithm, RecordsWeights)
+    of_weights = {"due": late.hook.algorithm.due, "late": late.hook.algorithm.late, "own_late": late.losses}
+    return {**of_weights, "told": told, "own": own, "ranks": list(caught.value.ranks), "hosts": list(algorithm.place.hosts)}
 
 
 class Records(Dense):
@@ -432,6 +437,27 @@ class Records(Dense):
     def exchange(self, bucket: TensorBucket, step: Step) -> Any:
         self.told[step.number] = step.loss
         yield from super().exchange(bucket, step)
+
+
+class RecordsWeights(Records):
+    """The same of weights, with the losses that it is told where it says what is due, and where a result is late."""
+
+    choice = "records-weights"
+    scope = "weights"
+    equal_replicas = False
+
+    def __init__(self, place: Place, options: Any) -> None:
+        super().__init__(place, options)
+        self.due: list[float] = []
+        self.late: list[float] = []
+
+    def is_due(self, step: Step) -> bool:
+        self.due.append(step.loss)
+        return True
+
+    def applied_late(self, step: Step, live: Tensor, before: Tensor, result: Tensor) -> Tensor:
+        self.late.append(step.loss)
+        return super().applied_late(step, live, before, result)
 
 
 class Fails(Algorithm):

@@ -118,6 +118,14 @@ def test_an_algorithm_is_told_the_mean_loss_of_the_last_step_that_counted_and_ra
         assert found["hosts"] == [first["hosts"][0]] * 2
 
 
+def test_with_a_delay_what_is_due_follows_from_no_loss_and_a_late_result_is_told_that_of_its_step() -> None:
+    first, second = play("algorithm_scenes", "losses_and_hashes", 2, "dds")
+    means = [(one + other) / 2 for one, other in zip(first["own_late"], second["own_late"], strict=True)]
+    for found in (first, second):
+        assert all(loss != loss for loss in found["due"])  # NaN: it may come meanwhile, on one rank before another
+        assert found["late"] == pytest.approx(means)
+
+
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
 def test_exchanges_do_not_mix_with_other_calls_of_a_backward_pass(backend: str) -> None:
     first, *others = play("algorithm_scenes", "in_the_midst_of_other_calls", 3, backend)
