@@ -211,6 +211,11 @@ class AlgorithmHook:
                 raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected torch.float32")
         if scope == "weights" and not self._optimizers:
             raise ConfigError(f"{name} averages weights: it needs the optimizers of the model")
+        if self.algorithm.in_network is not None:
+            raise ConfigError(
+                f"{name}: sums by an aggregator are for gradbus workers (docs/aggregation.md); in a script the ranks "
+                f"add: set route='direct'"
+            )
         if (self.delay_steps or self._hash_every) and not self._optimizers:
             raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:

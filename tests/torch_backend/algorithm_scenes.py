@@ -488,6 +488,7 @@ def refusals(place: RankLocation) -> dict[str, str]:
     unused = DistributedDataParallel(net(), find_unused_parameters=True)
     refused("unused", unused, torch.optim.SGD(unused.parameters(), lr=0.1), "dense", delay_steps=1)
     refused("delay", model, sgd, "dense", delay_steps=-1)
+    refused("aggregator", model, sgd, "fixed-point", route="ina")
     refused("dtype", DistributedDataParallel(net().double()), sgd, "dense")
     refused("differs", model, sgd, "topk", density=0.1 * (1 + place.rank))
     refused("one rank", model, sgd, "topk" if place.rank else "tokp")

@@ -171,4 +171,5 @@ def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
         assert "did you mean 'topk'?" in told["one rank"]
         assert "all ranks need the same options" in told["order"]
         assert "find_unused_parameters must be False" in told["unused"]
+        assert "in a script the ranks add: set route='direct'" in told["aggregator"]
         assert "delay_steps must be a whole number >= 0, got -1" in told["delay"]
