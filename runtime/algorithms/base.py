@@ -112,6 +112,10 @@ class Memory:
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in kinds}
         self._staged.clear()
 
+    def forget(self, kind: str, name: str) -> None:
+        """Forget a tensor, at once."""
+        self._kept.pop((kind, name), None)
+
     def tensors(self, kinds: frozenset[str]) -> dict[str, Tensor]:
         """The tensors of these kinds as ``kind/name``, not copied."""
         return {f"{kind}/{name}": kept for (kind, name), kept in self._kept.items() if kind in kinds}
