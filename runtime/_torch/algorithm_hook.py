@@ -481,6 +481,7 @@ class AlgorithmHook:
             "algorithm": self._name, "rank": self._place.rank, "world": self._place.world, "steps": self._number,
             "delay_steps": self.delay_steps,
             "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+            "options": self.algorithm.options.model_dump(mode="json"),
             "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(),
             "loss": [self._programs.loss, self._has_newer_loss, self._reported],
             "waiting": waiting,
@@ -522,6 +523,12 @@ class AlgorithmHook:
         for key, here in expected.items():
             if state.get(key) != here:
                 raise ValueError(f"saved state of with_algorithm: {key} is {state.get(key)!r:.300}, here {here!r:.300}")
+        options, saved = self.algorithm.options.model_dump(mode="json"), state.get("options", {})  # not of old versions
+        for key in (options.keys() & saved.keys()) - self.algorithm.may_change:
+            if saved[key] != options[key]:
+                raise ValueError(
+                    f"saved state of with_algorithm: option {key} is {saved[key]!r:.300}, here {options[key]!r:.300}"
+                )
         missing = {"own", "shared", "steps", "loss", "waiting"} - state.keys()
         if missing or not isinstance(state["steps"], int):
             raise ValueError(
