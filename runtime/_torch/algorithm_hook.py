@@ -47,8 +47,8 @@ def with_algorithm(
 
     The rest of the script stays as it is. All ranks call this with the same algorithm and options. Where a gradient of
     any rank is not finite all ranks skip the optimizers' next step, and the algorithm forgets it; where weights are
-    exchanged that rank skips it alone. There, call ``optimizer.step()`` in every step on every rank, also where the loss
-    is not finite: the hook skips it; no GradScaler, which leaves the call out.
+    exchanged that rank skips it alone. There, call ``optimizer.step()`` in every step on every rank, also where the
+    loss is not finite: the hook skips it; no GradScaler, which leaves the call out.
 
     A step may have several backward passes, all but the last one in ``model.no_sync()``. Gradients are not to be scaled
     or clipped between the exchange and the step (GradScaler, ``clip_grad_norm_``) with ``qadam`` and ``onebit-adam``,

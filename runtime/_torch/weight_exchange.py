@@ -118,7 +118,9 @@ class WeightExchange:
         self._unsettled.clear()
         for saved in waiting:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
-            epoch, active, loss = (saved.get(key, old) for key, old in (("epoch", 0), ("active", 1), ("loss", math.nan)))
+            epoch, active, loss = (
+                saved.get(key, old) for key, old in (("epoch", 0), ("active", 1), ("loss", math.nan))
+            )
             one = _Exchange(Step(saved["number"], epoch, active, loss), saved["counts"], saved["counts"], tensors)
             one.exchanged.set_result(None)
             one.ended.set_result(None)

@@ -421,7 +421,13 @@ def losses_and_hashes(place: RankLocation) -> dict[str, Any]:
     late.hook.drain()
     assert isinstance(late.hook.algorithm, RecordsWeights)
     of_weights = {"due": late.hook.algorithm.due, "late": late.hook.algorithm.late, "own_late": late.losses}
-    return {**of_weights, "told": told, "own": own, "ranks": list(caught.value.ranks), "hosts": list(algorithm.place.hosts)}
+    return {
+        **of_weights,
+        "told": told,
+        "own": own,
+        "ranks": list(caught.value.ranks),
+        "hosts": list(algorithm.place.hosts),
+    }
 
 
 class Records(Dense):
