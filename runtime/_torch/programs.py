@@ -51,7 +51,7 @@ class ProgramQueue:
         self._group: Any = dist.new_group(
             ranks, cpu_backend(whole).options._timeout, dist.get_backend(whole), use_local_synchronization=True
         )
-        self.rank, self.world = dist.get_rank(self._group), len(ranks)  # torch has sorted them
+        self.rank, self.world = sorted(ranks).index(dist.get_rank()), len(ranks)  # as torch sorts them
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "gradbus-algorithm", partial(torch.set_num_threads, threads))
 
