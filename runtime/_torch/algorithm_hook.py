@@ -8,6 +8,7 @@ For algorithms that exchange weights it has a :class:`~.weight_exchange.WeightEx
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -46,7 +47,8 @@ def with_algorithm(
 
     The rest of the script stays as it is. All ranks call this with the same algorithm and options. Where a gradient of
     any rank is not finite all ranks skip the optimizers' next step, and the algorithm forgets it; where weights are
-    exchanged that rank skips it alone.
+    exchanged that rank skips it alone. There, call ``optimizer.step()`` in every step on every rank, also where the
+    loss is not finite: the hook skips it; no GradScaler, which leaves the call out.
 
     A step may have several backward passes, all but the last one in ``model.no_sync()``. Gradients are not to be scaled
     or clipped between the exchange and the step (GradScaler, ``clip_grad_norm_``) with ``qadam`` and ``onebit-adam``,
@@ -166,6 +168,8 @@ class AlgorithmHook:
         self._optimizers = list(optimizers)
         try:
             self.algorithm: Final[Algorithm] = make_algorithm(name, self._place, options)
+            if delay_steps is not None and (not isinstance(delay_steps, int) or delay_steps < 0):
+                raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {delay_steps!r}")
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
             self._check(name, len(named))
@@ -208,8 +212,11 @@ class AlgorithmHook:
                 raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected torch.float32")
         if scope == "weights" and not self._optimizers:
             raise ConfigError(f"{name} averages weights: it needs the optimizers of the model")
-        if not isinstance(self.delay_steps, int) or self.delay_steps < 0:
-            raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {self.delay_steps!r}")
+        if self.algorithm.in_network is not None:
+            raise ConfigError(
+                f"{name}: sums by an aggregator are for gradbus workers (docs/aggregation.md); in a script the ranks "
+                f"add: set route='direct'"
+            )
         if (self.delay_steps or self._hash_every) and not self._optimizers:
             raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
@@ -442,7 +449,8 @@ class AlgorithmHook:
     def _before_first_step(self, weights: WeightExchange) -> None:
         """A rank whose gradients are not finite skips its step alone. All steps are counted: when the next exchange is
         due goes by their number."""
-        step = Step(self._number, max(0, self._epoch), self._place.world, self._programs.loss)
+        loss = math.nan if self.delay_steps else self._programs.loss  # which an exchange may change meanwhile
+        step = Step(self._number, max(0, self._epoch), self._place.world, loss)
         self._number += 1
         weights.begin_step(step, self._reported)
         if not are_finite([one.grad for one in self._parameters.values() if one.grad is not None]):
@@ -473,6 +481,7 @@ class AlgorithmHook:
             "algorithm": self._name, "rank": self._place.rank, "world": self._place.world, "steps": self._number,
             "delay_steps": self.delay_steps,
             "parameters": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+            "options": self.algorithm.options.model_dump(mode="json"),
             "own": self.algorithm.own_state(), "shared": self.algorithm.shared_state(),
             "loss": [self._programs.loss, self._has_newer_loss, self._reported],
             "waiting": waiting,
@@ -514,6 +523,12 @@ class AlgorithmHook:
         for key, here in expected.items():
             if state.get(key) != here:
                 raise ValueError(f"saved state of with_algorithm: {key} is {state.get(key)!r:.300}, here {here!r:.300}")
+        options, saved = self.algorithm.options.model_dump(mode="json"), state.get("options", {})  # not of old versions
+        for key in (options.keys() & saved.keys()) - self.algorithm.may_change:
+            if saved[key] != options[key]:
+                raise ValueError(
+                    f"saved state of with_algorithm: option {key} is {saved[key]!r:.300}, here {options[key]!r:.300}"
+                )
         missing = {"own", "shared", "steps", "loss", "waiting"} - state.keys()
         if missing or not isinstance(state["steps"], int):
             raise ValueError(

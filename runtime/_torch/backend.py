@@ -169,6 +169,7 @@ class DdsBackend(Backend):
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of collectives without one of their own."""
         self._timeout_s = timeout.total_seconds()
+        self._options._timeout = timeout  # groups that are made of this one take it from there
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)

@@ -26,7 +26,7 @@ from gradbus.runtime.collectives.tensors import check_sendable
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.backend import DdsBackend, checked_warning_s
 from gradbus.torch.calls import CollectiveCall
-from gradbus.torch.process_group import DdsProcessGroup
+from gradbus.torch.process_group import cpu_backend
 from gradbus.torch.register import NAME, register
 from gradbus.torch.work import DdsWork
 
@@ -306,10 +306,7 @@ def current() -> DdsBackend:
             f"torch.distributed.init_process_group({NAME!r})"
         )
     group = dist.group.WORLD
-    if isinstance(group, DdsProcessGroup):
-        return group.dds
-    backend = None if group is None else group._get_backend(torch.device("cpu"))  # "cpu:dds,cuda:nccl" has several
-    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    backend = None if group is None else cpu_backend(group)
     if not isinstance(backend, DdsBackend):
         raise RuntimeError(
             f"the wrappers of gradbus.torch need the backend {NAME!r}, and the default process group has "

@@ -179,6 +179,14 @@ class DdsProcessGroup(ProcessGroup):
         return group
 
 
+def cpu_backend(group: ProcessGroup) -> Backend:
+    """The backend that has a group's tensors on the CPU: "cpu:dds,cuda:nccl" has several."""
+    if isinstance(group, DdsProcessGroup):
+        return group.dds
+    backend: Backend = group._get_backend(_CPU)
+    return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
 def make_options(backend: str, timeout: timedelta, group_name: Any, global_ranks: Sequence[int]) -> Backend.Options:
     """The options that a backend is made with."""
     options = Backend.Options(backend, timeout)

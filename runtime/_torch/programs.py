@@ -28,7 +28,7 @@ from gradbus.runtime.collectives.data_movement import AllGatherOperation
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.calls import CollectiveCall
 from gradbus.torch.functions import start
-from gradbus.torch.process_group import DdsProcessGroup
+from gradbus.torch.process_group import DdsProcessGroup, cpu_backend
 
 R = TypeVar("R")
 Finish = Callable[[], Any]  # waits, and returns the result of a request
@@ -46,9 +46,12 @@ class ProgramQueue:
 
     def __init__(self, parent: dist.ProcessGroup | None) -> None:
         """On all ranks of ``parent``, the group of the ranks; None: the default one."""
-        ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
-        self.rank, self.world = ranks.index(dist.get_rank()), len(ranks)
-        self._group: Any = dist.new_group(ranks, backend=dist.get_backend(parent), use_local_synchronization=True)
+        whole: Any = parent or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(whole)
+        self._group: Any = dist.new_group(
+            ranks, cpu_backend(whole).options._timeout, dist.get_backend(whole), use_local_synchronization=True
+        )
+        self.rank, self.world = sorted(ranks).index(dist.get_rank()), len(ranks)  # as torch sorts them
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "gradbus-algorithm", partial(torch.set_num_threads, threads))
 

@@ -7,6 +7,7 @@ goes on; what does not count is taken back before the next exchange. So all rank
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -31,14 +32,14 @@ class _Exchange:
     """One exchange.
 
     Attributes:
-        number: of its step. is_finite: whether the result is, on this rank.
+        step: as the algorithm was told of it. is_finite: whether the result is, on this rank.
         counts: whether it is on all ranks, and the algorithm has committed it.
         tensors: the ``result``, and where it is applied later what the weights were, ``before``; then the ``change``
             that was made of them.
         exchanged: when the result is there. ended: when it is known whether it counts.
     """
 
-    number: int
+    step: Step
     is_finite: bool = True
     counts: bool = False
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -94,7 +95,13 @@ class WeightExchange:
         self._settle()
         for one in self._waiting:
             one.ended.result()
-        return [{"number": one.number, "counts": one.counts, "tensors": one.tensors} for one in self._waiting]
+        return [
+            {
+                "number": one.step.number, "epoch": one.step.epoch, "active": one.step.active, "loss": one.step.loss,
+                "counts": one.counts, "tensors": one.tensors,
+            }
+            for one in self._waiting
+        ]  # fmt: skip
 
     def check(self, waiting: Iterable[Mapping[str, Any]]) -> None:
         """Raises ValueError: these are not what :meth:`state` returns."""
@@ -111,7 +118,10 @@ class WeightExchange:
         self._unsettled.clear()
         for saved in waiting:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
-            one = _Exchange(saved["number"], saved["counts"], saved["counts"], tensors)
+            epoch, active, loss = (
+                saved.get(key, old) for key, old in (("epoch", 0), ("active", 1), ("loss", math.nan))
+            )
+            one = _Exchange(Step(saved["number"], epoch, active, loss), saved["counts"], saved["counts"], tensors)
             one.exchanged.set_result(None)
             one.ended.set_result(None)
             self._waiting.append(one)
@@ -129,8 +139,8 @@ class WeightExchange:
         if self._delay_steps:
             _note_error(errors, self._apply, step.number - self._delay_steps)
         _note_error(errors, self._settle)
-        one, bucket = _Exchange(step.number), bucket_of(self._parameters)
-        self._programs.submit(self._exchange, one, step, loss, bucket)
+        one, bucket = _Exchange(step), bucket_of(self._parameters)
+        self._programs.submit(self._exchange, one, loss, bucket)
         self._waiting.append(one)  # now that it will end
         if not self._delay_steps:
             _note_error(errors, self._apply, step.number)
@@ -139,7 +149,7 @@ class WeightExchange:
         return True
 
     @torch.no_grad()
-    def _exchange(self, one: _Exchange, step: Step, loss: float | None, bucket: TensorBucket) -> None:
+    def _exchange(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
         """Exchange, then agree whether it counts: whether the result is finite on each rank, and none has failed.
         ``exchanged`` is set before that, as soon as the result is there. On the thread of the programs."""
         try:
@@ -147,8 +157,8 @@ class WeightExchange:
                 before = bucket.flat.clone() if self._delay_steps else None
                 if self._algorithm.needs_loss:
                     self._programs.agree_on_loss(loss)
-                    step = dataclasses.replace(step, loss=self._programs.loss)
-                self._programs.run(self._algorithm.exchange(bucket, step))
+                    one.step = dataclasses.replace(one.step, loss=self._programs.loss)
+                self._programs.run(self._algorithm.exchange(bucket, one.step))
             except Exception:
                 with suppress(Exception):  # where the network has failed the first error says so
                     self._all_are(False)
@@ -172,12 +182,12 @@ class WeightExchange:
     def _apply(self, until: int | None) -> None:
         """Apply the results of the exchanges of steps up to this one; None: of all. One that is not finite on this rank
         is dropped; whether the others are finite on all ranks may not be known yet, see :meth:`_settle`."""
-        while self._waiting and (until is None or self._waiting[0].number <= until):
+        while self._waiting and (until is None or self._waiting[0].step.number <= until):
             one = self._waiting.popleft()
             one.exchanged.result()
             if one.is_finite:
                 result, before = one.tensors["result"], one.tensors.get("before")
-                change = apply_result(self._parameters, self._algorithm, Step(one.number), result, before)
+                change = apply_result(self._parameters, self._algorithm, one.step, result, before)
                 one.tensors = {"change": change}
             else:
                 self._restart()
@@ -195,7 +205,7 @@ class WeightExchange:
                     if "change" in one.tensors:
                         take_back(self._parameters, one.tensors["change"])
                     reason = "an exchange of weights has failed on some rank, or its result is not finite"
-                    self._on_skipped(reason, one.number)
+                    self._on_skipped(reason, one.step.number)
                     self._restart()
 
     def _restart(self) -> None:

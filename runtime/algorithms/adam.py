@@ -132,6 +132,25 @@ class OneBitAdam(CompressedAdam):
         warmup_steps: int = Field(default=1000, ge=1)
         """Number of first steps with plain Adam, a quarter of the run or so. Then the second moment is frozen."""
 
+    def __init__(self, place: Place, options: Any) -> None:
+        super().__init__(place, options)
+        self._exchanged: list[str] = []  # keys of the buckets of this step
+
+    def commit(self) -> None:
+        """Forget the errors of buckets that tensors of this step have been in before, in another selection: there is no
+        end of these where a step leaves out what it does not use."""
+        super().commit()
+        names = {name for key in self._exchanged for name in key.split("+")}
+        for full_name in self.memory.tensors(frozenset({"server_error"})):
+            key = full_name.removeprefix("server_error/")
+            if key not in self._exchanged and not names.isdisjoint(key.split("+")):
+                self.memory.forget("server_error", key)
+        self._exchanged.clear()
+
+    def roll_back(self) -> None:
+        super().roll_back()
+        self._exchanged.clear()
+
     def mean_momentum(self, m: Tensor, bucket: TensorBucket, step: Step) -> Program[Tensor]:
         """Both errors are of this rank: that of what it sends, and that of the part that it adds up."""
         rank, world = self.place.rank, self.place.world
@@ -152,6 +171,7 @@ class OneBitAdam(CompressedAdam):
         total += self.memory.find_or_zeros("server_error", key, total)
         message = one_bit(total)
         self.memory.stage("server_error", key, total - decoded_bit(message, size))
+        self._exchanged.append(key)
         means = yield AllGather("means", message)
         return torch.cat([decoded_bit(one, count) for one, count in zip(means, sizes, strict=True)])
 

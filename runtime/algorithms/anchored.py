@@ -43,6 +43,10 @@ class Anchored(Algorithm, ABC):
             return weights
         return torch.cat([self.anchor(key, part) for key, part in self.parts(weights).items()])
 
+    @property
+    def interval_steps(self) -> int:
+        return int(self.options.steps)
+
     def is_due(self, step: Step) -> bool:
         return (step.number + 1) % int(self.options.steps) == 0
 

@@ -44,6 +44,10 @@ class AsyncAveraging(Algorithm):
 
     options: Any
 
+    @property
+    def interval_steps(self) -> int:
+        return int(self.options.every_steps)
+
     def is_due(self, step: Step) -> bool:
         return self.place.world > 1 and (step.number + 1) % int(self.options.every_steps) == 0
 

@@ -112,6 +112,10 @@ class Memory:
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in kinds}
         self._staged.clear()
 
+    def forget(self, kind: str, name: str) -> None:
+        """Forget a tensor, at once."""
+        self._kept.pop((kind, name), None)
+
     def tensors(self, kinds: frozenset[str]) -> dict[str, Tensor]:
         """The tensors of these kinds as ``kind/name``, not copied."""
         return {f"{kind}/{name}": kept for (kind, name), kept in self._kept.items() if kind in kinds}
@@ -191,6 +195,11 @@ class Algorithm(ABC):
     def density(self) -> float:
         """Share of the entries that a rank sends in a step, for reports."""
         return 1.0
+
+    @property
+    def interval_steps(self) -> int | None:
+        """Of scope ``weights``: the fewest steps between two exchanges of a weight; None: not known."""
+        return None
 
     @property
     def needs_epoch(self) -> bool:
@@ -283,10 +292,19 @@ class Algorithm(ABC):
     def check_delay(self, asked: int | None) -> int:
         """After how many steps a result is applied. ``asked``: what the run sets, or None.
 
+        How far a rank is from the mean of all is d - d' after an exchange, with d' what it was when the exchange began.
+        That is 0 where no other one came in between; from the second one in between on it grows for ever.
+
         Raises:
             ConfigError: this algorithm cannot be so late.
         """
-        return self.delay_steps if asked is None else asked
+        delay, most = self.delay_steps if asked is None else asked, self.interval_steps
+        if most is not None and delay > most:
+            raise ConfigError(
+                f"{self.choice}: delay_steps={delay} with an exchange every {most} steps: the next one begins without "
+                f"the result of this one, and ranks drift apart; at most {most}"
+            )
+        return delay
 
     def weights_of_joiner(self, weights: Tensor) -> Tensor:
         """Of scope ``weights``: what a rank trains on from that has joined, and has the shared state.

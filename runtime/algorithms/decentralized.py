@@ -55,6 +55,10 @@ class Decentralized(Algorithm):
 
     options: Any
 
+    @property
+    def interval_steps(self) -> int:
+        return int(self.options.interval_steps)
+
     def is_due(self, step: Step) -> bool:
         return self.place.world > 1 and step.number % int(self.options.interval_steps) == 0
 

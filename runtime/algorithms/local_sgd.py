@@ -39,6 +39,10 @@ class LocalSGD(Algorithm):
 
     options: Any
 
+    @property
+    def interval_steps(self) -> int:
+        return int(self.options.steps)
+
     def is_due(self, step: Step) -> bool:
         return self.place.world > 1 and (step.number + 1) % int(self.options.steps) == 0
 
@@ -58,6 +62,10 @@ class PostLocalSGD(LocalSGD):
 
         dense_steps: int = Field(default=500, ge=0)
         """Number of steps at the start with a mean after each."""
+
+    @property
+    def interval_steps(self) -> int:
+        return 1 if self.options.dense_steps else super().interval_steps
 
     def is_due(self, step: Step) -> bool:
         return super().is_due(step) or (self.place.world > 1 and step.number < self.options.dense_steps)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -238,6 +240,43 @@ def a_failing_program(place: RankLocation) -> dict[str, Any]:
     return {"error": str(caught.value)}
 
 
+def a_rank_that_stands_still(place: RankLocation) -> dict[str, Any]:
+    """How long the first rank waits in its step for the second one, in a group with a deadline of its own."""
+    place.start()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    dist.distributed_c10d.set_timeout(timedelta(seconds=3), group)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    with_algorithm(model, [optimizer], "local-sgd", steps=1, process_group=group)
+    store = dist.distributed_c10d._get_default_store()
+    started_s = time.monotonic()
+    if place.rank == 0:
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        store.set("told", "")
+    else:
+        store.wait(["told"], timedelta(seconds=50))
+    return {"waited_s": time.monotonic() - started_s}
+
+
+def ranks_in_another_order(place: RankLocation) -> dict[str, Any]:
+    """Weights where the group of DDP has the ranks in their order, and in another one."""
+    place.start()
+    found = {}
+    for order in ([0, 1], [1, 0]):
+        group = dist.new_group(order, sort_ranks=False)
+        model = DistributedDataParallel(net(), process_group=group, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        with_algorithm(model, [optimizer], "bytegrad")
+        for number in range(3):
+            x, wanted = batch(place.rank, number)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), wanted).backward()
+            optimizer.step()
+        found[str(order)] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
 def late_gradients(place: RankLocation) -> dict[str, Any]:
     """Weights where a step takes the gradients of one before: with a hook, by hand, and going on from a saved state."""
     place.start()
@@ -298,7 +337,7 @@ def drained(training: Training) -> list[Tensor]:
 
 
 def late_weights(place: RankLocation) -> dict[str, Any]:
-    """Weights where their means of every second step are applied some steps later: with a hook, and by hand."""
+    """Weights where their means of every third step are applied some steps later: with a hook, and by hand."""
     place.start()
     found: dict[str, Any] = {"1 loaded into 0": late_weights_without_a_delay(place)}
     for delay in (0, 1, 3):
@@ -307,7 +346,7 @@ def late_weights(place: RankLocation) -> dict[str, Any]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
             hook = None
             if with_hook:
-                hook = with_algorithm(model, [optimizer], "async-averaging", delay_steps=delay, every_steps=2)
+                hook = with_algorithm(model, [optimizer], "async-averaging", delay_steps=delay, every_steps=3)
             waiting: list[tuple[int, list[Tensor]]] = []
             for number in range(7):
                 if hook is not None and number == 4:
@@ -320,7 +359,7 @@ def late_weights(place: RankLocation) -> dict[str, Any]:
                     continue
                 if delay:
                     add_changes(model, waiting, number - delay)
-                if number % 2:
+                if number % 3 == 2:
                     copies = [parameter.detach().clone() for parameter in model.parameters()]
                     means = [parameter.detach().clone() for parameter in model.parameters()]
                     for mean in means:
@@ -377,7 +416,18 @@ def losses_and_hashes(place: RankLocation) -> dict[str, Any]:
         training.steps(2)
     algorithm = training.hook.algorithm
     told = [algorithm.told[number] for number in range(5)]
-    return {"told": told, "own": own, "ranks": list(caught.value.ranks), "hosts": list(algorithm.place.hosts)}
+    late = Training(place.rank, f"{__name__}:RecordsWeights", delay_steps=1).steps(4)
+    assert late.hook is not None
+    late.hook.drain()
+    assert isinstance(late.hook.algorithm, RecordsWeights)
+    of_weights = {"due": late.hook.algorithm.due, "late": late.hook.algorithm.late, "own_late": late.losses}
+    return {
+        **of_weights,
+        "told": told,
+        "own": own,
+        "ranks": list(caught.value.ranks),
+        "hosts": list(algorithm.place.hosts),
+    }
 
 
 class Records(Dense):
@@ -393,6 +443,27 @@ class Records(Dense):
     def exchange(self, bucket: TensorBucket, step: Step) -> Any:
         self.told[step.number] = step.loss
         yield from super().exchange(bucket, step)
+
+
+class RecordsWeights(Records):
+    """The same of weights, with the losses that it is told where it says what is due, and where a result is late."""
+
+    choice = "records-weights"
+    scope = "weights"
+    equal_replicas = False
+
+    def __init__(self, place: Place, options: Any) -> None:
+        super().__init__(place, options)
+        self.due: list[float] = []
+        self.late: list[float] = []
+
+    def is_due(self, step: Step) -> bool:
+        self.due.append(step.loss)
+        return True
+
+    def applied_late(self, step: Step, live: Tensor, before: Tensor, result: Tensor) -> Tensor:
+        self.late.append(step.loss)
+        return super().applied_late(step, live, before, result)
 
 
 class Fails(Algorithm):
@@ -423,6 +494,7 @@ def refusals(place: RankLocation) -> dict[str, str]:
     unused = DistributedDataParallel(net(), find_unused_parameters=True)
     refused("unused", unused, torch.optim.SGD(unused.parameters(), lr=0.1), "dense", delay_steps=1)
     refused("delay", model, sgd, "dense", delay_steps=-1)
+    refused("aggregator", model, sgd, "fixed-point", route="ina")
     refused("dtype", DistributedDataParallel(net().double()), sgd, "dense")
     refused("differs", model, sgd, "topk", density=0.1 * (1 + place.rank))
     refused("one rank", model, sgd, "topk" if place.rank else "tokp")

@@ -116,6 +116,9 @@ def damaged_states(place: RankLocation) -> dict[str, Any]:
         with pytest.raises(ValueError, match="saved state") as caught:
             training.diloco.load_state_dict(state)
         found[case] = str(caught.value)
+    with pytest.raises(ValueError, match="saved state") as caught:
+        Training(place.rank, steps=4, fragments=2).diloco.load_state_dict(training.diloco.state_dict())
+    found["options"] = str(caught.value)
     return {**found, "is as before": all(map(torch.equal, before, training.tensors))}
 
 

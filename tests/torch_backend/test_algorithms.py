@@ -118,6 +118,14 @@ def test_an_algorithm_is_told_the_mean_loss_of_the_last_step_that_counted_and_ra
         assert found["hosts"] == [first["hosts"][0]] * 2
 
 
+def test_with_a_delay_what_is_due_follows_from_no_loss_and_a_late_result_is_told_that_of_its_step() -> None:
+    first, second = play("algorithm_scenes", "losses_and_hashes", 2, "dds")
+    means = [(one + other) / 2 for one, other in zip(first["own_late"], second["own_late"], strict=True)]
+    for found in (first, second):
+        assert all(loss != loss for loss in found["due"])  # NaN: it may come meanwhile, on one rank before another
+        assert found["late"] == pytest.approx(means)
+
+
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
 def test_exchanges_do_not_mix_with_other_calls_of_a_backward_pass(backend: str) -> None:
     first, *others = play("algorithm_scenes", "in_the_midst_of_other_calls", 3, backend)
@@ -139,6 +147,17 @@ def test_a_program_that_fails_ends_the_backward_pass_with_its_error() -> None:
         assert "ZeroDivisionError: nothing to divide by" in told["error"]
 
 
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_a_rank_that_makes_no_exchange_is_waited_for_as_long_as_the_group_allows(backend: str) -> None:
+    first, _ = play("algorithm_scenes", "a_rank_that_stands_still", 2, backend)
+    assert 2.0 < first["waited_s"] < 30.0
+
+
+def test_the_order_of_the_ranks_in_a_group_changes_nothing() -> None:
+    for found in play("algorithm_scenes", "ranks_in_another_order", 2, "gloo"):
+        assert largest_difference(found["[0, 1]"], found["[1, 0]"]) == 0.0
+
+
 def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
     for told in play("algorithm_scenes", "refusals", 2, "dds"):
         assert "did you mean 'powersgd'?" in told["unknown"]
@@ -152,4 +171,5 @@ def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
         assert "did you mean 'topk'?" in told["one rank"]
         assert "all ranks need the same options" in told["order"]
         assert "find_unused_parameters must be False" in told["unused"]
+        assert "in a script the ranks add: set route='direct'" in told["aggregator"]
         assert "delay_steps must be a whole number >= 0, got -1" in told["delay"]

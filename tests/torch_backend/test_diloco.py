@@ -31,6 +31,7 @@ def test_a_saved_state_that_does_not_fit_the_model_is_refused_and_changes_nothin
         assert "weights of 0.weight are [3, 3], here [20, 12]" in told["shape"]
         assert "weights of 0.weight are no tensor" in told["kind"]
         assert "buffers of 1.running_mean are no tensor" in told["buffer"]
+        assert "option fragments is 1, here 2" in told["options"]
         assert told["is as before"]
 
 

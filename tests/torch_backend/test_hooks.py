@@ -137,7 +137,7 @@ MISTAKES = {
     "world": "world is 3, here 2",
     "other hook": "algorithm is 'topk', here 'dgc'",
     "names": "parameters is {'conv.weight': [8, 1, 3, 3]",
-    "min_numel": "the model and min_numel need",
+    "min_numel": "option min_numel is",
     "steps": "all ranks need the same steps: rank 0 has 0, rank 1 5",
     "one rank": "algorithm is 'densest', here 'dense'",
     "damaged": "has NaN or infinity in it",

@@ -491,3 +491,16 @@ def test_an_algorithm_of_ones_own_is_named_by_its_module() -> None:
     bucket = bucket_of({"a": torch.ones(3)})
     Lockstep(1).run([algorithm.exchange(bucket, Step(0))])
     assert bucket.flat.tolist() == [2.0] * 3
+
+
+def test_one_bit_adam_keeps_one_error_for_each_tensor_however_buckets_are_formed() -> None:
+    algorithms = [make_algorithm("onebit-adam", Place(rank, 2), {"warmup_steps": 1}) for rank in range(2)]
+    tensors = {name: torch.ones(8) for name in "abc"}
+    for number, names in enumerate(["abc", "abc", "ab", "ac", "a", "bc", "abc", "b"]):
+        buckets = [bucket_of({name: tensors[name] for name in names}) for _ in algorithms]
+        Lockstep(2).run([a.exchange(b, Step(number)) for a, b in zip(algorithms, buckets, strict=True)])
+        for algorithm in algorithms:
+            algorithm.commit()
+            kept = [key.partition("/")[2] for key in algorithm.own_state() if key.startswith("server_error/")]
+            assert sum(key.split("+").count(name) for key in kept for name in "abc") <= 3
+            assert number == 0 or "+".join(names) in kept

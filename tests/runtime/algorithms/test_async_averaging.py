@@ -14,7 +14,7 @@ LR = 0.1
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize(("every", "delay"), [(1, 1), (4, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("every", "delay"), [(1, 1), (4, 1), (3, 2), (2, 2)])
 def test_averages_are_applied_late_and_in_order(world: int, every: int, delay: int) -> None:
     """As drivers do: what the exchange of a step has changed is added ``delay`` steps later; all of it at the end."""
     random = torch.Generator().manual_seed(world)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from gradbus.runtime.algorithms.base import Place, Step, make_algorithm
 from gradbus.runtime.algorithms.noloco import NoLoCo, random_partner
+from gradbus.runtime.errors import ConfigError
 
 LR, SIZE = 0.05, 41
 
@@ -101,3 +102,30 @@ def test_what_one_exchange_of_noloco_sends_does_not_grow_with_the_ranks() -> Non
             training.step(gradients)
         assert training.lockstep.cost.bytes_out == [2 * 4 * SIZE] * world
     assert not make_algorithm("local-sgd", Place(0, 1), {"steps": 1}).is_due(Step(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "most"),
+    [
+        ("local-sgd", {"steps": 3}, 3),
+        ("post-local-sgd", {"steps": 3, "dense_steps": 0}, 3),
+        ("post-local-sgd", {"steps": 3, "dense_steps": 5}, 1),
+        ("async-averaging", {"every_steps": 2}, 2),
+        ("decentralized", {"peers": "all", "interval_steps": 2}, 2),
+        ("sparseloco", {"steps": 3}, 3),
+        ("noloco", {"steps": 3}, 3),
+    ],
+)
+def test_ranks_come_together_with_the_longest_delay_that_is_allowed_and_a_longer_one_is_refused(
+    name: str, options: dict[str, int | str], most: int
+) -> None:
+    training = LocalTraining(name, 2, torch.zeros(SIZE), LR, **options)
+    with pytest.raises(ConfigError, match=f"every {most} steps.*at most {most}$"):
+        training.algorithms[0].check_delay(most + 1)
+    for algorithm in training.algorithms:
+        algorithm.delay_steps = algorithm.check_delay(most)
+    for gradients in gradients_of(2, 7, SIZE):
+        training.step(gradients)
+    for _ in range(40):
+        training.step([torch.zeros(SIZE)] * 2)
+    assert torch.allclose(*training.weights, atol=1e-6)
