@@ -674,8 +674,10 @@ class ElasticWorker(Worker):
             are_there = all(map(any, of_ranks))
 
     def _note_place(self) -> None:
-        """Note where the epoch stands, for ranks of another number. On the compute thread."""
+        """Note where the epoch stands, for ranks of another number, and the loss. On the compute thread."""
         position, plan = self._position, self._plan
+        if hasattr(self, "_stepper"):  # else somebody was lost before the first step
+            self._note_mean_loss()
         if plan is not None and position.epoch_step:
             position.epoch_batches = plan.batches_done(position.epoch_step)
             self._training.note_sums(position)

@@ -661,8 +661,7 @@ class Worker:
         else:
             model = (await self._replicas.mean(position.step)).tensors
         await self._check_model(model)
-        if self._training.algorithm.needs_loss and not math.isnan(self._stepper.mean_loss):
-            position.mean_loss = self._stepper.mean_loss
+        self._note_mean_loss()
         await self._barrier("worker/save")
         # Within an epoch its place means these batches; between two it means nothing, and there may be no next one.
         num_batches = await self._compute.run(self._training.num_batches, position.epoch) if position.epoch_step else 0
@@ -678,6 +677,11 @@ class Worker:
         await self._compute.run(state.prune)
         self.profile.add_span("checkpoint", started_s, time.perf_counter())
         self._log.info("checkpoint", step=position.step, bytes=size)
+
+    def _note_mean_loss(self) -> None:
+        """Note the newest loss where the algorithm goes by it, for who goes on from this position."""
+        if self._training.algorithm.needs_loss and not math.isnan(self._stepper.mean_loss):
+            self._position.mean_loss = self._stepper.mean_loss
 
     async def _barrier(self, name: str) -> None:
         await self._group.barrier(name, round_id=self.step, timeout_s=self._config.checkpoint.timeout_s)

@@ -16,10 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import gradbus
@@ -46,6 +45,7 @@ _START_S = 30.0  # before the first fault of a storm
 LEASE_S = 3.0  # between hosts: a dead machine is known within 5 s
 START_S = 90.0
 TORCHFT_PYTHON = "GRADBUS_TORCHFT_PYTHON"  # an interpreter that has torchft
+_BATCH = 32  # samples of a rank and step, for the cost of a commit
 _CONFIG: dict[str, Any] = {
     "epochs": 1_000_000, "eval_every_epochs": 0, "hash_every": 10,
     "elastic": {"min_world": 1, "max_world": 8, "wait_s": 120.0},
@@ -357,7 +357,7 @@ def _disturb(runs: Sequence[ElasticProcesses], case: _Case) -> list[str]:
 
 
 def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    """Steps of two ranks whose group is elastic, against those of a fixed group, by turns in the same processes."""
+    """Steps of two ranks of an elastic run, against those of a fixed group, by turns in the same processes."""
     found: list[dict[str, list[float]]] = run_ranks(_blocks, 2, (chosen.blocks, chosen.steps), timeout_s=600.0)
     seconds = {name: list(map(max, *(rank[name] for rank in found))) for name in ("elastic", "fixed")}
     more = [1e3 * (own - other) for own, other in zip(seconds["elastic"], seconds["fixed"], strict=True)]
@@ -388,24 +388,38 @@ def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 
 async def _blocks(place: BenchRank) -> dict[str, list[float]]:
-    """Seconds of a step of each block. Without callbacks, as they have a fixed group vote, too."""
+    """Seconds of a step of each block, an epoch, by turns of two runs that are open at the same time: what else goes on
+    in the machine meets both alike. Without callbacks, as they have a fixed group vote, too."""
     blocks, steps = place.spec
+    samples = steps * place.world * _BATCH
+
+    def task() -> models.ClassificationTask:
+        return models.ClassificationTask(
+            models.mnist_mlp, lambda: models.glyphs(train=samples, test=50), batch_size=_BATCH
+        )
+
+    def config(**more: Any) -> gradbus.DataParallelConfig:
+        return gradbus.DataParallelConfig(epochs=blocks + 1, eval_every_epochs=0, hash_every=0, **more)
+
     found: dict[str, list[float]] = {"elastic": [], "fixed": []}
-    task = models.ClassificationTask(models.mnist_mlp, lambda: models.glyphs(train=1024, test=50), batch_size=32)
-    for number in range(2 * blocks):
-        kind = ("elastic", "fixed")[(number + number // 2) % 2]  # the first of a pair by turns
-        elastic = {"min_world": 1, "max_world": 2} if kind == "elastic" else {}
-        config = gradbus.DataParallelConfig(
-            epochs=1_000_000, max_steps=steps, eval_every_epochs=0, hash_every=0, elastic=elastic,
-        )  # fmt: skip
-        async with gradbus.connect(f"{place.job}-{number}", domain=DOMAIN) as bus:
-            if kind == "elastic":
-                seat = gradbus.ElasticPlace(bus=bus, number=place.rank, founders=place.world)
-                epochs = [it.step_s_mean async for it in gradbus.ElasticWorker(seat, task, config).epochs()]
-            else:
-                async with join_group(bus, rank=place.rank, world=place.world) as group:
-                    epochs = [it.step_s_mean async for it in gradbus.Worker(group, task, config).epochs()]
-        found[kind].append(median(epochs[1:]))
+    async with AsyncExitStack() as stack:
+        buses = {
+            name: await stack.enter_async_context(gradbus.connect(f"{place.job}-{name}", domain=DOMAIN))
+            for name in found
+        }
+        group = await stack.enter_async_context(join_group(buses["fixed"], rank=place.rank, world=place.world))
+        seat = gradbus.ElasticPlace(bus=buses["elastic"], number=place.rank, founders=place.world)
+        elastic = gradbus.ElasticWorker(seat, task(), config(elastic={"min_world": 1, "max_world": 2}))
+        runs = {"elastic": elastic.epochs(), "fixed": gradbus.Worker(group, task(), config()).epochs()}
+        for run in runs.values():
+            await stack.enter_async_context(aclosing(run))
+        for number in range(blocks + 1):
+            for name in sorted(runs, reverse=bool(number % 2)):  # the first of a pair by turns
+                report = await anext(runs[name])
+                if number:  # the first one warms up
+                    found[name].append(report.step_s_mean)
+        for run in runs.values():
+            assert await anext(run, None) is None, "all epochs have been made"
     return found
 
 
@@ -434,9 +448,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faults-per-hour", type=float, default=120.0, help="of the storm [%(default)s]")
     parser.add_argument("--seed", type=int, default=1, help="of the storm's faults [%(default)s]")
     parser.add_argument("--runs", type=int, default=100, help="of ranks that do not die [%(default)s]")
-    parser.add_argument("--blocks", type=int, default=10, help="of steps, for the cost of a commit [%(default)s]")
+    parser.add_argument("--blocks", type=int, default=60, help="of steps, for the cost of a commit [%(default)s]")
     parser.add_argument("--services", type=int, default=3, help="with a rank each [%(default)s]")
-    parser.add_argument("--steps", type=int, default=200, help="of a block [%(default)s]")
+    parser.add_argument("--steps", type=int, default=50, help="of a block [%(default)s]")
 
 
 BENCHMARK = Benchmark(
@@ -445,7 +459,7 @@ BENCHMARK = Benchmark(
         "faults": Part(measure_faults, "Elastic runs: deaths known, training that goes on, ranks that are back", 180),
         "storm": Part(measure_storm, "Elastic runs: a storm of faults on four hosts", 1260),
         "false-deaths": Part(measure_false_deaths, "Elastic runs: nobody dies, and nobody is taken for dead", 240),
-        "commit": Part(measure_commit, "Elastic runs: what a step takes more than one of a fixed group", 60),
+        "commit": Part(measure_commit, "Elastic runs: what a step takes more than one of a fixed group", 180),
         "embed": Part(measure_embed, "Elastic runs: a rank inside a web service", 90),
     },
     _options,

@@ -206,14 +206,11 @@ class _Run:
             return
         summary = self._worker.summary
         values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
-        try:
-            self._directory.finish(
-                outcome=self._end, **values,
-                wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job, data=self._task.note,
-                profiles=[profile.to_json() for profile in self._profiles or [summary.profile]],
-            )  # fmt: skip
-        except OSError as error:  # what ended the run matters more
-            log.warning("summary not written", path=str(self._directory.path), error=error.strerror)
+        self._directory.finish(
+            outcome=self._end, **values,
+            wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job, data=self._task.note,
+            profiles=[profile.to_json() for profile in self._profiles or [summary.profile]],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

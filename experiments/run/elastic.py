@@ -125,7 +125,7 @@ class _ElasticRun:
                 async for report in epochs:
                     self._reports.append(report)
                     if worker.summary.rank == 0:
-                        self._add(report)
+                        self._directory.add(report)
                     if self._output.scalars is not None:
                         self._output.scalars.epoch(report)
                     self._output.followed.epoch(report)
@@ -135,28 +135,16 @@ class _ElasticRun:
         if worker.summary.rank == 0 and self._reports and is_ours:
             self._finish(worker)
 
-    def _add(self, report: EpochReport) -> None:
-        try:
-            self._directory.add(report)
-        except OSError as error:  # the disk is full: as with a checkpoint, the run is in the memory of the ranks
-            log.warning(
-                "report not written: training goes on, and it is written with the next one", epoch=report.epoch,
-                path=str(self._directory.path), error=error.strerror,
-            )  # fmt: skip
-
     def _finish(self, worker: ElasticWorker) -> None:
         summary = worker.summary
         values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
         generations = worker.generations
-        try:
-            self._directory.finish(
-                outcome="left" if worker.has_left else "done", **values,
-                wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job,
-                generations=0 if generations is None else generations.number,
-                profiles=[summary.profile.to_json()],
-            )  # fmt: skip
-        except OSError as error:  # the run is done all the same, and its checkpoint is there
-            log.warning("summary not written", path=str(self._directory.path), error=error.strerror)
+        self._directory.finish(
+            outcome="left" if worker.has_left else "done", **values,
+            wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job,
+            generations=0 if generations is None else generations.number,
+            profiles=[summary.profile.to_json()],
+        )  # fmt: skip
 
     def outcome(self, worker: ElasticWorker) -> WorkerOutcome:
         """As it is at the end."""

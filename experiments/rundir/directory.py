@@ -24,6 +24,7 @@ from gradbus.experiments.rundir.traces import trace_of
 from gradbus.experiments.rundir.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import MAX_LINE_CHARS, lines_of, parse_json, read_text
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 64 << 20  # of what is read again
 _MARK = ".rank-0"
 _MAX_MARK_BYTES = 64
+
+log = get_logger("cli")
 
 
 class RunDirectory:
@@ -195,8 +198,8 @@ class WorkerDirectory(RunDirectory):
     def add(self, report: EpochReport) -> None:
         """Append the report of an epoch. Epochs of an earlier start behind its checkpoint are removed.
 
-        Raises:
-            OSError: it could not be written, as the disk is full. It is written with the next one.
+        Where the disk is full, that is logged, and it is written with the next one: the run is in the memory of its
+        ranks, and goes on.
         """
         self._unwritten[report.epoch] = _line(report)
         lines, anew = self._unwritten, not self._written
@@ -204,7 +207,14 @@ class WorkerDirectory(RunDirectory):
             before = (entry for entry in self._entries() if entry["epoch"] < report.epoch)
             lines = lines | {entry["epoch"]: json_text(entry) + "\n" for entry in before}
         self._written = False  # if this fails, its last line may be cut off: the next one writes the file anew
-        self._write_reports([lines[epoch] for epoch in sorted(lines)], anew=anew)
+        try:
+            self._write_reports([lines[epoch] for epoch in sorted(lines)], anew=anew)
+        except OSError as error:
+            log.warning(
+                "report not written: training goes on, and it is written with the next one", epoch=report.epoch,
+                path=str(self.path), error=error.strerror,
+            )  # fmt: skip
+            return
         self._written = True
         self._unwritten.clear()
 
@@ -246,9 +256,13 @@ class WorkerDirectory(RunDirectory):
         return trace_of(self.path, self._rank)
 
     def finish(self, **entries: Any) -> None:
-        """Write the summary, with the best accuracy of all epochs of the run."""
-        known = [entry["accuracy"] for entry in self._entries() if entry.get("accuracy") is not None]
-        self._write_summary(**entries, best_accuracy=max(known, default=None))
+        """Write the summary, with the best accuracy of all epochs of the run. Where the disk is full, that is logged:
+        how the run has ended matters more, and its checkpoint is there."""
+        try:
+            known = [entry["accuracy"] for entry in self._entries() if entry.get("accuracy") is not None]
+            self._write_summary(**entries, best_accuracy=max(known, default=None))
+        except OSError as error:
+            log.warning("summary not written", path=str(self.path), error=error.strerror)
 
 
 class FinishedRun(NamedTuple):

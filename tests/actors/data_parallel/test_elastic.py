@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,6 +27,8 @@ from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
 from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.models import ClassificationTask
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.collectives import membership
 from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -70,6 +72,7 @@ class Cast:
         self._place = place
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
+        self._make_algorithm = settings.pop("make_algorithm", None)
         elastic = {"min_world": settings.pop("min_world", 1), "max_world": 4, "wait_s": settings.pop("wait_s", 20.0)}
         self.config = DataParallelConfig(**nested(SETTINGS | settings), elastic=elastic)
         self.ranks: dict[int, Rank] = {}
@@ -114,7 +117,10 @@ class Cast:
                 return on_step(report)
 
             callbacks = [Watch(note, on_end)] if on_epoch is None else []
-            rank = self.ranks[number] = Rank(ElasticWorker(place, task, self.config, callbacks=callbacks))
+            worker = ElasticWorker(
+                place, task, self.config, callbacks=callbacks, make_algorithm=self._make_algorithm
+            )  # fmt: skip
+            rank = self.ranks[number] = Rank(worker)
             try:
                 async with contextlib.aclosing(rank.worker.epochs()) as epochs:
                     async for report in epochs:
@@ -320,7 +326,14 @@ def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: di
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"name": "dgc", "density": 0.1}, {"name": "powersgd"}, {"name": "topk"}], ids=lambda a: a["name"]
+    "algorithm",
+    [
+        {"name": "dgc", "density": 0.1},
+        {"name": "powersgd"},
+        {"name": "adaptive-powersgd", "window_steps": 3},
+        {"name": "topk"},
+    ],
+    ids=lambda a: a["name"],
 )
 def test_algorithms_with_a_memory_go_on_with_equal_weights(place: dict[str, Any], algorithm: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
@@ -334,6 +347,37 @@ def test_algorithms_with_a_memory_go_on_with_equal_weights(place: dict[str, Any]
     ranks = play(place, scene, algorithm=algorithm, epochs=LONG)
     assert ranks[0].error is ranks[4].error is None
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)
+
+
+class Listens(Algorithm):
+    """The mean of gradients; keeps the losses that it is told, by step, over all generations and ranks."""
+
+    choice = "listens"
+    needs_loss = True
+    told: ClassVar[dict[int, set[float]]] = {}
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        if bucket.index == 0:
+            self.told.setdefault(step.number, set()).add(step.loss)
+        yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat, divisor=step.active)
+
+
+def test_the_loss_that_an_algorithm_goes_by_outlasts_a_generation_and_is_told_to_one_that_joins(
+    place: dict[str, Any],
+) -> None:
+    def scene(cast: Cast) -> None:
+        def kill(report: Any) -> None:
+            if report.world == 3:
+                cast.kill(1)
+
+        cast.start(0, 2, on_step=ends_with([2, 3, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
+        cast.start(1, 2, on_step=kill)
+
+    Listens.told.clear()
+    ranks = play(place, scene, make_algorithm=lambda at: Listens(at, Listens.Options()), epochs=LONG)
+    assert ranks[0].error is ranks[4].error is None
+    unknown = [step for step, losses in Listens.told.items() if any(map(math.isnan, losses))]
+    assert unknown == [0]  # there is none before the first step
 
 
 class SlowCopies:

@@ -242,9 +242,11 @@ def test_a_process_that_the_end_has_passed_by_leaves_the_summary_of_those_who_ma
     assert (tmp_path / "run" / "summary.json").read_bytes() == before
 
 
-def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_elastic_run(
-    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("world", ["fixed", "elastic"])
+def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_run(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: str
 ) -> None:
+    options = ELASTIC if world == "elastic" else ()
     write, fulls = WorkerDirectory._write_reports, [True, False]
 
     def full_at_first(directory: WorkerDirectory, lines: Iterable[str], *, anew: bool) -> None:
@@ -253,7 +255,7 @@ def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_elastic_run(
         write(directory, lines, anew=anew)
 
     monkeypatch.setattr(WorkerDirectory, "_write_reports", full_at_first)
-    ended = run(*ELASTIC, "--set", "parallel.epochs=2")
+    ended = run(*options, "--set", "parallel.epochs=2")
     assert ended.code == 0, ended.err
     assert ended.err.count("report not written") == 1
     assert "No space left on device" in ended.err
@@ -265,7 +267,7 @@ def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_elastic_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(WorkerDirectory, "_write_summary", full)
-    ended = run(*ELASTIC, "--set", "parallel.epochs=3")
+    ended = run(*options, "--set", "parallel.epochs=3")
     assert ended.code == 0, ended.err
     assert ended.err.count("summary not written") == 1
 

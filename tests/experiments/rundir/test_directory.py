@@ -115,8 +115,7 @@ def test_reports_that_a_full_disk_has_cut_off_are_written_with_the_next_one(
     directory.add(EpochReport(epoch=0, step=10, loss=1.0))
     with monkeypatch.context() as patch:
         patch.setattr(WorkerDirectory, "_write_reports", cut_off)
-        with pytest.raises(OSError, match="No space left"):
-            directory.add(EpochReport(epoch=1, step=20, loss=1.0))
+        directory.add(EpochReport(epoch=1, step=20, loss=1.0))
     directory.add(EpochReport(epoch=2, step=30, loss=1.0))
     directory.add(EpochReport(epoch=3, step=40, loss=1.0))
     lines = (tmp_path / "epochs.jsonl").read_text().splitlines()
