@@ -424,7 +424,7 @@ class ElasticWorker(Worker):
             saved = SavedRank.of(self._saved)
             training.restore(self._saved)
             self._position = position_of(self._saved)
-            if not self._position.epoch_batches:  # it was saved by a run of a fixed world
+            if self._position.epoch_step and not self._position.epoch_batches:  # saved by a run of a fixed world
                 steps = self._position.epoch_step * config.accumulation_steps * saved.world
                 self._position.epoch_batches = min(steps, training.num_batches(self._position.epoch))
             self._run_id = int(saved.run_id, 16)
@@ -750,7 +750,8 @@ class ElasticWorker(Worker):
             size = state.save(
                 self._run_id, position, self.model,
                 RunTensors({} if self._are_equal else training.own_state(), training.shared_state(), model),
-                num_batches=training.num_batches(position.epoch), report=self._report,
+                # Between two epochs it means nothing, and there may be no next one.
+                num_batches=training.num_batches(position.epoch) if position.epoch_step else 0, report=self._report,
             )  # fmt: skip
             state.prune()
         return size

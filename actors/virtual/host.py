@@ -336,7 +336,9 @@ class ClientHost(Client):
             return
         if not receipt.accepted:
             self._refused += 1
-            current.refused_ids.add(client_id)
+            is_same = session == current.incarnation and request.round_id == command.round_id
+            if is_same and current.command is command:  # no later one, nor an equal one: there the client trains
+                current.refused_ids.add(client_id)
             log.warning("update refused", client=client_id, round=request.round_id, reason=receipt.reason)
             return
         self._rounds += 1

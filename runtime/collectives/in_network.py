@@ -337,6 +337,7 @@ class InNetworkSum:
         finally:
             have_joined.cancel()
         if is_back and found is not None:
+            found = self._found or found  # another one, if it was lost and joined again meanwhile
             await self._end_search()
             self.session, self._dropped = found, 0
             self.returns += 1

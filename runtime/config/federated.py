@@ -219,7 +219,8 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> TrainingSettings:
         own = self.optimizer.options.get("lr")
-        if own is not None and "lr" in self.model_fields_set and own != self.lr:
+        default = type(self).model_fields["lr"].default  # it may be written down beside the optimizer's
+        if own is not None and self.lr not in (default, own):
             raise ValueError(f"lr is {self.lr:g}, and optimizer.lr {own:g}: give one of them")
         if (
             self.steps and self.epochs != type(self).model_fields["epochs"].default

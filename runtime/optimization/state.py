@@ -21,6 +21,7 @@ from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.json_text import parse_json
 
 _JSON = "optimizer-json"
+_INNER = "_schedulers"  # the states of those that a SequentialLR or ChainedScheduler has
 _MAX_JSON_BYTES = 64 << 20
 _ABSENT = object()
 
@@ -85,7 +86,7 @@ def state_tensors(
     if origin:
         plain["origin"] = list(origin)
     if schedule is not None:
-        plain["schedule"] = {key: value for key, value in schedule.state_dict().items() if _in_json(value)}
+        plain["schedule"] = _kept(schedule.state_dict())
     if plain:
         tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
     return tensors
@@ -130,9 +131,24 @@ def load_state(
     try:
         optimizer.load_state_dict({"state": state, "param_groups": current})
         if schedule is not None and "schedule" in plain:
-            schedule.load_state_dict({**schedule.state_dict(), **plain["schedule"]})
+            schedule.load_state_dict(_over(schedule.state_dict(), plain["schedule"]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"state of the optimizer: {type(optimizer).__name__} refuses it: {error}") from None
+
+
+def _kept(schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold of a schedule's state. What it cannot, as the milestones of a MultiStepLR, is part of how it
+    was made; and one such value must not take the places of all inner schedules with it."""
+    kept = {key: value for key, value in schedule.items() if key != _INNER and _in_json(value)}
+    return kept | ({_INNER: [_kept(one) for one in schedule[_INNER]]} if _INNER in schedule else {})
+
+
+def _over(made: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a schedule as it was made, with what was saved of it."""
+    found = {**made, **saved}
+    if _INNER in made and _INNER in saved:
+        found[_INNER] = [_over(*pair) for pair in zip(made[_INNER], saved[_INNER], strict=True)]
+    return found
 
 
 def _parameters(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> Iterator[tuple[int, str, Tensor]]:

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.shm.shared_payload import read
-from gradbus.runtime.wire.control import EvaluationRequest, Welcome
+from gradbus.runtime.wire.control import EvaluationRequest, Receipt, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
 DIM = 20_000  # more than fits into a frame that is copied: updates lie in shared memory
@@ -239,6 +240,39 @@ def test_work_that_is_stopped_while_it_waits_for_a_process_is_given_to_none(tmp_
             return process.asked
 
     assert asyncio.run(main()) == []
+
+
+@pytest.mark.parametrize("when", ["while it waits for its receipt", "before it is offered"])
+def test_a_refusal_that_comes_late_keeps_no_client_out_of_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    now, next_ = TrainCmd(1, 0, 1, 0.1, 0), TrainCmd(2, 0, 1, 0.1, 0)
+    refused = Receipt(0, 1, 7, 1, 0, False, "stale")
+
+    async def main() -> frozenset[int]:
+        async with asyncio.timeout(10), gradbus.connect(f"late-{os.getpid()}", domain=new_domain()) as bus:
+            host = ClientHost(bus, NoopTask(5), ids=range(2), pool=EmptyPool(1), state_dir=tmp_path)
+            session = host._session
+            session.asked = lambda _: frozenset({0, 1})  # type: ignore[method-assign]
+
+            def begin(command: TrainCmd) -> None:
+                session.take(command)
+                host._commanded = command, session.incarnation
+
+            async def deliver(*_: object, **__: object) -> Receipt:
+                begin(next_)
+                return refused
+
+            monkeypatch.setattr(host_module.UpdateSender, "deliver", deliver)
+            begin(now if when.startswith("while") else next_)
+            update = SimpleNamespace(
+                key=SimpleNamespace(sender=0), request=SimpleNamespace(round_id=now.round_id, train_s=0.0)
+            )
+            process = SimpleNamespace(is_read=lambda _: None)
+            await host._deliver(update, process, asyncio.Semaphore(0))  # type: ignore[arg-type]
+            return session.to_train(next_)
+
+    assert asyncio.run(main()) == {0, 1}
 
 
 def test_a_client_whose_training_raises_is_left_out() -> None:

@@ -75,9 +75,10 @@ def test_each_source_overrides_the_weaker_ones_key_by_key(config_file: Path) -> 
     [
         {},
         {"training": {"steps": 5}},
+        {"training": {"optimizer": {"name": "adamw", "lr": 0.001}}},
         {"mode": "asynchronous", "asynchronous": {"buffer": 3}, "history": {"dir": "journal"}},
     ],
-    ids=["epochs", "steps", "asynchronous"],
+    ids=["epochs", "steps", "optimizer", "asynchronous"],
 )
 def test_rules_that_a_run_has_written_down_can_be_read_again(rules: dict[str, Any]) -> None:
     config = FederatedConfig.model_validate(rules)

@@ -100,6 +100,32 @@ def test_groups_and_a_schedule_with_a_state_of_its_own_are_kept() -> None:
     assert all(torch.equal(*pair) for pair in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("kind", ["sequence", "chain"])
+@pytest.mark.parametrize("before", [2, 5])
+def test_schedules_within_a_schedule_go_on_where_they_were(kind: str, before: int) -> None:
+    def make(of: nn.Module) -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.SGD(of.parameters(), lr=1.0)
+        inner = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [7, 9])]
+        if kind == "chain":
+            return optimizer, lr_scheduler.ChainedScheduler(inner)
+        return optimizer, lr_scheduler.SequentialLR(optimizer, inner, [3])
+
+    whole, resumed = model(), model()
+    going, schedule = make(whole)
+    for number in range(before):
+        step(whole, going, number)
+        schedule.step()
+    again, other_schedule = make(resumed)
+    saved = copied(state_tensors(going, trained(whole), schedule, made=group_settings(going)))
+    load_state(again, trained(resumed), saved, other_schedule)
+    for number in range(before, 14):
+        assert [group["lr"] for group in going.param_groups] == [group["lr"] for group in again.param_groups]
+        step(whole, going, number)
+        step(resumed, again, number)
+        schedule.step()
+        other_schedule.step()
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "text"),
     [
