@@ -17,7 +17,7 @@ from typing import Literal
 
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
-from gradbus.runtime.wire.id_ranges import has_id, parse_ids
+from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Identity, is_later
 
 Compared = Literal["all", "trained", "shared"]
@@ -293,11 +293,10 @@ class ClientRegistry:
             if host.hello.ids != hello.ids:
                 return HelloAnswer.REFUSE, f"it spoke for clients {host.hello.ids[:40]} before: start it anew"
             return self._known(host, hello, number, now_s)
-        count = sum(map(len, ranges))
-        held = sum(has_id(ranges, one) for one in self._members) if count <= MAX_MEMBERS else 0  # as by a start before
-        if len(self._members) + count - held > MAX_MEMBERS:
+        is_fit = sum(map(len, ranges)) <= MAX_MEMBERS  # before there is a list of them
+        ids = [client_id for each in ranges for client_id in each] if is_fit else []
+        if not is_fit or len(self._members.keys() | ids) > MAX_MEMBERS:  # an earlier start of it may hold some
             return HelloAnswer.REFUSE, f"this run takes {MAX_MEMBERS:,} clients, and has {len(self._members):,} already"
-        ids = [client_id for each in ranges for client_id in each]
         holders = {
             _record(self._members[one]).client_id: _record(self._members[one]) for one in ids if one in self._members
         }

@@ -325,6 +325,17 @@ def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: di
     assert "its model differs" in str(ranks[1].error)
 
 
+def one_joins_and_one_is_lost(cast: Cast) -> None:
+    """Process 4 joins processes 0 and 1, and then 1 is lost."""
+
+    def kill(report: Any) -> None:
+        if report.world == 3:
+            cast.kill(1)
+
+    cast.start(0, 2, on_step=ends_with([2, 3, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
+    cast.start(1, 2, on_step=kill)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -336,47 +347,33 @@ def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: di
     ids=lambda a: a["name"],
 )
 def test_algorithms_with_a_memory_go_on_with_equal_weights(place: dict[str, Any], algorithm: dict[str, Any]) -> None:
-    def scene(cast: Cast) -> None:
-        def kill(report: Any) -> None:
-            if report.world == 3:
-                cast.kill(1)
-
-        cast.start(0, 2, on_step=ends_with([2, 3, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
-        cast.start(1, 2, on_step=kill)
-
-    ranks = play(place, scene, algorithm=algorithm, epochs=LONG)
+    ranks = play(place, one_joins_and_one_is_lost, algorithm=algorithm, epochs=LONG)
     assert ranks[0].error is ranks[4].error is None
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)
 
 
 class Listens(Algorithm):
-    """The mean of gradients; keeps the losses that it is told, by step, over all generations and ranks."""
+    """The mean of gradients; keeps the losses that it is given, by step, over all generations and ranks."""
 
     choice = "listens"
     needs_loss = True
-    told: ClassVar[dict[int, set[float]]] = {}
+    losses: ClassVar[dict[int, set[float]]] = {}
 
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         if bucket.index == 0:
-            self.told.setdefault(step.number, set()).add(step.loss)
+            self.losses.setdefault(step.number, set()).add(step.loss)
         yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat, divisor=step.active)
 
 
-def test_the_loss_that_an_algorithm_goes_by_outlasts_a_generation_and_is_told_to_one_that_joins(
+def test_the_loss_that_an_algorithm_goes_by_outlasts_a_generation_and_reaches_one_that_joins(
     place: dict[str, Any],
 ) -> None:
-    def scene(cast: Cast) -> None:
-        def kill(report: Any) -> None:
-            if report.world == 3:
-                cast.kill(1)
-
-        cast.start(0, 2, on_step=ends_with([2, 3, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
-        cast.start(1, 2, on_step=kill)
-
-    Listens.told.clear()
-    ranks = play(place, scene, make_algorithm=lambda at: Listens(at, Listens.Options()), epochs=LONG)
+    Listens.losses.clear()
+    ranks = play(
+        place, one_joins_and_one_is_lost, make_algorithm=lambda at: Listens(at, Listens.Options()), epochs=LONG
+    )
     assert ranks[0].error is ranks[4].error is None
-    unknown = [step for step, losses in Listens.told.items() if any(map(math.isnan, losses))]
+    unknown = [step for step, found in Listens.losses.items() if any(map(math.isnan, found))]
     assert unknown == [0]  # there is none before the first step
 
 
