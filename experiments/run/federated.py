@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
@@ -76,8 +76,7 @@ async def run_controller(
             with display(controller) as shown:
                 async with contextlib.aclosing(controller.rounds()) as rounds:
                     async for report in rounds:
-                        with _if_there_is_room(run):  # the history is in the checkpoint; the next call writes all
-                            run.add(progress.reports)
+                        run.add(progress.reports)
                         if scalars is not None:
                             scalars.rounds(progress.reports)
                         shown.done(report)
@@ -88,27 +87,15 @@ async def run_controller(
     finally:
         followed.end(failed=outcome == "failed")
         if progress.reports:  # else nothing is known, and what an earlier start wrote stays
-            with _if_there_is_room(run):
-                run.add(progress.reports)
+            run.add(progress.reports)
         if is_ours and progress.cross_site is not None:
-            with _if_there_is_room(run):
-                run.write_cross_site(progress.cross_site)
+            run.write_cross_site(progress.cross_site)
         if is_ours:
-            with _if_there_is_room(run):
-                run.finish(
-                    progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
-                    data=task.note, never_counted=_named(progress.never_counted), ended_early=progress.ended_early,
-                )  # fmt: skip
+            run.finish(
+                progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
+                data=task.note, never_counted=_named(progress.never_counted), ended_early=progress.ended_early,
+            )  # fmt: skip
     return progress.reports
-
-
-@contextlib.contextmanager
-def _if_there_is_room(run: ControllerDirectory) -> Iterator[None]:
-    """Log a full disk: what the run does, or what has ended it, matters more than these files."""
-    try:
-        yield
-    except OSError as error:
-        log.warning("run directory not written", path=str(run.path), error=error.strerror)
 
 
 def _checked(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:

@@ -64,6 +64,15 @@ class RunDirectory:
         """The folder of the run's events, for ``gradbus check``."""
         return self.path / "history"
 
+    @contextlib.contextmanager
+    def _unless_full(self, what: str, **more: Any) -> Iterator[None]:
+        """Log what is not written, where the disk is full: what the run does, or how it has ended, matters more than
+        these files. It is in the memory of its processes, and in their checkpoints."""
+        try:
+            yield
+        except OSError as error:
+            log.warning("not written", what=what, path=str(self.path), error=error.strerror, **more)
+
     def _write_reports(self, lines: Iterable[str], *, anew: bool) -> None:
         path = self.path / self.reports_file
         if anew:
@@ -72,13 +81,12 @@ class RunDirectory:
             with path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
 
-    def _write_summary(self, **entries: Any) -> dict[str, Any]:
+    def _write_summary(self, **entries: Any) -> None:
         self.summary = {
             **entries, "versions": versions(), "machine": machine(), "platform": platform.platform(),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }  # fmt: skip
         write_json(self.path / "summary.json", self.summary)
-        return self.summary
 
 
 class ControllerDirectory(RunDirectory):
@@ -111,21 +119,21 @@ class ControllerDirectory(RunDirectory):
         seconds of sending, accuracy), timelines, and rounds of long ago: so a row of a round with the same model stays
         as it was, and what only the history has is added.
 
-        Raises:
-            OSError: it could not be written, as the disk is full. The next call writes the file anew.
+        Where the disk is full, that is logged, and the next call writes the file anew.
         """
         written, self._written = self._written, 0  # if this fails, the last line may be cut off
-        if written and reports is self._of:  # another list is that of another run, as a site may begin
-            self._write_reports(map(_line, reports[written:]), anew=False)
-        else:
-            path = self.path / self.reports_file
-            with path.open("rb") if path.exists() else io.BytesIO() as old:
-                self._write_reports(_merged(old, reports), anew=True)
-        self._written, self._of = len(reports), reports
+        with self._unless_full("rounds"):
+            if written and reports is self._of:  # another list is that of another run, as a site may begin
+                self._write_reports(map(_line, reports[written:]), anew=False)
+            else:
+                path = self.path / self.reports_file
+                with path.open("rb") if path.exists() else io.BytesIO() as old:
+                    self._write_reports(_merged(old, reports), anew=True)
+            self._written, self._of = len(reports), reports
 
     def write_cross_site(self, found: CrossSite) -> None:
-        """Keep the table of a cross-site evaluation, for programs and for spreadsheets."""
-        write_json(self.path / "cross_site.json", found.to_json())
+        """Keep the table of a cross-site evaluation, for programs and for spreadsheets. Where the disk is full, that is
+        logged."""
         names = found.names()
         self.cross_site = found
         rows = [["model", "client", "samples", *map(_cell, names), "missing"]]
@@ -138,12 +146,19 @@ class ControllerDirectory(RunDirectory):
                 rows.append([model, str(client_id), str(row.num_samples.get(client_id, "")), *cells, _cell(why)])
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
-        write_text(self.path / "cross_site.csv", [text.getvalue()])
+        with self._unless_full("cross-site evaluation"):
+            write_json(self.path / "cross_site.json", found.to_json())
+            write_text(self.path / "cross_site.csv", [text.getvalue()])
 
-    def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> dict[str, Any]:
-        """Write the summary, and return it. ``outcome``: done, stopped or failed; ``seconds``: of this start."""
-        sums = totals(self._rows() or reports)
-        return self._write_summary(outcome=outcome, **sums, wall_s=round(seconds, 3), **more)
+    def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> None:
+        """Write the summary. Where the disk is full, that is logged.
+
+        Args:
+            outcome: done, stopped or failed. seconds: of this start.
+        """
+        with self._unless_full("summary"):
+            sums = totals(self._rows() or reports)
+            self._write_summary(outcome=outcome, **sums, wall_s=round(seconds, 3), **more)
 
     def _rows(self) -> list[RoundReport]:
         """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
@@ -198,8 +213,7 @@ class WorkerDirectory(RunDirectory):
     def add(self, report: EpochReport) -> None:
         """Append the report of an epoch. Epochs of an earlier start behind its checkpoint are removed.
 
-        Where the disk is full, that is logged, and it is written with the next one: the run is in the memory of its
-        ranks, and goes on.
+        Where the disk is full, that is logged, and it is written with the next one.
         """
         self._unwritten[report.epoch] = _line(report)
         lines, anew = self._unwritten, not self._written
@@ -207,16 +221,10 @@ class WorkerDirectory(RunDirectory):
             before = (entry for entry in self._entries() if entry["epoch"] < report.epoch)
             lines = lines | {entry["epoch"]: json_text(entry) + "\n" for entry in before}
         self._written = False  # if this fails, its last line may be cut off: the next one writes the file anew
-        try:
+        with self._unless_full("report", epoch=report.epoch):
             self._write_reports([lines[epoch] for epoch in sorted(lines)], anew=anew)
-        except OSError as error:
-            log.warning(
-                "report not written: training goes on, and it is written with the next one", epoch=report.epoch,
-                path=str(self.path), error=error.strerror,
-            )  # fmt: skip
-            return
-        self._written = True
-        self._unwritten.clear()
+            self._written = True
+            self._unwritten.clear()
 
     def reports(self) -> list[EpochReport]:
         """The epochs of all starts of the run."""
@@ -256,13 +264,11 @@ class WorkerDirectory(RunDirectory):
         return trace_of(self.path, self._rank)
 
     def finish(self, **entries: Any) -> None:
-        """Write the summary, with the best accuracy of all epochs of the run. Where the disk is full, that is logged:
-        how the run has ended matters more, and its checkpoint is there."""
-        try:
+        """Write the summary, with the best accuracy of all epochs of the run. Where the disk is full, that is
+        logged."""
+        with self._unless_full("summary"):
             known = [entry["accuracy"] for entry in self._entries() if entry.get("accuracy") is not None]
             self._write_summary(**entries, best_accuracy=max(known, default=None))
-        except OSError as error:
-            log.warning("summary not written", path=str(self.path), error=error.strerror)
 
 
 class FinishedRun(NamedTuple):
