@@ -702,7 +702,7 @@ class ElasticWorker(Worker):
         if hasattr(self, "_stepper"):
             await self._stepper.close()
         await self._compute.run(self._show, None)
-        await self._compute.run(self._training.give_up_step)
+        await self._compute.run(self._training.give_up_step, self.step)
         await self._end_transfers()
         await self._compute.run(self._note_place)
         if self._held is not None:  # the copy has not come: what this rank has is of there
