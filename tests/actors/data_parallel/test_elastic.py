@@ -691,6 +691,31 @@ def test_a_step_that_is_made_again_for_its_exchange_counts_once_in_the_loss_and_
         assert [(report.loss, report.train_metrics) for report in rank.reports] == [(1.0, {"batches": 13.0})]
 
 
+def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generations_and_by_who_joins(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_exchange_of(5, monkeypatch)
+
+    def scene(cast: Cast) -> None:
+        def overflow() -> None:
+            with torch.no_grad():
+                next(cast.ranks[1].worker.model.parameters()).fill_(torch.inf)
+
+        def wait_for_a_joiner(report: Any) -> None:
+            if report.step == 3:
+                cast.later(cast.start, 2)
+                cast.wait_for_a_joiner()
+
+        cast.start(0, 2, on_step=wait_for_a_joiner)
+        cast.start(1, 2, on_step=at_step(1, overflow))
+
+    ranks = play(place, scene, algorithm={"name": "diloco", "steps": 2}, epochs=2)
+    for rank in ranks.values():
+        assert rank.error is None
+        assert [report.skipped_exchanges for report in rank.reports] == [1, 0]
+    assert ranks[2].reports
+
+
 def test_state_of_the_optimizer_and_schedule_reach_the_one_that_joins(place: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
         cast.start(0, 1, on_step=ends_with([1, 2], cast, at_step(3, lambda: cast.later(cast.start, 4))))
