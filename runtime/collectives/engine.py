@@ -276,7 +276,8 @@ class Engine:
         return OperationKey(round_id, call, name, channel)
 
     def _count_of(self, round_id: int, name: str, channel: str) -> int:
-        return self._counts.get(channel, {}).get((round_id, name), 0)
+        counts = self._counts.get(channel)
+        return 0 if counts is None else counts.get((round_id, name), 0)
 
     def _remove(self, operation: Operation) -> None:
         with self._lock:
