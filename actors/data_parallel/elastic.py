@@ -80,7 +80,9 @@ from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
 
 # What ranks of one generation that stand at the same step have in common of a position; the rest is each one's own.
-_COMMON = ("step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "mean_loss")
+_COMMON = (
+    "step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "skipped_exchanges", "mean_loss",
+)  # fmt: skip
 
 MAX_RECORDED_BYTES = 1 << 30
 """Of the steps that a rank keeps while its copy of the state is on the way; before there are more, all wait for it."""
@@ -674,12 +676,14 @@ class ElasticWorker(Worker):
             are_there = all(map(any, of_ranks))
 
     def _note_place(self) -> None:
-        """Note where the epoch stands, for ranks of another number, and the loss. On the compute thread."""
+        """Note where the epoch stands, for ranks of another number, and the loss, for other steppers. On the compute
+        thread."""
         position, plan = self._position, self._plan
         if hasattr(self, "_stepper"):  # else somebody was lost before the first step
             self._note_mean_loss()
         if plan is not None and position.epoch_step:
             position.epoch_batches = plan.batches_done(position.epoch_step)
+            position.skipped_exchanges = self._skipped_exchanges
             self._training.note_sums(position)
         self._plan = None
 
@@ -702,7 +706,7 @@ class ElasticWorker(Worker):
         if hasattr(self, "_stepper"):
             await self._stepper.close()
         await self._compute.run(self._show, None)
-        await self._compute.run(self._training.give_up_step)
+        await self._compute.run(self._training.give_up_step, self.step)
         await self._end_transfers()
         await self._compute.run(self._note_place)
         if self._held is not None:  # the copy has not come: what this rank has is of there

@@ -149,7 +149,8 @@ class Replicas:
             "worker/distance", squares[0], round_id=step, timeout_s=self._timeout_s
         )
         distance = math.sqrt(sum(of_ranks) / len(of_ranks) / squares[1]) if squares[1] else 0.0
-        return MeanModel({name: (mean | rest)[name] for name in live}, distance)
+        mean |= rest
+        return MeanModel({name: mean[name] for name in live}, distance)
 
     @torch.no_grad()
     def exchange_with(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

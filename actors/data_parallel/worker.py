@@ -611,7 +611,7 @@ class Worker:
             train_metrics=combined(of_ranks[2]),
             test_samples=total, model="equal" if mean is None else "mean", params_hash=self._params_hash,
             consensus_distance=None if mean is None else mean.distance, skipped_steps=max(of_ranks[7]),
-            skipped_exchanges=self._stepper.skipped_exchanges - self._skipped_before,
+            skipped_exchanges=self._skipped_exchanges,
             density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
             wait_s_mean=(self._stepper.wait_s - clock.wait_before_s) / steps,
             bytes_out_per_step=(self._stepper.bytes_out - clock.bytes_before) / steps,
@@ -654,7 +654,7 @@ class Worker:
         await self._drain()
         if position.epoch_step:
             await self._compute.run(self._training.note_sums, position)
-            position.skipped_exchanges = self._stepper.skipped_exchanges - self._skipped_before
+            position.skipped_exchanges = self._skipped_exchanges
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
             model: Mapping[str, Tensor] = model_tensors(self.model)
@@ -677,6 +677,11 @@ class Worker:
         await self._compute.run(state.prune)
         self.profile.add_span("checkpoint", started_s, time.perf_counter())
         self._log.info("checkpoint", step=position.step, bytes=size)
+
+    @property
+    def _skipped_exchanges(self) -> int:
+        """Exchanges of weights in this epoch whose results were dropped, once it has begun."""
+        return self._stepper.skipped_exchanges - self._skipped_before
 
     def _note_mean_loss(self) -> None:
         """Note the newest loss where the algorithm goes by it, for who goes on from this position."""

@@ -209,23 +209,29 @@ def test_an_algorithm_is_given_the_mean_loss_of_the_last_step_with_equal_bits(ki
     told = [outcome.worker._training.algorithm.losses for outcome in outcomes]  # type: ignore[attr-defined]
     assert np.array_equal(told[0], told[1], equal_nan=True)
     means = [sum(pair) / 2 for pair in zip(tasks[0].losses, tasks[1].losses, strict=True)]
-    late = 0 if kind is ListensToWeights and not delay else 1  # weights after the step: its own loss is there already
+    # Weights after the step: its own loss is there already. Those that overlap with it are late as well with a delay.
+    late = 0 if kind is ListensToWeights or (kind is Overlapping and delay) else 1
     assert all(map(math.isnan, told[0][:late]))
     assert told[0][late:] == pytest.approx([*means[: 7 - late]])
 
 
 class DueByLoss(ListensToWeights):
-    """Keeps the losses by which it could say whether there is an exchange."""
+    """Keeps the losses by which it could say whether there is an exchange, and those of late results."""
 
     choice = "due-by-loss"
 
     def __init__(self, place: Place, options: Any) -> None:
         super().__init__(place, options)
         self.due: list[float] = []
+        self.late: list[float] = []
 
     def is_due(self, step: Step) -> bool:
         self.due.append(step.loss)
         return True
+
+    def applied_late(self, step: Step, live: Tensor, before: Tensor, result: Tensor) -> Tensor:
+        self.late.append(step.loss)
+        return super().applied_late(step, live, before, result)
 
 
 def test_a_rank_that_skips_its_own_step_does_not_count_in_the_loss_and_all_are_given_the_same() -> None:
@@ -236,7 +242,8 @@ def test_a_rank_that_skips_its_own_step_does_not_count_in_the_loss_and_all_are_g
     assert isinstance(mine, DueByLoss)
     assert isinstance(other, DueByLoss)
     assert np.array_equal(mine.losses, other.losses, equal_nan=True)
-    assert mine.losses[3] == tasks[1].losses[2]  # of the rank that made the step
+    assert mine.losses[2] == tasks[1].losses[2]  # of the rank that made the step
+    assert mine.late == other.late == mine.losses  # the same when the result is applied, whenever that is
     assert all(map(math.isnan, mine.due + other.due))  # it is not known, where the exchange before may go on
 
 

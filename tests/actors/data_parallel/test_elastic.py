@@ -25,8 +25,9 @@ from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
 from gradbus.actors.data_parallel import elastic, joining
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
-from gradbus.actors.data_parallel.training import ShardTraining
-from gradbus.models import ClassificationTask
+from gradbus.actors.data_parallel.training import ShardTraining, TrainingStep
+from gradbus.actors.data_parallel.weights import WeightStepper
+from gradbus.models import ClassificationTask, Metric
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
@@ -649,6 +650,71 @@ def test_a_rank_that_is_lost_between_two_exchanges_has_the_others_take_no_step_t
     assert ranks[0].error is None
     assert ranks[0].worlds == [2, 1]
     assert task.scheduled == ranks[0].worker.step
+
+
+def lose_the_exchange_of(number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rank 1 loses its group, once, when it has applied this step and its weights are to be exchanged. Returns the step
+    then."""
+    begin, lost = WeightStepper._begin_exchange, list[int]()
+
+    async def begin_or_lose(stepper: WeightStepper, step: TrainingStep, profile: Any) -> None:
+        if stepper._algorithm.place.rank == 1 and step.number == number and not lost:
+            lost.append(number)
+            raise PeerLost("world_1", {0: "has gone"})
+        await begin(stepper, step, profile)
+
+    monkeypatch.setattr(WeightStepper, "_begin_exchange", begin_or_lose)
+    return lost
+
+
+class EqualLosses(ClassificationTask):
+    """The loss of each batch is 1; a metric counts the batches."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return 0 * super().loss(model, batch) + 1, {"batches": Metric(1.0, kind="sum")}
+
+
+def test_a_step_that_is_made_again_for_its_exchange_counts_once_in_the_loss_and_the_metrics_of_the_epoch(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_the_exchange_of(3, monkeypatch)
+
+    def scene(cast: Cast) -> None:
+        for number in range(2):
+            task = EqualLosses(make_task()._make_model, make_task().data, batch_size=16)
+            cast.start(number, 2, task=task)
+
+    ranks = play(place, scene, algorithm={"name": "local-sgd", "steps": 4}, epochs=1)
+    assert lost == [3]
+    for rank in ranks.values():
+        assert rank.error is None
+        assert [(report.loss, report.train_metrics) for report in rank.reports] == [(1.0, {"batches": 13.0})]
+
+
+def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generations_and_by_who_joins(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_the_exchange_of(5, monkeypatch)
+
+    def scene(cast: Cast) -> None:
+        def overflow() -> None:
+            with torch.no_grad():
+                next(cast.ranks[1].worker.model.parameters()).fill_(torch.inf)
+
+        def wait_for_a_joiner(report: Any) -> None:
+            if report.step == 3:
+                cast.later(cast.start, 2)
+                cast.wait_for_a_joiner()
+
+        cast.start(0, 2, on_step=wait_for_a_joiner)
+        cast.start(1, 2, on_step=at_step(1, overflow))
+
+    ranks = play(place, scene, algorithm={"name": "diloco", "steps": 2}, epochs=2)
+    assert lost == [5]
+    for rank in ranks.values():
+        assert rank.error is None
+        assert [report.skipped_exchanges for report in rank.reports] == [1, 0]
+    assert ranks[2].reports
 
 
 def test_state_of_the_optimizer_and_schedule_reach_the_one_that_joins(place: dict[str, Any]) -> None:
