@@ -135,8 +135,8 @@ class RawEndpoints:
         try:  # else the receive thread would wait for it
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REMOVAL_S):
-                    while any(writer.is_writing for writer in self._writers):
-                        await asyncio.sleep(0.001)  # some thread is in DDS, for some milliseconds
+                    while any(writer.is_writing for writer in self._writers):  # noqa: ASYNC110 - in DDS, for some ms
+                        await asyncio.sleep(0.001)
         finally:
             removed = self._hand_over()
         if removed is None:

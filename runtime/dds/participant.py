@@ -137,10 +137,7 @@ class Writer:
         try:
             code = write(*arguments)
         finally:
-            with self._counting:
-                self._writes -= 1
-                if self._refuses_writes:  # somebody may be waiting for this
-                    self._none_left.notify_all()
+            self._end_write()
         if code == libddsc.RETCODE_TIMEOUT:
             self._refused_since_s = self._refused_since_s or time.monotonic()
             return False
@@ -148,6 +145,12 @@ class Writer:
         if code < 0:
             raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
         return True
+
+    def _end_write(self) -> None:
+        with self._counting:
+            self._writes -= 1
+            if self._refuses_writes:  # somebody may be waiting for this
+                self._none_left.notify_all()
 
     def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
         """See :func:`.libddsc.matched_readers`."""

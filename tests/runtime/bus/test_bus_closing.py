@@ -370,7 +370,8 @@ def test_nor_do_they_add_up_when_a_group_closes_and_others_use_the_bus(
     assert run(main) < WRITERS / 2
 
 
-def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place: dict[str, Any]) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place: dict[str, Any], times: int) -> None:
     before_s = sys.getswitchinterval()
 
     async def member() -> None:
@@ -379,8 +380,9 @@ def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place:
 
     async def main() -> None:
         running = asyncio.create_task(member())
-        await asyncio.sleep(0)
-        running.cancel()
+        for _ in range(times):
+            await asyncio.sleep(0)
+            running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         assert threads_of_gradbus() == []
