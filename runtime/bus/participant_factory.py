@@ -89,13 +89,20 @@ async def open_participant(make: Callable[[], Participant]) -> Participant:
     try:
         participant = await asyncio.shield(opening)
     except asyncio.CancelledError:
-        with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
-            participant = await opening
-            await asyncio.to_thread(participant.close)
+        closing = asyncio.ensure_future(_close_when_open(opening))
+        while not closing.done():  # however often it is cancelled: some tens of milliseconds, as to open it
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([closing])
         raise
     if participant.fast_path_fault is not None:
         log.warning("slow path", reason=participant.fast_path_fault, effect="large messages hold the GIL")
     return participant
+
+
+async def _close_when_open(opening: asyncio.Future[Participant]) -> None:
+    with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
+        participant = await opening
+        await asyncio.to_thread(participant.close)
 
 
 @contextlib.asynccontextmanager

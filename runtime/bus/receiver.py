@@ -183,7 +183,7 @@ class Receiver:
         changed: Collection[Channel | Writer]
         after_drain = endings = 0
         if is_woken:  # seldom
-            self._attach_and_delete()
+            self._attach_and_delete(may_delete=until_s == math.inf)
             after_drain, endings = len(self._after_drain), len(self._endings)  # later ones wake it again
             channels = list(self._endpoints.channels)
             changed = [*channels, *self._endpoints.writers]
@@ -207,12 +207,18 @@ class Receiver:
             self._after_drain.popleft()()
         return True
 
-    def _attach_and_delete(self) -> None:
-        removals = [self._removals.popleft() for _ in range(len(self._removals))]  # first: each has been added before
+    def _attach_and_delete(self, *, may_delete: bool) -> None:
+        """``may_delete``: False on an event loop that polls: DDS takes up to a second to delete a writer."""
+        count = len(self._removals)  # first: each has been added before
         while self._arrivals:
             self._endpoints.attach(self._arrivals.popleft())
-        if not removals:
+        if not count:
             return
+        if not may_delete:
+            self.thread.wake_io_thread()
+            self._waiter.wake()  # the guard has been reset, and the thread is to find it set
+            return
+        removals = [self._removals.popleft() for _ in range(count)]
         endpoints = [endpoint for endpoint, _ in removals]
         writers = [one for one in self._endpoints.writers if one in endpoints]
         if writers:

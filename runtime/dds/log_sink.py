@@ -73,13 +73,12 @@ class DdsLog:
         if self._read < 0 or not self._reading.acquire(blocking=False):
             return []
         try:
-            data = self._rest + os.read(self._read, READ_BYTES)
+            *whole, rest = (self._rest + os.read(self._read, READ_BYTES)).split(b"\n")
+            self._rest = rest[:MAX_LINE]
         except OSError:  # nothing
             return []
         finally:
             self._reading.release()
-        *whole, self._rest = data.split(b"\n")
-        self._rest = self._rest[-MAX_LINE:]
         return [_HEADER.sub("", line.decode("utf-8", "replace"))[:MAX_LINE] for line in whole]
 
     def tell(self) -> None:

@@ -148,7 +148,7 @@ def build_xml(config: NetworkConfig, *, user_document: str | None = None) -> str
         name = element.get("name")
         if name:
             check_interface(name)
-    return ET.tostring(tree, encoding="unicode")
+    return str(ET.tostring(tree, encoding="us-ascii"), "ascii")  # the binding takes no other letters
 
 
 def leaves_machine(document: str) -> bool:

@@ -43,7 +43,10 @@ from gradbus.runtime.dds.log_sink import dds_log
 from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.dds.network import NetworkConfig, build_xml, leaves_machine
 from gradbus.runtime.dds.topics import Topic
-from gradbus.runtime.errors import BusError
+from gradbus.runtime.errors import BusClosed, BusError
+from gradbus.runtime.logs import get_logger
+
+log = get_logger("bus")
 
 _TYPES: dict[str, Any] = {
     "TrainCmd": idl_types.TrainCmdType,
@@ -53,6 +56,7 @@ _TYPES: dict[str, Any] = {
 }
 PERIOD_S = 0.002  # how often the thread of a bus calls what waits for an answer that comes soon
 MAX_DELETING = 64  # writers at the same time, each on a thread
+MAX_WRITE_S = 60.0  # DDS gives up after the topic's block_s; the rest is for a thread that does not get to run
 _ANY = InstanceState.Any | SampleState.Any | ViewState.Any
 
 
@@ -68,6 +72,10 @@ class Writer:
         self.has_new_readers = False  # or has lost some, since somebody looked at who they are
         self._awaited_since_s = 0.0
         self._refused_since_s = 0.0
+        self._counting = threading.RLock()
+        self._none_left = threading.Condition(self._counting)
+        self._writes = 0  # under way
+        self._refuses_writes = False
         self.deleted: Callable[[], None] = _nothing
 
     def refresh(self) -> bool:
@@ -83,21 +91,19 @@ class Writer:
 
         Returns:
             False if it could not be done within the topic's ``block_s``: a reader's queue is full.
+
+        Raises:
+            BusError: DDS refuses the sample. BusClosed: the writer is being deleted.
         """
         if self._sertype is not None and parts:
             prefix = self.idl_type.prefix(*fields, sum(map(len, parts)))
-            code = libddsc.write(self.entity._ref, self._sertype, (prefix, *parts))
-        elif self._sertype is not None:
-            code = libddsc.write(self.entity._ref, self._sertype, (self.idl_type(*fields).serialize(),))
-        else:
-            # The binding wants one contiguous sample: one copy more, and the GIL is held. That is the fallback.
-            sample = self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
-            try:
-                self.entity.write(sample)
-                code = libddsc.RETCODE_OK
-            except DDSException as error:
-                code = error.code
-        return self._is_taken(code)
+            return self._is_taken(libddsc.write, self.entity._ref, self._sertype, (prefix, *parts))
+        if self._sertype is not None:
+            serialized = (self.idl_type(*fields).serialize(),)
+            return self._is_taken(libddsc.write, self.entity._ref, self._sertype, serialized)
+        # The binding wants one contiguous sample: one copy more, and the GIL is held. That is the fallback.
+        sample = self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
+        return self._is_taken(_write_by_binding, self.entity, sample)
 
     def write_sealed(
         self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
@@ -117,12 +123,21 @@ class Writer:
         else:
             head = self.idl_type.prefix(*clear, envelope.size) + envelope.header
             room = envelope.size - len(envelope.header)
-            taken = self._is_taken(libddsc.write_made(self.entity._ref, self._sertype, head, room, envelope.seal_into))
+            made = (head, room, envelope.seal_into)
+            taken = self._is_taken(libddsc.write_made, self.entity._ref, self._sertype, *made)
         if taken:
             envelope.written()
         return taken
 
-    def _is_taken(self, code: int) -> bool:
+    def _is_taken(self, write: Callable[..., int], *arguments: Any) -> bool:
+        with self._counting:
+            if self._refuses_writes:
+                raise BusClosed(f"topic {self.topic.name!r}: its writer is being deleted")
+            self._writes += 1
+        try:
+            code = write(*arguments)
+        finally:
+            self._end_write()
         if code == libddsc.RETCODE_TIMEOUT:
             self._refused_since_s = self._refused_since_s or time.monotonic()
             return False
@@ -130,6 +145,12 @@ class Writer:
         if code < 0:
             raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
         return True
+
+    def _end_write(self) -> None:
+        with self._counting:
+            self._writes -= 1
+            if self._refuses_writes:  # somebody may be waiting for this
+                self._none_left.notify_all()
 
     def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
         """See :func:`.libddsc.matched_readers`."""
@@ -163,10 +184,38 @@ class Writer:
         finally:
             self._awaited_since_s = 0.0
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether some thread is writing a sample."""
+        return self._writes > 0
+
+    def refuse_writes(self) -> None:
+        """Write nothing more from now on. Does not wait for what is being written."""
+        with self._counting:
+            self._refuses_writes = True
+
+    def wait_for_writes(self, timeout_s: float) -> bool:
+        """Whether nothing is being written any more, within so long, after :meth:`refuse_writes`. Blocks."""
+        with self._none_left:
+            return self._none_left.wait_for(lambda: not self._writes, timeout=timeout_s)
+
     def delete(self) -> None:
-        """Take it out of DDS; it must not be used any more."""
-        domains.delete(self.entity)
-        self.deleted()
+        """Take it out of DDS. A write that is under way ends before, as it uses what DDS knows of the type: that goes
+        with the last writer. One that does not end has the writer left as it is."""
+        self.refuse_writes()
+        if self.wait_for_writes(MAX_WRITE_S):
+            domains.delete(self.entity)
+            self.deleted()
+        else:
+            log.error("writer not deleted: a write does not end", topic=self.topic.name, waited_s=MAX_WRITE_S)
+
+
+def _write_by_binding(entity: Any, sample: Any) -> int:
+    try:
+        entity.write(sample)
+    except DDSException as error:
+        return int(error.code)
+    return libddsc.RETCODE_OK
 
 
 class Reader:
@@ -445,6 +494,8 @@ class Participant:
                 _delete_at_once([one for one in self._endpoints if isinstance(one, Reader)])
             if entity is self._publisher:
                 delete_together([one for one in self._endpoints if isinstance(one, Writer)])
+                if self._endpoints:  # a write that does not end: what it uses stays, with all that it belongs to
+                    return
             domains.delete(entity)
         self._made.clear()
         self.topics.close()  # after their readers and writers
@@ -466,7 +517,9 @@ def delete_together(writers: Sequence[Writer]) -> None:
     so those are deleted at the same time."""
     late = []
     for writer in writers:
-        if writer.wait_for_acks(0.0):
+        writer.refuse_writes()
+    for writer in writers:
+        if not writer.is_writing and writer.wait_for_acks(0.0):
             writer.delete()
         else:
             late.append(writer)

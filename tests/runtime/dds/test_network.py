@@ -203,6 +203,13 @@ def test_a_document_as_cyclone_documents_it_with_a_namespace_is_taken() -> None:
     assert [e.text for e in tree.findall("Domain/General/FragmentSize")] == ["4000B"]
 
 
+def test_letters_beyond_ascii_reach_cyclone_which_is_given_ascii_alone() -> None:
+    path = "<Domain><Tracing><OutputFile>/tmp/größe-日.log</OutputFile></Tracing></Domain>"
+    document = build_xml(NetworkConfig(), user_document=f"<CycloneDDS>{path}</CycloneDDS>")
+    assert document.isascii()
+    assert [e.text for e in ET.fromstring(document).iter("OutputFile")] == ["/tmp/größe-日.log"]
+
+
 def test_a_document_without_the_outermost_element_is_taken_as_cyclone_takes_it() -> None:
     tree = built(NetworkConfig(), "<Domain><General><FragmentSize>4000B</FragmentSize></General></Domain>")
     assert text(tree, "General/FragmentSize") == "4000B"
