@@ -51,7 +51,7 @@ class BestModel:
         Raises:
             CheckpointError: the folder cannot be used. ConfigError: there is none.
         """
-        self._metric, self._mode, self._state = settings.keep_best, settings.best_mode, state
+        self._metric, self._mode, self._state = settings.keep_best, settings.best_mode or "min", state
         self._least_answered = least_answered
         self._store: CheckpointStore | None = None
         self.best: Best | None = None

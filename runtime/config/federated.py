@@ -21,6 +21,7 @@ from gradbus.runtime.choices import (
 )
 from gradbus.runtime.config.settings import (
     CheckpointSettings,
+    Duration,
     Fraction,
     HistorySettings,
     NonNegative,
@@ -86,13 +87,13 @@ class ClientsSettings(Settings):
     min: Annotated[int, Field(ge=1)] = 1
     """Least number of updates that make a round once its deadline has passed, and least number of clients to start
     with."""
-    start_timeout_s: Positive = 120.0
+    start_timeout_s: Duration = 120.0
     """Seconds after which the run fails if there are fewer than `min`."""
     start_grace_s: NonNegative = 10.0
     """Seconds to wait for the remaining expected clients once there are `min`."""
-    heartbeat_s: Positive = 0.5
+    heartbeat_s: Annotated[float, Field(ge=0.01, le=3600)] = 0.5
     """Seconds between two heartbeats of the controller and of each client."""
-    dead_after_s: Positive = 30.0
+    dead_after_s: Duration = 30.0
     """Silence, in seconds, after which a client that does not train counts as hanging: rounds do not wait for it until
     its next message. The end of a process is noticed without it, by the kernel or by the DDS lease, and a client that
     trains may be silent for `round.timeout_s`. At least 3 x `heartbeat_s`."""
@@ -112,7 +113,7 @@ class ClientsSettings(Settings):
 class RoundSettings(Settings):
     """When a round ends."""
 
-    timeout_s: Positive = 300.0
+    timeout_s: Duration = 300.0
     """Deadline of a round, in seconds after its command."""
     timeout_times_median: Annotated[float, Field(ge=1, le=1000)] | None = None
     """Deadline of a round as a multiple of the median time of the last five, within `timeout_s`, which holds for the
@@ -298,7 +299,7 @@ class EvaluationSettings(Settings):
     least_answered: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the asked clients that have to have found a metric, so that `early_stop` and `checkpoint.keep_best` go
     by it. Else the evaluation counts as none."""
-    timeout_s: Positive = 60.0
+    timeout_s: Duration = 60.0
     """Deadline of an evaluation, in seconds. What has not come by then is missing, and the run goes on."""
     maximize: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
         default=["accuracy", "auc", "f1", "iou", "precision", "r2", "recall"]
@@ -335,13 +336,13 @@ class SecureAggregationSettings(Settings):
     least: with fewer there is no sum. A lower one tolerates more that drop out. Where some clients work for the
     controller, the others are safe as long as these are less than twice this share less one: with 2/3, less than a
     third."""
-    keys_timeout_s: Positive = 10.0
+    keys_timeout_s: Duration = 10.0
     """Seconds after the command of a round for which the keys of its clients are waited for. Who is late is not in its
     sum."""
-    shares_timeout_s: Positive = 10.0
+    shares_timeout_s: Duration = 10.0
     """Seconds after that for which the shares are waited for that let the others take off the masks of a client that
     drops out. Clients train meanwhile."""
-    unmask_timeout_s: Positive = 10.0
+    unmask_timeout_s: Duration = 10.0
     """Seconds after the last masked update for which answers of `threshold` of the clients are waited for."""
 
     @property
@@ -359,8 +360,8 @@ class EarlyStopSettings(Settings):
     """What is to improve: `eval_loss`, `accuracy`, or another metric of the task's evaluation, by its name; or one that
     the clients have found, such as `client.loss`, the mean, `client.loss.median`, which a few clients cannot move, or
     `client.loss.max`; see docs/evaluation.md."""
-    mode: Literal["min", "max"] = "min"
-    """Whether a small value of it is good, or a large one."""
+    mode: Literal["min", "max"] | None = None
+    """Whether a small value of it is good, or a large one. null: a large one of those in `evaluation.maximize`."""
     min_delta: NonNegative = 0.0
     """By how much it has to be better to count as an improvement."""
 
@@ -373,8 +374,9 @@ class InitialCheckpointSettings(CheckpointSettings):
     keep_best: MetricName | None = None
     """Metric by which the best model so far is kept beside the newest ones, such as `eval_loss`, `accuracy` or
     `client.loss`; `gradbus export --best` writes it. null: none is kept."""
-    best_mode: Literal["min", "max"] = "min"
-    """Whether a small value of that metric is good, or a large one."""
+    best_mode: Literal["min", "max"] | None = None
+    """Whether a small value of that metric is good, or a large one. null: a large one of those in
+    `evaluation.maximize`."""
 
 
 class RunHistorySettings(HistorySettings):
@@ -466,6 +468,13 @@ class FederatedConfig(Settings):
                     )
         return self
 
+    def mode_of(self, metric: str, mode: Literal["min", "max"] | None) -> Literal["min", "max"]:
+        """Whether a small value of a metric is good, or a large one; ``mode``: what its setting says."""
+        name, _, over_clients = metric.removeprefix(OF_CLIENTS).rpartition(".")
+        if not metric.startswith(OF_CLIENTS) or over_clients not in ("median", "std", "min", "max"):
+            name, over_clients = metric.removeprefix(OF_CLIENTS), ""
+        return mode or ("max" if name in self.evaluation.maximize and over_clients != "std" else "min")
+
     def _check_metric(self, key: str, metric: str) -> None:
         """Raises ValueError: the evaluation that finds the metric never happens."""
         if metric.startswith(OF_CLIENTS):
@@ -517,11 +526,11 @@ class UpstreamConfig(Settings):
     deadline_share: Fraction = 0.8
     """Share of the deadline of the level above after which a round of this site ends, as `federated.round.timeout_s`,
     which may be shorter, but not longer. The rest is for the way of its sum."""
-    timeout_s: Positive = 600.0
+    timeout_s: Duration = 600.0
     """Silence of the level above, in seconds, after which the site gives up: at its start, and without `alone`."""
     alone: bool = True
     """Whether a site that is cut off from the level above goes on with rounds of its own."""
-    alone_after_s: Positive = 30.0
+    alone_after_s: Duration = 30.0
     """Silence of the level above, in seconds, after which a site counts as cut off."""
     rejoin: Literal["drop", "contribute"] = "drop"
     """What becomes of the rounds that a site did alone when the level above is back; they are kept on the disk in any
@@ -551,7 +560,7 @@ class ClientConfig(Settings):
     """Least number of clients whose sum hides an update of this one: with a controller that masks none, it takes no
     part at all, and with `federated.secure_aggregation` in no attempt of which the sum of fewer could be had, by itself
     or with the sums of other attempts at the round. 0: the controller decides, and no sum is of one client."""
-    controller_timeout_s: Positive = 600.0
+    controller_timeout_s: Duration = 600.0
     """Silence of the controller, in seconds, after which the client gives up."""
     share_model: bool = False
     """Whether the model that this client's last training has made may be shown to the other clients, for

@@ -26,6 +26,7 @@ MAX_FILE_MEMORY = 32 << 20  # that reading one may take: tables within tables ta
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Duration = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]  # seconds; the wire takes no more
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -311,4 +312,8 @@ def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], 
         if not isinstance(inner, dict):
             raise ConfigError(f"{_short('.'.join(path))}: {_short(step)!r} is not a section")
         values = inner
+    before = values.get(path[-1])
+    if _field_type(kind, path[-1]) is Choice and isinstance(value, str) and isinstance(before, dict):
+        if "name" not in before:  # options that were given before the choice that they are of
+            value = {"name": value, **before}
     values[path[-1]] = value
