@@ -313,7 +313,7 @@ def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], 
             raise ConfigError(f"{_short('.'.join(path))}: {_short(step)!r} is not a section")
         values = inner
     before = values.get(path[-1])
-    if _field_type(kind, path[-1]) is Choice and isinstance(value, str) and isinstance(before, dict):
-        if "name" not in before:  # options that were given before the choice that they are of
-            value = {"name": value, **before}
+    has_options = isinstance(before, dict) and "name" not in before
+    if has_options and isinstance(value, str) and _field_type(kind, path[-1]) is Choice:
+        value = {"name": value, **before}  # they were given before the choice that they are of
     values[path[-1]] = value
