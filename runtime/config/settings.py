@@ -313,7 +313,7 @@ def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], 
             raise ConfigError(f"{_short('.'.join(path))}: {_short(step)!r} is not a section")
         values = inner
     before = values.get(path[-1])
-    has_options = isinstance(before, dict) and "name" not in before
-    if has_options and isinstance(value, str) and _field_type(kind, path[-1]) is Choice:
-        value = {"name": value, **before}  # they were given before the choice that they are of
+    is_choice = isinstance(value, str) and _field_type(kind, path[-1]) is Choice
+    if is_choice and isinstance(before, dict) and "name" not in before:
+        value = {"name": value, **before}  # options that were given before the choice that they are of
     values[path[-1]] = value
