@@ -159,6 +159,7 @@ def test_elastic_ranks_go_on_while_enough_of_them_are_left_whichever_they_are(co
     assert planned.goes_on_without({1})
     assert planned.goes_on_without({0, 3})
     assert not planned.goes_on_without({0, 1, 3})
+    assert planned.ends_together
 
 
 @pytest.mark.parametrize("text", ["2", "4:2", "0:3", "a:b", "2:"])
