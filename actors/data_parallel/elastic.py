@@ -152,6 +152,7 @@ class ElasticWorker(Worker):
         self._has_opened = self._has_ended = False
         self._synced = -1  # the generation whose state this rank has; -1: none but that of its own model
         self._schedule_steps = 0
+        self._data: dict[str, Any] = {}  # what must be equal of the data
         self._saved: Checkpoint | None = None
         self._unsaved: CheckpointError | None = None  # why this rank could not write the newest one
         self._plan: ElasticPlan | None = None
@@ -292,6 +293,7 @@ class ElasticWorker(Worker):
             await self._compute.run(self._hold_directory, True)
             self._saved = await self._compute.run(self._find_checkpoint)
             await self._compute.run(self._check_data)
+        self._data = await self._compute.run(training.data_facts)
         label = training.label
         settings = {
             **config.shared({"name": label.name, **label.options}),
@@ -299,7 +301,7 @@ class ElasticWorker(Worker):
         }
         return {
             "model": _hash(describe_layout(self.model)), "settings": _hash(settings),
-            "data": _hash(await self._compute.run(training.num_batches, 0)), "version": _hash([PROTOCOL, VERSION]),
+            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION]),
         }  # fmt: skip
 
     def _hold_directory(self, begins: bool) -> None:
@@ -354,13 +356,16 @@ class ElasticWorker(Worker):
             "settings": config.shared({"name": training.label.name, **training.label.options}),
             "synced": self._synced, "broken": self._broken, "is_stopped": self._is_stopped,
             "step": stands.step, "epoch": stands.epoch,
-            "schedule_steps": self._schedule_steps, "batches": await compute.run(training.num_batches, 0),
+            "schedule_steps": self._schedule_steps, "data": self._data,
             "begins": self._has_seen_all and not self._place.number,
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
         hellos = await group.all_gather_object("elastic/hello", hello, timeout_s=config.timeouts.join_s)
         check_equal("settings", [hello["settings"] for hello in hellos])
-        check_equal("data", [{"batches of an epoch": hello["batches"]} for hello in hellos])
+        check_equal(
+            "data", [hello["data"] for hello in hellos],
+            hint="Start all processes with the same data set, its options included, and the same batch size",
+        )  # fmt: skip
         check_equal_layouts([hello["layout"] for hello in hellos])
         # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs.
         places = [(hello["synced"], hello["step"], hello["epoch"]) for hello in hellos]

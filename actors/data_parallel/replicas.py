@@ -39,15 +39,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return parameters | {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
 
 
-def check_equal(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError: a rank's values differ from those of most ranks; the text names ranks, keys and values."""
+def check_equal(what: str, of_ranks: Sequence[Mapping[str, Any]], hint: str = "") -> None:
+    """Raises ConfigError: a rank's values differ from those of most ranks; the text names ranks, keys and values, and
+    ends with what to do (``hint``)."""
     for key in dict.fromkeys(key for values in of_ranks for key in values):
         found = [repr(values.get(key, "missing")) for values in of_ranks]
         usual = max(Counter(found).items(), key=lambda item: (item[1], item[0] == found[0]))[0]
         odd = [rank for rank, value in enumerate(found) if value != usual]
         if odd:
             differing = ", ".join(f"rank {rank} has {found[rank]}" for rank in odd)
-            raise ConfigError(f"{what} must be equal on all ranks: {key} is {usual}, but {differing}")
+            raise ConfigError(
+                f"{what} must be equal on all ranks: {key} is {usual}, but {differing}{hint and f'. {hint}'}"
+            )
 
 
 def check_equal_layouts(of_ranks: Sequence[Sequence[str]]) -> None:

@@ -294,6 +294,12 @@ class ShardTraining:
         rank, world = place or self._data_place
         return self._task.num_batches(rank=rank, world=world, epoch=epoch)
 
+    def data_facts(self) -> dict[str, Any]:
+        """Return what is known of the data that all ranks have, where they come and go."""
+        facts: dict[str, Any] = {"batches of an epoch": self.num_batches(0)}
+        data_digest = getattr(self._task, "data_digest", None)
+        return facts if data_digest is None else facts | {"digest": str(data_digest())}
+
     def start_epoch(self, plan: EpochPlan, position: Position) -> None:
         """From its beginning, or from where the run stands."""
 

@@ -235,6 +235,8 @@ class GenerationAgreement:
             if self._founders:
                 return f"the processes {missing} of {self._founders}" if missing else "the first generation"
             return "a group that it can join"
+        if self.misfit:
+            return ""  # it is refused, and never gets a place
         if not self.is_member:
             return f"a place in generation {self.generation + 1}, which has at most {self.max_world} members"
         alive = [member for member in self.members if member not in self._gone]
@@ -244,6 +246,21 @@ class GenerationAgreement:
         if self.lacks:
             return f"{self.lacks} more to join: at least {self.min_world} members are needed"
         return ""
+
+    @property
+    def ready(self) -> int:
+        """Number of processes that are there for the generation that this one waits for, itself included if it is one
+        of those that make it."""
+        if self.generation or not self._founders:
+            return len(self.members) - len(self.unreached)
+        return len({self.me.number, *(member.number for member in self._fresh)})
+
+    @property
+    def needed(self) -> int:
+        """Number of processes that have to be there for that."""
+        if self.generation or not self._founders:
+            return self.min_world
+        return self.ready + len(self._missing_founders)
 
     @property
     def lacks(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ddp_scene import make_task, new_place, train, vector
+from ddp_scene import make_task, new_place, small_mlp, train, vector
 from group_node import LEASE_S
 from settings import nested
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
 from gradbus.actors.data_parallel.training import ShardTraining, TrainingStep
 from gradbus.actors.data_parallel.weights import WeightStepper
-from gradbus.models import ClassificationTask, Metric
+from gradbus.models import ClassificationTask, Metric, glyphs
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
@@ -309,9 +310,69 @@ def test_whoever_stops_to_take_reports_has_left_the_group_by_then(
 
 def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: dict[str, Any]) -> None:
     other = make_task(lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
+    assert "its model differs" in str(refusal_of_one_that_joins(place, other))
+
+
+def other_data() -> ClassificationTask:
+    """As many samples as the others have, from another seed."""
+    return ClassificationTask(small_mlp, glyphs(seed=1, train=200, test=101), batch_size=16)
+
+
+def test_one_with_other_data_of_equal_size_is_refused_by_name_and_the_run_goes_on(place: dict[str, Any]) -> None:
+    text = str(refusal_of_one_that_joins(place, other_data()))
+    assert "its data differs from that of the members. Start it with the same configuration, data" in text
+
+
+def test_one_of_another_version_is_refused_by_name_and_the_run_goes_on(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def newer() -> None:  # the others have told theirs by now
+        monkeypatch.setattr(elastic, "VERSION", elastic.VERSION + 1)
+
+    assert "its version differs" in str(refusal_of_one_that_joins(place, make_task(), before=newer))
+
+
+def test_founders_with_other_data_of_equal_size_are_refused_by_name(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        for number in range(3):
+            cast.start(number, 3, task=other_data() if number == 1 else make_task())
+
+    for rank in play(place, scene).values():
+        assert isinstance(rank.error, ConfigError)
+        assert re.search(
+            r"^data must be equal on all ranks: digest is '\w+', but rank 1 has '\w+'\. Start all processes with the same",
+            str(rank.error),
+        )
+
+
+class WithoutDigest:
+    """A task of one's own."""
+
+    def __init__(self, task: ClassificationTask) -> None:
+        for name in ("build_model", "prepare_shard", "num_batches", "batches", "loss", "evaluate_shard"):
+            setattr(self, name, getattr(task, name))
+
+
+def test_of_a_task_without_a_digest_the_numbers_of_batches_are_compared(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 2, task=WithoutDigest(make_task()))
+        cast.start(1, 2, task=WithoutDigest(make_task(batch_size=8)))
+
+    for rank in play(place, scene).values():
+        assert "data must be equal on all ranks: batches of an epoch is" in str(rank.error)
+
+
+def refusal_of_one_that_joins(
+    place: dict[str, Any], task: Any, before: Callable[[], object] = lambda: None
+) -> ConfigError:
+    """What process 1 ends with, while process 0 trains. ``before``: called before it starts."""
 
     def scene(cast: Cast) -> None:
-        start = at_step(2, lambda: cast.later(cast.start, 1, task=other))
+        def begin() -> None:
+            before()
+            cast.later(cast.start, 1, task=task)
+
+        start = at_step(2, begin)
 
         def until_refused(report: Any) -> bool:
             start(report)
@@ -323,7 +384,7 @@ def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: di
     assert ranks[0].error is None
     assert ranks[0].worlds == [1]
     assert isinstance(ranks[1].error, ConfigError)
-    assert "its model differs" in str(ranks[1].error)
+    return ranks[1].error
 
 
 def one_joins_and_one_is_lost(cast: Cast) -> None:

@@ -307,8 +307,15 @@ def test_members_that_all_leave_may_go_although_somebody_waits_for_a_place(max_w
 def test_one_that_does_not_fit_stays_outside_and_knows_why() -> None:
     network, members = founded(2)
     stranger = network.start(2, traits={**TRAITS, "model": 9})
-    network.run(lambda: bool(stranger.misfit))
+    said = [stranger.waits_for]
+
+    def is_refused() -> bool:
+        said.append(stranger.waits_for)
+        return bool(stranger.misfit)
+
+    network.run(is_refused)
     assert stranger.misfit == "model"
+    assert set(said) == {"a group that it can join", ""}  # and no place, which it never gets
     for _ in range(10):
         network.step()
     assert not members[0].change_is_wanted

@@ -128,7 +128,7 @@ def test_one_that_nobody_meets_says_whom_it_waits_for(run: Run, place: dict[str,
     async def main() -> None:
         limits = ElasticLimits(min_world=2, max_world=4, wait_s=0.5)
         async with process(place, 0, 3, limits) as generations:
-            with pytest.raises(BarrierTimeout, match=r"waits for the processes \[1, 2\] of 3"):
+            with pytest.raises(BarrierTimeout, match=r"waits for the processes \[1, 2\] of 3\): 1 of 3 ready"):
                 async with generations.next_group():
                     pass
 
