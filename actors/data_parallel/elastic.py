@@ -61,7 +61,7 @@ from gradbus.actors.data_parallel.state import (
 )
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan
-from gradbus.actors.data_parallel.worker import EpochClock, Worker
+from gradbus.actors.data_parallel.worker import Worker
 from gradbus.runtime.algorithms.base import Step
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import Checkpoint
@@ -574,8 +574,8 @@ class ElasticWorker(Worker):
         )  # fmt: skip
         return self._plan
 
-    async def _one_step(self, plan: EpochPlan, clock: EpochClock) -> None:
-        await super()._one_step(plan, clock)
+    async def _one_step(self, plan: EpochPlan) -> None:
+        await super()._one_step(plan)
         if self._arriving is not None and self._arriving.done():
             await self._catch_up()
         elif not self._are_equal:

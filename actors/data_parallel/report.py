@@ -32,7 +32,8 @@ class EpochReport:
         skipped_exchanges: exchanges of weights in the epoch of which all ranks dropped the result, for it had NaN or
             infinity on some rank.
         density: share of the gradient's entries that was sent.
-        step_s_mean: seconds a step took. wait_s_mean: of these, waiting for the others and the network.
+        step_s_mean: seconds a step took, with its share of the wait for what was on its way at the end of the epoch and
+            before checkpoints. wait_s_mean: of these, waiting for the others and the network.
         bytes_out_per_step: payload handed to DDS.
         seconds: the epoch, evaluation included.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,35 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_midst_of_an_epoch_with_the_same_
             other.reports[-1].loss,
             other.reports[-1].accuracy,
         )
+
+
+class Late(ClassificationTask):
+    """The last of three batches takes long."""
+
+    number = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.number += 1
+        if self.number == 3:
+            time.sleep(0.3)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"delay_steps": 1}, {"algorithm": "diloco", "algorithm__steps": 3, "algorithm__delay": 1}],
+    ids=["delay_steps", "diloco"],
+)
+def test_waiting_for_what_is_on_its_way_when_an_epoch_ends_is_a_part_of_the_time_of_its_steps(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    late = Late(small_mlp, data(), batch_size=16)
+    saves = {"checkpoint__dir": tmp_path, "checkpoint__every_steps": 3}
+    outcomes = train(make_task(), late, max_steps=4, eval_every_epochs=0, **saves, **settings)
+    for outcome in succeeded(outcomes):
+        (report,) = outcome.reports
+        assert 0 <= report.wait_s_mean <= report.step_s_mean
+    assert 4 * outcomes[0].reports[0].wait_s_mean > 0.1  # it has waited for the late one
 
 
 class Spoils(ClassificationTask):
