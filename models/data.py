@@ -68,9 +68,9 @@ class DataSplit:
         return replace(self, train=self.train.to(device), test=None if self.test is None else self.test.to(device))
 
     def digest(self) -> str:
-        """Equal for equal data, whatever device they are on: of the size, types and shapes of both sets, and of the bits
-        of some hundred samples, evenly spaced, with their labels. Sets that differ in other samples alone have one
-        digest."""
+        """Equal for equal data, whatever device they are on: of the size, types and shapes of both sets, and of the
+        bits of some hundred samples, evenly spaced, with their labels. Sets that differ in other samples alone have
+        one digest."""
         digest = hashlib.blake2b(digest_size=8)
         for part in (self.train, self.test):
             if part is None:

@@ -44,8 +44,8 @@ class Launch:
     ``command`` gets the rank, and whether it is started again. A variable that is None is removed. ``grace_s``: between
     the request to end and the kill. ``name``: of a rank, for people. ``goes_on_without``: whether the others go on when
     these ranks have failed. ``restarts``: how often ranks that something has killed are started again in all.
-    ``ends_together``: whether the run has ended for all ranks when one of them ends well, so that nobody goes on without
-    one that fails after that. ``program``: the command of ``gradbus`` that says so.
+    ``ends_together``: whether the run has ended for all ranks when one of them ends well, so that nobody goes on
+    without one that fails after that. ``program``: the command of ``gradbus`` that says so.
     """
 
     world: int

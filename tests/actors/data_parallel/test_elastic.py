@@ -340,7 +340,7 @@ def test_founders_with_other_data_of_equal_size_are_refused_by_name(place: dict[
     for rank in play(place, scene).values():
         assert isinstance(rank.error, ConfigError)
         assert re.search(
-            r"^data must be equal on all ranks: digest is '\w+', but rank 1 has '\w+'\. Start all processes with the same",
+            r"^data must be equal on all ranks: digest is '\w+', but rank 1 has '\w+'\. Start all processes with",
             str(rank.error),
         )
 
