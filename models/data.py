@@ -81,7 +81,7 @@ class DataSplit:
                 count = min(len(part), _DIGEST_SAMPLES)
                 some = part.subset(torch.arange(count) * len(part) // count).to("cpu")
                 for tensor in (some.images, some.labels):
-                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
