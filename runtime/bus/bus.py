@@ -361,7 +361,7 @@ class Bus:
 
     def _shut_down(self, finished: asyncio.Future[int], ports: list[RawEndpoints]) -> None:
         for port in ports:
-            port.stop_writing()
+            port.refuse_writes()
         self._thread.join(3.0)
         self._sender.join(3.0)
         self._participant.close()
