@@ -140,23 +140,18 @@ class RawEndpoints:
             return  # the receive thread has ended meanwhile: the bus takes everything with it
 
     def _hand_over(self) -> asyncio.Event | None:
-        """Have the receive thread delete all. Returns what tells of it; None: it does not, or there is nothing."""
+        """Have the receiver delete all. Returns what tells of it; None: it does not, or there is nothing."""
         endpoints: list[Channel | Writer] = [*self._channels, *self._writers]
         self._channels, self._writers = [], []
         if not endpoints or not self._receiver.thread.is_alive() or self._receiver.thread.fault is not None:
             return None
         loop, removed = asyncio.get_running_loop(), asyncio.Event()
-        left = len(endpoints)
 
-        def one_less() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(removed.set)
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(removed.set)
 
-        for endpoint in endpoints:
-            self._receiver.remove(endpoint, one_less)
+        self._receiver.remove(endpoints, tell)
         return removed
 
 

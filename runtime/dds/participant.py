@@ -472,7 +472,10 @@ class Participant:
 
     def _forget(self, endpoint: Reader | Writer) -> None:
         """On any thread, and on several at once."""
-        self._endpoints.discard(endpoint)
+        try:
+            self._endpoints.remove(endpoint)
+        except KeyError:  # another thread has deleted it, too
+            return
         self.topics.leave(endpoint.topic.name)
 
     def _new_topic(self, participant: Any, name: str, idl_type: Any) -> Any:
@@ -491,11 +494,9 @@ class Participant:
         self._is_open = False
         for entity in reversed(self._made):
             if entity is self._subscriber:
-                # DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits
-                # for that thread. One after the other, the first would wait for the last for ever.
-                _delete_at_once([one for one in self._endpoints if isinstance(one, Reader)])
+                delete_together([one for one in self._endpoints if isinstance(one, Reader)], [])
             if entity is self._publisher:
-                delete_together([one for one in self._endpoints if isinstance(one, Writer)])
+                delete_together([], [one for one in self._endpoints if isinstance(one, Writer)])
                 if any(isinstance(one, Writer) for one in self._endpoints):
                     return  # a thread is in a write: what it uses must stay
             domains.delete(entity)
@@ -514,9 +515,14 @@ def _wrapped(entity: Any, status: int, wrap: Callable[[], E]) -> E:
         raise
 
 
-def delete_together(writers: Sequence[Writer]) -> None:
-    """Delete writers in about a second. DDS takes so long for each that has samples which a reader did not acknowledge,
-    so those are deleted at the same time, and those that wait for a write."""
+def delete_together(readers: Sequence[Reader], writers: Sequence[Writer]) -> None:
+    """Delete readers and then writers in about a second. DDS takes so long for each writer that has samples which a
+    reader did not acknowledge, so those are deleted at the same time, and those that wait for a write.
+
+    DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits for that
+    thread. One after the other, the first reader would wait for the last for ever.
+    """
+    _delete_at_once(readers)
     late = []
     for writer in writers:
         if not writer.is_writing and writer.wait_for_acks(0.0):
