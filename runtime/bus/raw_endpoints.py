@@ -81,11 +81,9 @@ class RawEndpoints:
         return written
 
     def refuse_writes(self) -> None:
-        """Write nothing more from now on. Does not wait for what is being written."""
+        """Refuse further writes. Writers are deleted when those that are under way have ended."""
         with self._counting:
             closed, self._closed = self._closed, None
-        for writer in self._writers:
-            writer.refuse_writes()
         if closed is not None:
             closed(self)
 
@@ -132,13 +130,7 @@ class RawEndpoints:
         """Take readers and writers out of DDS. Returns when it is done, or when the receive thread has ended. They go
         also if whoever waits for that is cancelled."""
         self.refuse_writes()
-        try:  # else the receive thread would wait for it
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REMOVAL_S):
-                    while any(writer.is_writing for writer in self._writers):  # noqa: ASYNC110 - in DDS, for some ms
-                        await asyncio.sleep(0.001)
-        finally:
-            removed = self._hand_over()
+        removed = self._hand_over()
         if removed is None:
             return
         try:
@@ -148,23 +140,18 @@ class RawEndpoints:
             return  # the receive thread has ended meanwhile: the bus takes everything with it
 
     def _hand_over(self) -> asyncio.Event | None:
-        """Have the receive thread delete all. Returns what tells of it; None: it does not, or there is nothing."""
+        """Have the receiver delete all. Returns what tells of it; None: it does not, or there is nothing."""
         endpoints: list[Channel | Writer] = [*self._channels, *self._writers]
         self._channels, self._writers = [], []
         if not endpoints or not self._receiver.thread.is_alive() or self._receiver.thread.fault is not None:
             return None
         loop, removed = asyncio.get_running_loop(), asyncio.Event()
-        left = len(endpoints)
 
-        def one_less() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(removed.set)
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(removed.set)
 
-        for endpoint in endpoints:
-            self._receiver.remove(endpoint, one_less)
+        self._receiver.remove(endpoints, tell)
         return removed
 
 

@@ -46,8 +46,6 @@ from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.logs import get_logger
 
-log = get_logger("bus")
-
 _TYPES: dict[str, Any] = {
     "TrainCmd": idl_types.TrainCmdType,
     "ClientUpdate": idl_types.ClientUpdateType,
@@ -56,8 +54,10 @@ _TYPES: dict[str, Any] = {
 }
 PERIOD_S = 0.002  # how often the thread of a bus calls what waits for an answer that comes soon
 MAX_DELETING = 64  # writers at the same time, each on a thread
-MAX_WRITE_S = 60.0  # DDS gives up after the topic's block_s; the rest is for a thread that does not get to run
+WRITE_END_S = 5.0  # for the writes that are under way when a writer is deleted; DDS gives up after a topic's block_s
 _ANY = InstanceState.Any | SampleState.Any | ViewState.Any
+
+log = get_logger("dds")
 
 
 class Writer:
@@ -72,10 +72,8 @@ class Writer:
         self.has_new_readers = False  # or has lost some, since somebody looked at who they are
         self._awaited_since_s = 0.0
         self._refused_since_s = 0.0
-        self._counting = threading.RLock()
-        self._none_left = threading.Condition(self._counting)
-        self._writes = 0  # under way
-        self._refuses_writes = False
+        self._writing: set[int] = set()  # threads that are in a write
+        self._write_ended: threading.Event | None = None  # there is one when this is being deleted
         self.deleted: Callable[[], None] = _nothing
 
     def refresh(self) -> bool:
@@ -93,17 +91,17 @@ class Writer:
             False if it could not be done within the topic's ``block_s``: a reader's queue is full.
 
         Raises:
-            BusError: DDS refuses the sample. BusClosed: the writer is being deleted.
+            BusClosed: the writer is deleted. BusError: DDS refuses the sample.
         """
         if self._sertype is not None and parts:
             prefix = self.idl_type.prefix(*fields, sum(map(len, parts)))
-            return self._is_taken(libddsc.write, self.entity._ref, self._sertype, (prefix, *parts))
+            return self._write_with(libddsc.write, (prefix, *parts))
         if self._sertype is not None:
-            serialized = (self.idl_type(*fields).serialize(),)
-            return self._is_taken(libddsc.write, self.entity._ref, self._sertype, serialized)
+            return self._write_with(libddsc.write, (self.idl_type(*fields).serialize(),))
         # The binding wants one contiguous sample: one copy more, and the GIL is held. That is the fallback.
-        sample = self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
-        return self._is_taken(_write_by_binding, self.entity, sample)
+        return self._write_with(
+            self._write_by_binding, self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
+        )
 
     def write_sealed(
         self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
@@ -123,21 +121,37 @@ class Writer:
         else:
             head = self.idl_type.prefix(*clear, envelope.size) + envelope.header
             room = envelope.size - len(envelope.header)
-            made = (head, room, envelope.seal_into)
-            taken = self._is_taken(libddsc.write_made, self.entity._ref, self._sertype, *made)
+            taken = self._write_with(libddsc.write_made, head, room, envelope.seal_into)
         if taken:
             envelope.written()
         return taken
 
-    def _is_taken(self, write: Callable[..., int], *arguments: Any) -> bool:
-        with self._counting:
-            if self._refuses_writes:
-                raise BusClosed(f"topic {self.topic.name!r}: its writer is being deleted")
-            self._writes += 1
+    def _write_with(self, write: Callable[..., int], *arguments: Any) -> bool:
+        """Write with a function of :mod:`.libddsc`, and let :meth:`delete` wait for that. The function makes the sample
+        with the type of the topic, which is freed with its last writer: DDS would crash.
+
+        No lock is needed: a write is entered before it looks whether the writer is being deleted, and that is noted
+        before the deletion looks for writes.
+        """
+        thread = threading.get_ident()
         try:
-            code = write(*arguments)
+            self._writing.add(thread)
+            if self._write_ended is not None:
+                raise BusClosed(f"topic {self.topic.name!r}: its writer is deleted, as its group or bus is closed")
+            return self._is_taken(write(self.entity._ref, self._sertype, *arguments))
         finally:
-            self._end_write()
+            self._writing.discard(thread)
+            if self._write_ended is not None:
+                self._write_ended.set()
+
+    def _write_by_binding(self, _entity: int, _sertype: None, sample: Any) -> int:
+        try:
+            self.entity.write(sample)
+        except DDSException as error:
+            return int(error.code)
+        return libddsc.RETCODE_OK
+
+    def _is_taken(self, code: int) -> bool:
         if code == libddsc.RETCODE_TIMEOUT:
             self._refused_since_s = self._refused_since_s or time.monotonic()
             return False
@@ -145,12 +159,6 @@ class Writer:
         if code < 0:
             raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
         return True
-
-    def _end_write(self) -> None:
-        with self._counting:
-            self._writes -= 1
-            if self._refuses_writes:  # somebody may be waiting for this
-                self._none_left.notify_all()
 
     def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
         """See :func:`.libddsc.matched_readers`."""
@@ -186,36 +194,29 @@ class Writer:
 
     @property
     def is_writing(self) -> bool:
-        """Whether some thread is writing a sample."""
-        return self._writes > 0
-
-    def refuse_writes(self) -> None:
-        """Write nothing more from now on. Does not wait for what is being written."""
-        with self._counting:
-            self._refuses_writes = True
-
-    def wait_for_writes(self, timeout_s: float) -> bool:
-        """Whether nothing is being written any more, within so long, after :meth:`refuse_writes`. Blocks."""
-        with self._none_left:
-            return self._none_left.wait_for(lambda: not self._writes, timeout=timeout_s)
+        """Whether a thread is in a write."""
+        return bool(self._writing)
 
     def delete(self) -> None:
-        """Take it out of DDS. A write that is under way ends before, as it uses what DDS knows of the type: that goes
-        with the last writer. One that does not end has the writer left as it is."""
-        self.refuse_writes()
-        if self.wait_for_writes(MAX_WRITE_S):
-            domains.delete(self.entity)
-            self.deleted()
-        else:
-            log.error("writer not deleted: a write does not end", topic=self.topic.name, waited_s=MAX_WRITE_S)
-
-
-def _write_by_binding(entity: Any, sample: Any) -> int:
-    try:
-        entity.write(sample)
-    except DDSException as error:
-        return int(error.code)
-    return libddsc.RETCODE_OK
+        """Take it out of DDS when the writes under way have ended; further ones are refused. If one does not end in
+        time, the writer stays, and the log says so."""
+        ended = self._write_ended = self._write_ended or threading.Event()
+        until_s = time.monotonic() + WRITE_END_S
+        while True:
+            ended.clear()  # before the look: what ends after it sets it again
+            if not self._writing:
+                break
+            if not ended.wait(until_s - time.monotonic()):
+                with contextlib.suppress(Exception):  # it is the host's
+                    log.error(
+                        "writer not deleted",
+                        topic=self.topic.name,
+                        reason=f"a write has not ended in {WRITE_END_S:g} s",
+                        effect="its DDS participant stays until the process ends",
+                    )
+                return
+        domains.delete(self.entity)
+        self.deleted()
 
 
 class Reader:
@@ -471,7 +472,10 @@ class Participant:
 
     def _forget(self, endpoint: Reader | Writer) -> None:
         """On any thread, and on several at once."""
-        self._endpoints.discard(endpoint)
+        try:
+            self._endpoints.remove(endpoint)
+        except KeyError:  # another thread has deleted it, too
+            return
         self.topics.leave(endpoint.topic.name)
 
     def _new_topic(self, participant: Any, name: str, idl_type: Any) -> Any:
@@ -483,19 +487,18 @@ class Participant:
         return entity
 
     def close(self) -> None:
-        """Delete everything. May take a moment; not for the event loop."""
+        """Delete everything, but for what a write that does not end is using. May take a moment; not for the event
+        loop."""
         if not self._is_open or self._made_in != forks.generation:
             return
         self._is_open = False
         for entity in reversed(self._made):
             if entity is self._subscriber:
-                # DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits
-                # for that thread. One after the other, the first would wait for the last for ever.
-                _delete_at_once([one for one in self._endpoints if isinstance(one, Reader)])
+                delete_together([one for one in self._endpoints if isinstance(one, Reader)], [])
             if entity is self._publisher:
-                delete_together([one for one in self._endpoints if isinstance(one, Writer)])
-                if self._endpoints:  # a write that does not end: what it uses stays, with all that it belongs to
-                    return
+                delete_together([], [one for one in self._endpoints if isinstance(one, Writer)])
+                if any(isinstance(one, Writer) for one in self._endpoints):
+                    return  # a thread is in a write: what it uses must stay
             domains.delete(entity)
         self._made.clear()
         self.topics.close()  # after their readers and writers
@@ -512,12 +515,15 @@ def _wrapped(entity: Any, status: int, wrap: Callable[[], E]) -> E:
         raise
 
 
-def delete_together(writers: Sequence[Writer]) -> None:
-    """Delete writers in about a second. DDS takes so long for each that has samples which a reader did not acknowledge,
-    so those are deleted at the same time."""
+def delete_together(readers: Sequence[Reader], writers: Sequence[Writer]) -> None:
+    """Delete readers and then writers in about a second. DDS takes so long for each writer that has samples which a
+    reader did not acknowledge, so those are deleted at the same time, and those that wait for a write.
+
+    DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits for that
+    thread. One after the other, the first reader would wait for the last for ever.
+    """
+    _delete_at_once(readers)
     late = []
-    for writer in writers:
-        writer.refuse_writes()
     for writer in writers:
         if not writer.is_writing and writer.wait_for_acks(0.0):
             writer.delete()

@@ -19,7 +19,7 @@ from patience import eventually
 import gradbus
 from gradbus.runtime.bus import raw_endpoints
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
-from gradbus.runtime.dds import libddsc, participant
+from gradbus.runtime.dds import domains
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire import frames
@@ -250,86 +250,6 @@ def never_takes(place: dict[str, Any]) -> Iterator[None]:
             process.kill()
 
 
-class LateWrite:
-    """A write that stands still just before it goes into DDS, with what DDS knows of the type in its hands.
-
-    Attributes:
-        closing, closed: the bus, which has waited long enough for its threads, begins to delete all; it has.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, bus: gradbus.Bus) -> None:
-        self._write, self._close, self._sender = libddsc.write, bus._participant.close, bus._sender
-        self._begun, self._goes_on = threading.Event(), threading.Event()
-        self.closing, self.closed = threading.Event(), threading.Event()
-        monkeypatch.setattr(libddsc, "write", self._late)
-        monkeypatch.setattr(bus._participant, "close", self._noted_close)
-        self._sending = asyncio.create_task(bus.send_update(UPDATE, 1, b"x"))
-
-    def _late(self, *arguments: Any) -> int:
-        if threading.current_thread() is not self._sender:  # the bus's own protocols write, too
-            return self._write(*arguments)
-        self._begun.set()
-        assert self._goes_on.wait(50)
-        assert not self.closed.is_set(), "what it uses is gone"
-        self._code = self._write(*arguments)
-        return self._code
-
-    def _noted_close(self) -> None:
-        self.closing.set()
-        self._close()
-        self.closed.set()
-
-    async def begun(self) -> None:
-        assert await asyncio.to_thread(self._begun.wait, 50)
-
-    async def end(self) -> None:
-        """Raises AssertionError: DDS has not taken it."""
-        self._goes_on.set()
-        with pytest.raises(BusClosed, match="before all was sent"):  # the thread has been stopped meanwhile
-            await self._sending
-        assert self._code == libddsc.RETCODE_OK
-
-
-def test_what_a_write_uses_goes_after_it_however_late_it_is(
-    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        async with gradbus.connect(**place) as bus:
-            late = LateWrite(monkeypatch, bus)
-            await late.begun()
-            closing = asyncio.create_task(bus.close(drain_s=0.0))
-            assert await asyncio.to_thread(late.closing.wait, 50)
-            assert not await asyncio.to_thread(late.closed.wait, 0.3)
-            with pytest.raises(BusClosed, match="its writer is being deleted"):
-                bus._writers[ClientUpdate].write((1, 1, 1), (b"x",))
-            await late.end()
-            await closing
-            assert await asyncio.to_thread(late.closed.wait, 50)
-
-    run(main)
-
-
-def test_a_write_that_does_not_end_has_all_that_it_uses_left_as_it_is(
-    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(participant, "MAX_WRITE_S", 0.05)
-
-    async def main() -> None:
-        async with gradbus.connect(**place) as bus:
-            late = LateWrite(monkeypatch, bus)
-            await late.begun()
-            closing = asyncio.create_task(bus.close(drain_s=0.0))
-            assert await asyncio.to_thread(late.closed.wait, 50)
-            late.closed.clear()
-            await late.end()
-            await closing
-            bus._participant._is_open = True  # so that this test leaves nothing behind
-            await asyncio.to_thread(bus._participant.close)
-        assert "writer not deleted: a write does not end" in capsys.readouterr().out
-
-    run(main)
-
-
 async def port_with_unacknowledged(bus: gradbus.Bus, writers: int) -> RawEndpoints:
     port = bus.raw_endpoints()
     opened = [port.open_writer(collective_topic(f"group-{number}")) for number in range(writers)]
@@ -372,8 +292,45 @@ def test_nor_do_they_add_up_when_a_group_closes_and_others_use_the_bus(
     assert run(main) < WRITERS / 2
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place: dict[str, Any], times: int) -> None:
+def test_a_bus_receives_while_readers_and_writers_of_a_group_are_being_deleted(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end, delete = threading.Event(), threading.Event(), domains.delete
+
+    def held(entity: Any) -> None:
+        if endpoint is not None and entity is endpoint.entity:
+            began.set()
+            assert may_end.wait(50)
+        delete(entity)
+
+    async def main() -> None:
+        nonlocal endpoint
+        async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
+            inbox = one.subscribe(Control)
+            await reads(other, Control)
+            for is_reader in (True, False):
+                port, topic = one.raw_endpoints(), collective_topic("group")
+                endpoint = port.open_reader(topic, lambda _: None).reader if is_reader else port.open_writer(topic)
+                closing = asyncio.create_task(port.close())
+                await eventually(began.is_set)
+                await other.publish(CLIENT, Leave("x"))
+                await inbox.get()
+                assert not closing.done()
+                may_end.set()
+                await closing
+                began.clear()
+                may_end.clear()
+
+    endpoint: Any = None
+    monkeypatch.setattr(domains, "delete", held)
+    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 50.0)
+    try:
+        run(main)
+    finally:
+        may_end.set()
+
+
+def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place: dict[str, Any]) -> None:
     before_s = sys.getswitchinterval()
 
     async def member() -> None:
@@ -382,9 +339,8 @@ def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place:
 
     async def main() -> None:
         running = asyncio.create_task(member())
-        for _ in range(times):
-            await asyncio.sleep(0)
-            running.cancel()
+        await asyncio.sleep(0)
+        running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         assert threads_of_gradbus() == []

@@ -15,7 +15,6 @@ import pytest
 from bus_helpers import Run
 from cyclonedds.core import DDSException
 from group_node import joined
-from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
@@ -23,7 +22,7 @@ from gradbus.runtime.bus import raw_endpoints
 from gradbus.runtime.bus import wait_loop as wait_loop_module
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import WaitLoop
-from gradbus.runtime.dds.participant import Periodic, WaitSet
+from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed, PeerLost
 from gradbus.runtime.spinning import Spinning
@@ -231,21 +230,6 @@ def test_whoever_waits_for_a_message_or_a_match_is_told_when_the_thread_has_ende
             for task in waiting:
                 with pytest.raises(BusClosed, match=r"the receive thread ended with .*dds_waitset_wait returned -1"):
                     await task
-
-    run(main)
-
-
-def test_an_event_loop_that_polls_leaves_deletions_to_the_thread(run: Run, place: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with gradbus.connect(**place) as bus:
-            thread, deleted_by = bus._receiver.thread, list[int]()
-            writer = bus.raw_endpoints().open_writer(collective_topic("g"))
-            thread.wake()  # so that the turn in progress ends
-            with thread._polling:  # as one that waits inline has it
-                bus._receiver.remove(writer, lambda: deleted_by.append(threading.get_ident()))
-                bus._receiver._handle([WaitSet.WOKEN], time.monotonic() + 50.0)
-                assert deleted_by == []
-            await eventually(lambda: deleted_by == [thread.ident])
 
     run(main)
 
