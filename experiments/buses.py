@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,15 +10,11 @@ from typing import TYPE_CHECKING
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.fast_paths import LOOPBACK
-from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
 from gradbus.runtime.testing.faults import parse_rules
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
-    from gradbus.runtime.config.timeouts import NamedTimeout
-
-log = get_logger("cli")
 
 
 def check(settings: BusSettings, *, rank: int | None = None) -> None:
@@ -55,14 +50,6 @@ def lease_of(settings: BusSettings) -> float | None:
     """After so long a silence a process of another machine counts as dead; None: all are on this machine, where the
     kernel tells."""
     return None if settings.interface == LOOPBACK else NetworkConfig.of(settings).effective_lease_s
-
-
-def warn_of_timeouts(timeouts: Sequence[NamedTimeout]) -> None:
-    """Log which timeouts of a job are not in the order that they need."""
-    from gradbus.runtime.config.timeouts import out_of_order
-
-    for fault in out_of_order(timeouts):
-        log.warning("timeouts out of order", fault=fault)
 
 
 def open_bus(

@@ -75,6 +75,7 @@ from gradbus.runtime.collectives.generations import (
     open_generations,
 )
 from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.config.timeouts import log_timeouts, parallel_timeouts
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError, ReplicasDiverged
 from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
@@ -288,6 +289,7 @@ class ElasticWorker(Worker):
     async def _prepare(self) -> dict[str, int]:
         """Load everything. Returns what must be equal on all members, as hashes."""
         config, training = self._config, self._training
+        log_timeouts(self._log, parallel_timeouts(config, lease_s=self._place.bus.remote_lease_s))
         await self._compute.run(training.open)
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
             await self._compute.run(self._hold_directory, True)

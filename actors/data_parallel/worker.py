@@ -48,6 +48,7 @@ from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.config.timeouts import log_timeouts, parallel_timeouts
 from gradbus.runtime.errors import CheckpointError, ConfigError, TrainingDiverged
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
@@ -241,6 +242,7 @@ class Worker:
     async def _open(self) -> None:
         """Agree with the others, and become a copy of rank 0."""
         config, group = self._config, self._group
+        log_timeouts(self._log, parallel_timeouts(config, lease_s=group.bus.remote_lease_s))
         await self._compute.run(self._training.open)
         if config.checkpoint.dir is not None:
             self._state = await self._compute.run(

@@ -63,6 +63,7 @@ from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
+from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
 from gradbus.runtime.errors import TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
@@ -307,6 +308,7 @@ class Controller:
         config, finished, final = self._config, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
+        log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
         await self._compute.run(self._open)
         state = self._state
         await claim_job(

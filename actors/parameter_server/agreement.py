@@ -13,6 +13,7 @@ from gradbus.actors.parameter_server.messages import PROTOCOL
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
+from gradbus.runtime.config.timeouts import log_timeouts, parallel_timeouts
 from gradbus.runtime.errors import CheckpointError, ConfigError, PeerLost
 from gradbus.runtime.logs import get_logger
 
@@ -98,6 +99,7 @@ async def agree(
     Raises:
         ConfigError: it is not; the text names the ranks, what they have, and what the others have.
     """
+    log_timeouts(log, parallel_timeouts(config, lease_s=network.bus.remote_lease_s))
     shared = {
         "version of the protocol": hello.protocol, "number of workers": roles.workers,
         **{f"parameter_server.{key}": value for key, value in settings.model_dump(mode="json").items()},

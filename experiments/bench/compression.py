@@ -9,6 +9,7 @@ missing there. StepTimes are of real processes over DDS. MNIST as ``--data-root`
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -124,18 +125,36 @@ _DECIDES = ("algorithm", "options", "lr", "momentum", "delay_steps")
 
 
 class KeptResults:
-    """Results of trainings in a file, a line of JSON each, in the order in which they came."""
+    """Results of trainings in a file, a line of JSON each, in the order in which they came.
+
+    What decides a result is its key, without the code: where one of other code is used, a line on stderr says so.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._has_told = False
         self._found: dict[str, dict[str, Any]] = {}
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 one = json.loads(line)
                 self._found[json.dumps(one["of"], sort_keys=True)] = one
+        self._earlier = dict(self._found)
+
+    @functools.cached_property
+    def _of_other_code(self) -> set[str]:
+        """Keys of what was there before this run. Files that are changed now may have been others then."""
+        here = commit()
+        return {key for key, one in self._earlier.items() if one.get("commit") != here or here.endswith("+")}
 
     def get(self, key: str) -> Mapping[str, Any] | None:
         """The result of this key, or None."""
+        if not self._has_told and key in self._earlier and key in self._of_other_code:
+            self._has_told = True
+            print(
+                f"{self._path}: {len(self._of_other_code)} of {len(self._earlier)} kept results are of another commit, "
+                f"or of files changed since, and are used as they are. Remove the file to measure anew",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
         return self._found.get(key)
 
     def add(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -162,6 +162,10 @@ def doctor(
     peers: Annotated[str, typer.Option(help="Addresses of all machines, separated by commas.")] = "",
     domain: Domain = 0,
     key_file: KeyFile = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Show the timeouts of this configuration.", show_default=False),
+    ] = None,
     wait_s: Annotated[
         float | None,
         typer.Option(
@@ -190,7 +194,7 @@ def doctor(
     settings = settings if job is None else settings.model_copy(update={"job": job})
     others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
     seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None
-    well = examine(settings, loop, key_file, wait_s=seconds, trusted=insecure)
+    well = examine(settings, loop, key_file, wait_s=seconds, trusted=insecure, config=config)
     return ExitCode.OK if well else ExitCode.BUS
 
 

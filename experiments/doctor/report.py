@@ -32,7 +32,7 @@ _STYLES = {Severity.OK: "green", Severity.ADVICE: "yellow", Severity.BAD: "red"}
 
 def examine(
     settings: BusSettings, loop: LoopName, key_file: Path | None = None, *, wait_s: float | None = None,
-    trusted: bool = False,
+    trusted: bool = False, config: Path | None = None,
 ) -> bool:  # fmt: skip
     """Print the report. True: nothing is bad.
 
@@ -40,13 +40,17 @@ def examine(
         key_file: measure a sealed bus, with the key in this file; None: as the environment has it.
         wait_s: look for other doctors for so long, also without peers; None: not at all.
         trusted: no key is needed on the network.
+        config: of a job whose timeouts are shown; None: the defaults are.
 
     Raises:
-        ConfigError: the environment holds wrong settings.
+        ConfigError: the configuration or the environment holds wrong settings.
     """
     console = Console()
     findings = [*packages(), *machine(settings)]
     if all(finding.severity is not Severity.BAD for finding in findings):
+        from gradbus.experiments.doctor.timeouts import JobTimeouts, job_of, timeouts
+
+        findings += timeouts(JobTimeouts(bus=settings) if config is None else job_of(config))
         findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
     _print(console, findings)
     return all(finding.severity is not Severity.BAD for finding in findings)
@@ -64,7 +68,7 @@ def _on_the_bus(
     if settings.interface != LOOPBACK and own is not None:
         # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
-    findings = [*timeouts(settings), run_loop(lambda: security(settings, trusted=trusted), loop)]
+    findings = [run_loop(lambda: security(settings, trusted=trusted), loop)]
     try:
         with measurable(settings) as measured:
             findings += judge(run_loop(lambda: measure(measured), loop), settings)
@@ -75,25 +79,6 @@ def _on_the_bus(
             findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=print_line), loop)
     except (ConfigError, BusError) as error:
         findings.append(Finding("data bus", "cannot be opened", Severity.BAD, str(error)))
-    return findings
-
-
-def timeouts(settings: BusSettings) -> list[Finding]:
-    """The timeouts of both kinds of training where no configuration says otherwise, and whether they are in order."""
-    from gradbus.experiments.buses import lease_of
-    from gradbus.runtime.config.data_parallel import DataParallelConfig
-    from gradbus.runtime.config.federated import FederatedConfig
-    from gradbus.runtime.config.timeouts import federated_timeouts, out_of_order, parallel_timeouts
-
-    lease_s = lease_of(settings)
-    findings = []
-    for name, found in (
-        ("timeouts of ranks", parallel_timeouts(DataParallelConfig(), lease_s=lease_s)),
-        ("timeouts of rounds", federated_timeouts(FederatedConfig(), lease_s=lease_s)),
-    ):
-        faults = out_of_order(found)
-        severity = Severity.ADVICE if faults else Severity.OK
-        findings.append(Finding(name, ", ".join(map(str, found)), severity, "; ".join(faults)))
     return findings
 
 

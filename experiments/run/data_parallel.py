@@ -15,7 +15,7 @@ import torch
 
 from gradbus.actors import EpochReport, Worker, WorkerSummary
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
-from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
+from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report.followed import FollowedRank
 from gradbus.experiments.report.scalars import Scalars
@@ -28,7 +28,6 @@ from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.experiments.rundir.traces import merge_traces
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.config.timeouts import parallel_timeouts
 from gradbus.runtime.cores import usable_cores, usable_cpus
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, PeerLost
 from gradbus.runtime.logs import get_logger
@@ -73,7 +72,6 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
         As :func:`gradbus.join_group` and :meth:`gradbus.Worker.run`; NoData, ConfigError.
     """
     rank, world = place
-    warn_of_timeouts(parallel_timeouts(file.parallel, lease_s=lease_of(file.bus)))
     directory = None
     if rank == 0:
         assert file.run_dir is not None

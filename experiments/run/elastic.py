@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
-from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
+from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.data_parallel import Output, WorkerOutcome
@@ -21,7 +21,6 @@ from gradbus.experiments.run.lifecycle import Interrupted, off_the_loop, stoppin
 from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.config.timeouts import parallel_timeouts
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
@@ -50,7 +49,6 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
         raise ConfigError("an elastic run needs run_dir, the same for all processes: set it, or use 'gradbus run'")
     if file.bus.security == "identity":
         raise ConfigError("ranks cannot come and go with bus.security 'identity': use psk, or elastic.min_world=0")
-    warn_of_timeouts(parallel_timeouts(file.parallel, lease_s=lease_of(file.bus)))
     task = ConfiguredShardTask(file.task)
     await off_the_loop(task.load, "load")
     if "threads" not in file.task.model_fields_set:

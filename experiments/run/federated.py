@@ -12,7 +12,7 @@ from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundRep
 from gradbus.actors.federated.combinations import check_choices, check_combination
 from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
 from gradbus.actors.federated.site import check_site
-from gradbus.experiments.buses import lease_of, open_bus, warn_of_timeouts
+from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.report.followed import FollowedJob
 from gradbus.experiments.report.metrics_server import client_metrics
@@ -22,7 +22,6 @@ from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
 from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.config.timeouts import federated_timeouts
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
@@ -116,7 +115,6 @@ def _checked(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
         config = config.replaced("history.dir", run.history)
     if file.upstream.site is not None:
         check_site(config, file.upstream)
-    warn_of_timeouts(federated_timeouts(config, lease_s=lease_of(file.bus)))
     return config
 
 

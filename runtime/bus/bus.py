@@ -97,6 +97,12 @@ class Bus:
             self._thread.join(1.0)
             raise
 
+    @property
+    def remote_lease_s(self) -> float | None:
+        """After so long a silence a process of another machine counts as dead; None: none can be reached, and of those
+        of this machine the kernel tells."""
+        return self.lease_s if self.reach.leaves_machine else None
+
     # Sending
 
     def open_writer(self, kind: type[Any], *, retained_samples: int = 1) -> None:

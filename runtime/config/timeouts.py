@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import FederatedConfig
@@ -77,6 +78,13 @@ def out_of_order(timeouts: Sequence[NamedTimeout]) -> list[str]:
             found = f"{shorter.key} ({shorter.seconds:g} s) is longer than {longer.key} ({longer.seconds:g} s)"
             faults.append(f"{found}: {rule.reason}")
     return faults
+
+
+def log_timeouts(log: Any, timeouts: Sequence[NamedTimeout]) -> None:
+    """Log all of them in one line, and a warning for each pair that is not in the order that it needs."""
+    log.info("timeouts", order=", ".join(map(str, timeouts)))
+    for fault in out_of_order(timeouts):
+        log.warning("timeouts out of order", fault=fault)
 
 
 def _lease(lease_s: float | None) -> list[NamedTimeout]:

@@ -119,6 +119,25 @@ def test_a_result_is_kept_as_soon_as_it_is_there(tmp_path: Path) -> None:
     assert kept.get(json.dumps({"name": "c"})) is None
 
 
+@pytest.mark.parametrize(("here", "others"), [("1111", 1), ("2222", 2), ("1111+", 3)])
+def test_that_kept_results_are_of_another_commit_is_said_once_when_one_of_them_is_used(
+    here: str, others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compression, "commit", lambda: here)
+    path = tmp_path / "kept.jsonl"
+    *keys, new = (json.dumps({"name": name}) for name in "abcd")
+    kept = KeptResults(path)
+    for key, commit in zip(keys, ("1111", "1111", "2222"), strict=True):
+        kept.add(key, {"accuracy": 0.5, "commit": commit})
+    kept = KeptResults(path)
+    kept.add(new, {"accuracy": 0.5, "commit": here})
+    assert kept.get(new)
+    assert capsys.readouterr().err == ""  # it is of this run
+    assert all(kept.get(key) for key in keys)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}: {others} of 3 kept results are of another commit, or of files changed since")
+
+
 def test_a_tiny_run_has_every_algorithm_beside_dense_and_another_run_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

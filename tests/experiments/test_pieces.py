@@ -17,6 +17,7 @@ from gradbus.experiments.cli.options import add_current_directory_to_path
 from gradbus.experiments.doctor.local_bus import LocalMeasurement
 from gradbus.experiments.doctor.machine import Severity
 from gradbus.experiments.doctor.report import judge
+from gradbus.experiments.doctor.timeouts import JobTimeouts, job_of, timeouts
 from gradbus.experiments.run.demo import DemoOptions, plan
 from gradbus.experiments.rundir import versions
 from gradbus.runtime import errors
@@ -109,6 +110,19 @@ def test_the_second_ctrl_c_ends_what_does_not_heed_the_first() -> None:
     finally:
         process.kill()
     assert process.returncode == 130
+
+
+def test_the_doctor_shows_the_timeouts_of_a_configuration_with_its_lease_and_its_wait(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[bus]\ninterface = "eth0"\nlease_s = 70.0\n[task]\nmodel = "mlp"\n'
+        "[parallel.elastic]\nmin_world = 2\nwait_s = 200.0\n", encoding="utf-8",
+    )  # fmt: skip
+    (finding,) = timeouts(job_of(path))
+    assert (finding.name, finding.severity) == ("timeouts of ranks", Severity.ADVICE)
+    assert finding.value == "lease 70 s, join 60 s, collective 60 s, commit 600 s, wait 200 s"
+    assert finding.cure.startswith("bus.lease_s (70 s) is longer than parallel.timeouts.join_s (60 s)")
+    assert [one.name for one in timeouts(JobTimeouts())] == ["timeouts of ranks", "timeouts of rounds"]
 
 
 def test_the_doctor_names_the_ports_when_nobody_is_found() -> None:
