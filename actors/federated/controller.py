@@ -316,12 +316,8 @@ class Controller:
         stack.callback(self._publisher.close)
         self._on_open()
         await self._compute.run(state.note_start, self._probe.history)
-        self._stop = EarlyStop(
-            config.early_stop, self._callbacks, state.history, least_answered=config.evaluation.least_answered
-        )
-        self._best = await self._compute.run(
-            BestModel, config.checkpoint, state, least_answered=config.evaluation.least_answered
-        )
+        self._stop = EarlyStop(config.early_stop, self._callbacks, state.history, evaluation=config.evaluation)
+        self._best = await self._compute.run(BestModel, config.checkpoint, state, evaluation=config.evaluation)
         stack.callback(self._best.close)
         began_after = state.round_id
         inbox = stack.enter_context(self._bus.subscribe(ClientUpdate, Control))

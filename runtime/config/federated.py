@@ -72,6 +72,7 @@ class ShareSettings(Settings):
 
 
 MetricName = Annotated[str, Field(min_length=1, max_length=80)]
+Mode = Literal["min", "max"]
 OF_CLIENTS = "client."  # in front of the name of a metric that clients have found
 
 
@@ -303,7 +304,8 @@ class EvaluationSettings(Settings):
     maximize: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
         default=["accuracy", "auc", "f1", "iou", "precision", "r2", "recall"]
     )
-    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst."""
+    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst, and
+    what `early_stop` and `checkpoint.keep_best` take for better."""
     cross_site: bool = False
     """Whether at the end of the run each client's last local model is evaluated on each client's data. Only models of
     clients that agree, by `client.share_model`, are shown to others."""
@@ -315,6 +317,15 @@ class EvaluationSettings(Settings):
     def is_on(self) -> bool:
         """Whether clients evaluate anything."""
         return bool(self.every) or self.cross_site
+
+    def mode_of(self, metric: str) -> Mode:
+        """Whether a small value of this metric is good, or a large one. Over clients, median and extremes of a metric
+        are as the metric is; a small standard deviation is good of any."""
+        if metric.startswith(OF_CLIENTS):
+            metric = metric.removeprefix(OF_CLIENTS)
+            for over_clients in (".median", ".min", ".max"):
+                metric = metric.removesuffix(over_clients)
+        return "max" if metric in self.maximize else "min"
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSettings:
@@ -359,8 +370,8 @@ class EarlyStopSettings(Settings):
     """What is to improve: `eval_loss`, `accuracy`, or another metric of the task's evaluation, by its name; or one that
     the clients have found, such as `client.loss`, the mean, `client.loss.median`, which a few clients cannot move, or
     `client.loss.max`; see docs/evaluation.md."""
-    mode: Literal["min", "max"] = "min"
-    """Whether a small value of it is good, or a large one."""
+    mode: Mode | None = None
+    """Whether a small value of it is good, or a large one. null: as `evaluation.maximize` has it."""
     min_delta: NonNegative = 0.0
     """By how much it has to be better to count as an improvement."""
 
@@ -373,8 +384,8 @@ class InitialCheckpointSettings(CheckpointSettings):
     keep_best: MetricName | None = None
     """Metric by which the best model so far is kept beside the newest ones, such as `eval_loss`, `accuracy` or
     `client.loss`; `gradbus export --best` writes it. null: none is kept."""
-    best_mode: Literal["min", "max"] = "min"
-    """Whether a small value of that metric is good, or a large one."""
+    best_mode: Mode | None = None
+    """Whether a small value of that metric is good, or a large one. null: as `evaluation.maximize` has it."""
 
 
 class RunHistorySettings(HistorySettings):
@@ -452,10 +463,11 @@ class FederatedConfig(Settings):
         if self.downlink_codec.options.get("version", 2) != 2:
             raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
-        if self.early_stop.patience is not None:
-            self._check_metric("early_stop.patience", self.early_stop.metric)
-        if self.checkpoint.keep_best is not None:
-            self._check_metric("checkpoint.keep_best", self.checkpoint.keep_best)
+        stop, best = self.early_stop, self.checkpoint
+        if stop.patience is not None:
+            self._check_metric("early_stop.patience", stop.metric, "early_stop.mode", stop.mode)
+        if best.keep_best is not None:
+            self._check_metric("checkpoint.keep_best", best.keep_best, "checkpoint.best_mode", best.best_mode)
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
@@ -466,8 +478,14 @@ class FederatedConfig(Settings):
                     )
         return self
 
-    def _check_metric(self, key: str, metric: str) -> None:
-        """Raises ValueError: the evaluation that finds the metric never happens."""
+    def _check_metric(self, key: str, metric: str, mode_key: str, mode: Mode | None) -> None:
+        """Raises ValueError: the evaluation that finds the metric never happens, or large values of it are good, and
+        small ones are looked for."""
+        if mode == "min" and self.evaluation.mode_of(metric) == "max":
+            raise ValueError(
+                f"{mode_key} is min, and large values of {metric} are good, as evaluation.maximize has it: leave "
+                f"{mode_key} out, or take the metric off evaluation.maximize"
+            )
         if metric.startswith(OF_CLIENTS):
             if not self.evaluation.every:
                 raise ValueError(f"{key} needs evaluations by clients for {metric}: set evaluation.every to 1 or more")
