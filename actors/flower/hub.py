@@ -424,10 +424,15 @@ class MessageHub:
             if instruction.payload.shared is not None:
                 instruction.payload.shared.hide()
 
+    def _awaiting(self, key: FrameKey) -> _Open | None:
+        """The instruction that this reply is awaited for; None: nobody waits for it, or not any more."""
+        instruction = self._open.get(key.round_id)
+        return instruction if instruction and instruction.awaited.get(key.sender) == key.incarnation else None
+
     def _accept(self, key: FrameKey, payload: memoryview) -> bool:
         """Take a complete reply. False: it is no longer awaited."""
-        instruction = self._open.get(key.round_id)
-        if instruction is None or instruction.awaited.get(key.sender) != key.incarnation:
+        instruction = self._awaiting(key)
+        if instruction is None:
             return False
         del instruction.awaited[key.sender]
         self._drop_if_done(instruction)
@@ -452,15 +457,14 @@ class MessageHub:
     # Replies in
 
     async def _on_request(self, sender: Identity, request: UploadRequest, group: asyncio.TaskGroup) -> None:
-        number = request.round_id
-        key = reply_key(self.run_id, number, *_of(sender))
+        key = reply_key(self.run_id, request.round_id, *_of(sender))
         if request.transfer != key.transfer:
             return
         if key in self._accepted:
             await self._receipt(key)
             return
-        instruction = self._open.get(number)
-        if instruction is None or instruction.awaited.get(sender.sender) != sender.incarnation:
+        instruction = self._awaiting(key)
+        if instruction is None:
             await self._receipt(key, "nobody waits for this reply any more")
             return
         if not 0 < request.total_bytes <= self._max_bytes:
@@ -484,6 +488,8 @@ class MessageHub:
         try:
             payload = await self._compute.run(read, request.memory, request.total_bytes)
         except SharedMemoryFault as error:
+            if self._awaiting(key) is None:  # its node was told so, and has withdrawn it
+                return
             log.warning("no shared memory", node=key.sender, reason=str(error), effect="its replies go over DDS")
             self._unreadable.add(Identity(key.sender, key.incarnation))
             self._requests[key] = upload

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -25,11 +26,13 @@ from gradbus.actors.flower import hub as hub_module
 from gradbus.actors.flower.hub import Answer, MessageHub
 from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary
 from gradbus.actors.flower.protocol import HEARTBEAT_S, MAX_OPEN, Payload, layout_of, make_payload, partitions_of
+from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
+from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.wire.control import PROTOCOL, Hello
-from gradbus.runtime.wire.messages import Identity, PeerGone
+from gradbus.runtime.wire.messages import ClientUpdate, Identity, PeerGone
 
 RUN = 77
 _jobs = itertools.count()
@@ -331,6 +334,35 @@ def test_of_a_reply_that_is_complete_as_it_is_withdrawn_nothing_is_left() -> Non
             again = await push(hub, [0], b"another")
             await answers(hub, again, 0)
             assert hub._answers == {}
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(not has_memfd(), reason="there is no memory to share")
+def test_the_memory_of_a_node_is_read_also_after_a_reply_that_was_withdrawn_before_it_was_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        scene, data, answering = Scene(), os.urandom(100_000), Reversing()
+        loop, reading, withdrawn = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        def late_read(place: str, size: int) -> memoryview:
+            loop.call_soon_threadsafe(reading.set)
+            assert withdrawn.wait(30)
+            return read(place, size)
+
+        monkeypatch.setattr(hub_module, "read", late_read)
+        async with scene.hub() as hub:
+            scene.start(0, answering)
+            await ready(hub, 0)
+            number = await push(hub, [0], data)
+            await reading.wait()
+            await hub.withdraw([(number, 0)])
+            await eventually(lambda: answering.released == 1)  # it has its receipt, and hides what it had made
+            withdrawn.set()
+            again = await push(hub, [0], data)
+            assert bytes((await answers(hub, again, 0))[0].payload or b"") == data[::-1]
+            assert hub._bus.memory.read_bytes[TOPICS[ClientUpdate].name] == len(data)
 
     asyncio.run(run())
 
