@@ -50,6 +50,9 @@ def _rule_can_travel(rule: Choice) -> Choice:
     return rule
 
 
+SentDuration = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
+"""A duration, in seconds, that the clients are sent, or what is left of it: messages carry ten times as much."""
+
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], Field(max_length=64)]
 """Patterns of tensor names, which travel to the clients."""
 
@@ -84,14 +87,14 @@ class ClientsSettings(Settings):
     docs/trees.md. The settings below are then of the sites."""
     num: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of clients that are expected. null: unknown; the run starts with `min`."""
-    min: Annotated[int, Field(ge=1)] = 1
+    min: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Least number of updates that make a round once its deadline has passed, and least number of clients to start
     with."""
     start_timeout_s: Positive = 120.0
     """Seconds after which the run fails if there are fewer than `min`."""
     start_grace_s: NonNegative = 10.0
     """Seconds to wait for the remaining expected clients once there are `min`."""
-    heartbeat_s: Positive = 0.5
+    heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)] = 0.5
     """Seconds between two heartbeats of the controller and of each client."""
     dead_after_s: Positive = 30.0
     """Silence, in seconds, after which a client that does not train counts as hanging: rounds do not wait for it until
@@ -113,7 +116,7 @@ class ClientsSettings(Settings):
 class RoundSettings(Settings):
     """When a round ends."""
 
-    timeout_s: Positive = 300.0
+    timeout_s: SentDuration = 300.0
     """Deadline of a round, in seconds after its command."""
     timeout_times_median: Annotated[float, Field(ge=1, le=1000)] | None = None
     """Deadline of a round as a multiple of the median time of the last five, within `timeout_s`, which holds for the
@@ -299,7 +302,7 @@ class EvaluationSettings(Settings):
     least_answered: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the asked clients that have to have found a metric, so that `early_stop` and `checkpoint.keep_best` go
     by it. Else the evaluation counts as none."""
-    timeout_s: Positive = 60.0
+    timeout_s: SentDuration = 60.0
     """Deadline of an evaluation, in seconds. What has not come by then is missing, and the run goes on."""
     maximize: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
         default=["accuracy", "auc", "f1", "iou", "precision", "r2", "recall"]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from settings import nested
 
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.config.settings import MAX_FILE_BYTES, Settings, check_settings, load_settings
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.wire.control import EvaluationRequest, Status, Welcome
 
 
 class Program(Settings):
@@ -187,12 +188,17 @@ OUT_OF_RANGE = [
     ("rounds", 1_000_001),
     ("clients__num", 0),
     ("clients__min", 0),
+    ("clients__min", 100_001),
     ("round__quorum", 0.0),
     ("round__quorum", 1.01),
     ("round__grace_s", -1.0),
     ("round__timeout_s", 0.0),
     ("round__timeout_s", float("inf")),
     ("round__timeout_s", float("nan")),
+    ("round__timeout_s", 1e10),
+    ("evaluation__timeout_s", 1e10),
+    ("clients__heartbeat_s", 0.001),
+    ("clients__heartbeat_s", 3601.0),
     ("round__max_attempts", 0),
     ("training__subset_size", -1),
     ("training__epochs", 0),
@@ -219,6 +225,28 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_was_found(key: st
     values = nested({"codec": "sq8", "strategy": "fedavgm", key: value})  # these have the options
     with pytest.raises(ConfigError, match=rf"^test: {key.replace('__', '.')}: (?!this is an).*, got {value!r}$"):
         check_settings(FederatedConfig, values, where="test")
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "field"),
+    [
+        ("clients.heartbeat_s", Welcome, "heartbeat_s"),
+        ("clients.min", Status, "minimum"),
+        ("clients.num", Welcome, "num_clients"),
+        ("round.timeout_s", Welcome, "round_s"),
+        ("round.timeout_s", Status, "remaining_s"),
+        ("evaluation.timeout_s", EvaluationRequest, "remaining_s"),
+    ],
+)
+def test_what_a_setting_may_be_has_room_in_the_message_that_carries_it(key: str, message: Any, field: str) -> None:
+    group, name = key.split(".")
+    bounds = TypeAdapter(FederatedConfig.model_fields[group].annotation).json_schema()["properties"][name]
+    bounds = next((one for one in bounds.get("anyOf", ()) if "maximum" in one), bounds)  # or null
+    carried = TypeAdapter(get_type_hints(message, include_extras=True)[field])
+    least, most = bounds.get("minimum", bounds.get("exclusiveMinimum")), bounds["maximum"]
+    assert [carried.validate_python(value) for value in (least, most)] == [least, most]
+    now_s = 12345.678  # what is left until a deadline is rounded
+    assert carried.validate_python(most + now_s - now_s) == pytest.approx(most)
 
 
 def test_more_clients_cannot_be_needed_than_there_are() -> None:
