@@ -299,6 +299,7 @@ def _merge_choice(before: Any, value: Any) -> Any:
 
 
 def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], text: str) -> None:
+    """Put a value beside those of the same source: options may come before the name that they belong to."""
     try:
         value = parse_json(text)
     except ValueError:
@@ -306,9 +307,7 @@ def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], 
     for step in path[:-1]:
         inner = values.setdefault(step, {})
         kind = _field_type(kind, step)
-        if kind is Choice and isinstance(inner, str):
-            inner = values[step] = {"name": inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"{_short('.'.join(path))}: {_short(step)!r} is not a section")
         values = inner
-    values[path[-1]] = value
+    _merge(kind, values, {path[-1]: value})
