@@ -81,6 +81,10 @@ class ShardedTraining:
         if not len(self.data.train):
             raise ValueError(f"the training set {self.data.name!r} is empty")
 
+    def data_digest(self) -> str:
+        """The digest of both sets, see :meth:`gradbus.models.DataSplit.digest`."""
+        return self.data.digest()
+
     def num_batches(self, *, rank: int, world: int, epoch: int) -> int:
         """Batches of this rank in an epoch; the same in every one."""
         return num_shard_batches(len(self.data.train), self.batch_size, rank=rank, world=world)

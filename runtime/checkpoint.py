@@ -192,9 +192,16 @@ class CheckpointStore:
             _sync(self.directory)
         except (OSError, SafetensorError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            has_older = False
+            with contextlib.suppress(OSError):
+                has_older = any(number != checkpoint.round_id for number in self.rounds())
             raise CheckpointError(
                 f"checkpoint of round {checkpoint.round_id} cannot be written to {self.directory}: {reason}. "
-                f"The one before it is intact; make room and start again to continue from it"
+                + (
+                    "The one before it is intact; make room and start again to continue from it"
+                    if has_older
+                    else "There is none before it: make room and start again"
+                )
             ) from None
         size = 0
         try:

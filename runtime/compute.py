@@ -82,9 +82,16 @@ class ComputeThread:
             del running, future
 
     async def run_or_follow(self, function: Callable[[], T]) -> T:
-        """The same; where the thread is closed already, on another one once the last function has ended."""
-        if not self._closed:
-            return await self.run(function)
+        """The same; where the thread is closed, on another one once the last function has ended."""
+        task, was_closed = asyncio.current_task(), self._closed
+        cancels = task.cancelling() if task else 0
+        try:
+            if not was_closed:
+                return await self.run(function)
+        except asyncio.CancelledError:
+            if not self._closed or (task and task.cancelling() > cancels):
+                raise
+            # It is the function that was cancelled, not the caller: it had not begun when the thread was closed.
 
         def after_the_last() -> T:
             self._executor.shutdown(wait=True)

@@ -61,7 +61,7 @@ from gradbus.actors.data_parallel.state import (
 )
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan
-from gradbus.actors.data_parallel.worker import EpochClock, Worker
+from gradbus.actors.data_parallel.worker import Worker
 from gradbus.runtime.algorithms.base import Step
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import Checkpoint
@@ -80,7 +80,9 @@ from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
 
 # What ranks of one generation that stand at the same step have in common of a position; the rest is each one's own.
-_COMMON = ("step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "mean_loss")
+_COMMON = (
+    "step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "skipped_exchanges", "mean_loss",
+)  # fmt: skip
 
 MAX_RECORDED_BYTES = 1 << 30
 """Of the steps that a rank keeps while its copy of the state is on the way; before there are more, all wait for it."""
@@ -150,6 +152,7 @@ class ElasticWorker(Worker):
         self._has_opened = self._has_ended = False
         self._synced = -1  # the generation whose state this rank has; -1: none but that of its own model
         self._schedule_steps = 0
+        self._data: dict[str, Any] = {}  # what must be equal of the data
         self._saved: Checkpoint | None = None
         self._unsaved: CheckpointError | None = None  # why this rank could not write the newest one
         self._plan: ElasticPlan | None = None
@@ -290,6 +293,7 @@ class ElasticWorker(Worker):
             await self._compute.run(self._hold_directory, True)
             self._saved = await self._compute.run(self._find_checkpoint)
             await self._compute.run(self._check_data)
+        self._data = await self._compute.run(training.data_facts)
         label = training.label
         settings = {
             **config.shared({"name": label.name, **label.options}),
@@ -297,7 +301,7 @@ class ElasticWorker(Worker):
         }
         return {
             "model": _hash(describe_layout(self.model)), "settings": _hash(settings),
-            "data": _hash(await self._compute.run(training.num_batches, 0)), "version": _hash([PROTOCOL, VERSION]),
+            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION]),
         }  # fmt: skip
 
     def _hold_directory(self, begins: bool) -> None:
@@ -352,13 +356,16 @@ class ElasticWorker(Worker):
             "settings": config.shared({"name": training.label.name, **training.label.options}),
             "synced": self._synced, "broken": self._broken, "is_stopped": self._is_stopped,
             "step": stands.step, "epoch": stands.epoch,
-            "schedule_steps": self._schedule_steps, "batches": await compute.run(training.num_batches, 0),
+            "schedule_steps": self._schedule_steps, "data": self._data,
             "begins": self._has_seen_all and not self._place.number,
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
         hellos = await group.all_gather_object("elastic/hello", hello, timeout_s=config.timeouts.join_s)
         check_equal("settings", [hello["settings"] for hello in hellos])
-        check_equal("data", [{"batches of an epoch": hello["batches"]} for hello in hellos])
+        check_equal(
+            "data", [hello["data"] for hello in hellos],
+            hint="Start all processes with the same data set, its options included, and the same batch size",
+        )  # fmt: skip
         check_equal_layouts([hello["layout"] for hello in hellos])
         # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs.
         places = [(hello["synced"], hello["step"], hello["epoch"]) for hello in hellos]
@@ -567,8 +574,8 @@ class ElasticWorker(Worker):
         )  # fmt: skip
         return self._plan
 
-    async def _one_step(self, plan: EpochPlan, clock: EpochClock) -> None:
-        await super()._one_step(plan, clock)
+    async def _one_step(self, plan: EpochPlan) -> None:
+        await super()._one_step(plan)
         if self._arriving is not None and self._arriving.done():
             await self._catch_up()
         elif not self._are_equal:
@@ -674,12 +681,14 @@ class ElasticWorker(Worker):
             are_there = all(map(any, of_ranks))
 
     def _note_place(self) -> None:
-        """Note where the epoch stands, for ranks of another number, and the loss. On the compute thread."""
+        """Note where the epoch stands, for ranks of another number, and the loss, for other steppers. On the compute
+        thread."""
         position, plan = self._position, self._plan
         if hasattr(self, "_stepper"):  # else somebody was lost before the first step
             self._note_mean_loss()
         if plan is not None and position.epoch_step:
             position.epoch_batches = plan.batches_done(position.epoch_step)
+            position.skipped_exchanges = self._skipped_exchanges
             self._training.note_sums(position)
         self._plan = None
 
@@ -702,7 +711,7 @@ class ElasticWorker(Worker):
         if hasattr(self, "_stepper"):
             await self._stepper.close()
         await self._compute.run(self._show, None)
-        await self._compute.run(self._training.give_up_step)
+        await self._compute.run(self._training.give_up_step, self.step)
         await self._end_transfers()
         await self._compute.run(self._note_place)
         if self._held is not None:  # the copy has not come: what this rank has is of there

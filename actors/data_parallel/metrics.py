@@ -61,10 +61,12 @@ class MetricSums:
             kind, value, count = _read(name, metric, whose)
             self._add(name, kind, _number(value), _number(count), whose)
 
-    def merge(self, other: MetricSums) -> None:
-        """Add those of other batches of this rank."""
+    def merged(self, other: MetricSums) -> MetricSums:
+        """These and those of other batches of this rank."""
+        sums = MetricSums(self._sums)
         for name, (kind, value, count) in other._sums.items():
-            self._add(name, kind, value, count, "the task")
+            sums._add(name, kind, value, count, "the task")
+        return sums
 
     def _add(self, name: str, kind: str, value: Any, count: Any, whose: str) -> None:
         before = self._sums.get(name)

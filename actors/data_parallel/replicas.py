@@ -39,15 +39,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return parameters | {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
 
 
-def check_equal(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError: a rank's values differ from those of most ranks; the text names ranks, keys and values."""
+def check_equal(what: str, of_ranks: Sequence[Mapping[str, Any]], hint: str = "") -> None:
+    """Raises ConfigError: a rank's values differ from those of most ranks; the text names ranks, keys and values, and
+    ends with what to do (``hint``)."""
     for key in dict.fromkeys(key for values in of_ranks for key in values):
         found = [repr(values.get(key, "missing")) for values in of_ranks]
         usual = max(Counter(found).items(), key=lambda item: (item[1], item[0] == found[0]))[0]
         odd = [rank for rank, value in enumerate(found) if value != usual]
         if odd:
             differing = ", ".join(f"rank {rank} has {found[rank]}" for rank in odd)
-            raise ConfigError(f"{what} must be equal on all ranks: {key} is {usual}, but {differing}")
+            raise ConfigError(
+                f"{what} must be equal on all ranks: {key} is {usual}, but {differing}{hint and f'. {hint}'}"
+            )
 
 
 def check_equal_layouts(of_ranks: Sequence[Sequence[str]]) -> None:
@@ -149,7 +152,8 @@ class Replicas:
             "worker/distance", squares[0], round_id=step, timeout_s=self._timeout_s
         )
         distance = math.sqrt(sum(of_ranks) / len(of_ranks) / squares[1]) if squares[1] else 0.0
-        return MeanModel({name: (mean | rest)[name] for name in live}, distance)
+        mean |= rest
+        return MeanModel({name: mean[name] for name in live}, distance)
 
     @torch.no_grad()
     def exchange_with(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

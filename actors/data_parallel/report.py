@@ -29,10 +29,11 @@ class EpochReport:
             mean of |x_i - x|^2, over |x|. None where they are equal.
         skipped_steps: steps of the epoch that all ranks skipped, for some rank had NaN or infinity. Where models
             differ, a rank skips steps without an exchange alone: then those of the rank that skipped most.
-        skipped_exchanges: exchanges of weights of which all ranks dropped the result, for it had NaN or infinity
-            on some rank; since this process started.
+        skipped_exchanges: exchanges of weights in the epoch of which all ranks dropped the result, for it had NaN or
+            infinity on some rank.
         density: share of the gradient's entries that was sent.
-        step_s_mean: seconds a step took. wait_s_mean: of these, waiting for the others and the network.
+        step_s_mean: seconds a step took, with its share of the wait for what was on its way at the end of the epoch and
+            before checkpoints. wait_s_mean: of these, waiting for the others and the network.
         bytes_out_per_step: payload handed to DDS.
         seconds: the epoch, evaluation included.
     """

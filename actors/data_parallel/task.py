@@ -27,8 +27,10 @@ class ShardCounts(Protocol):
 class DataParallelTask(Protocol):
     """Model, data and loss. ``gradbus.models.ClassificationTask`` is one; any object with these methods will do.
 
-    Two more are called where they are there: ``make_optimizer(model)``, which returns an optimizer of torch for all
-    that the model trains, and ``make_schedule(optimizer)``, a schedule of torch, stepped after each step.
+    Three more are called where they are there: ``make_optimizer(model)``, which returns an optimizer of torch for all
+    that the model trains; ``make_schedule(optimizer)``, a schedule of torch, stepped after each step; and
+    ``data_digest()``, a text that is equal on two processes if they have the same data, as a hash of some samples:
+    ranks that come and go have to have the same one. Without it only their numbers of batches are compared.
 
     All methods are called off the event loop, one after the other.
     """

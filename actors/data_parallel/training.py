@@ -221,6 +221,7 @@ class ShardTraining:
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # stays on the device: reading it would wait for the step
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._unfinished: TrainingStep | None = None  # computed, but not applied yet
+        self._before: tuple[int, Tensor, MetricSums] | None = None  # the step counted last, and the sums without it
         self._recorded: list[_RecordedStep] | None = None  # of a rank that has not the state of the run yet
         self._looks = False  # at the own gradients, before they are exchanged: from the first step on that was skipped
 
@@ -277,9 +278,12 @@ class ShardTraining:
         self._group = group
         self.algorithm.regroup(Place(group.rank, group.world, tuple(member.node for member in group.members)))
 
-    def give_up_step(self) -> None:
-        """A step that this rank has computed and not applied leaves no trace."""
+    def give_up_step(self, number: int) -> None:
+        """Step ``number``, which has not ended, is made again: what of it was computed and not applied leaves no trace,
+        nor does it count in the sums where the optimizer had stepped before the exchange of its weights."""
         self.algorithm.give_up()
+        if self._before is not None and self._before[0] == number:
+            _, self._loss_sum, self._metrics = self._before
         if self._unfinished is not None:
             self._buffers[self._unfinished.memory].put_back()
             self._unfinished = None
@@ -290,6 +294,12 @@ class ShardTraining:
         rank, world = place or self._data_place
         return self._task.num_batches(rank=rank, world=world, epoch=epoch)
 
+    def data_facts(self) -> dict[str, Any]:
+        """Return what is known of the data that all ranks have, where they come and go."""
+        facts: dict[str, Any] = {"batches of an epoch": self.num_batches(0)}
+        data_digest = getattr(self._task, "data_digest", None)
+        return facts if data_digest is None else facts | {"digest": str(data_digest())}
+
     def start_epoch(self, plan: EpochPlan, position: Position) -> None:
         """From its beginning, or from where the run stands."""
 
@@ -297,7 +307,8 @@ class ShardTraining:
             return self._task.batches(rank=rank, world=world, epoch=position.epoch, seed=self._config.seed)
 
         self._batches = plan.pick(batches, self._group.rank, position.epoch_step)
-        self._loss_sum.fill_(position.loss_sum)
+        self._before = None
+        self._loss_sum = torch.full_like(self._loss_sum, position.loss_sum)
         self._metrics = MetricSums(position.metrics)
         self.model.train()
 
@@ -374,9 +385,10 @@ class ShardTraining:
     def count(self, step: TrainingStep) -> None:
         """Add its losses and metrics to those of the epoch; of one that is skipped put back what it has changed."""
         self._unfinished = None
+        self._before = step.number, self._loss_sum, self._metrics
         if step.skipped_by is None:
-            self._loss_sum += step.loss
-            self._metrics.merge(step.metrics)
+            self._loss_sum = self._loss_sum + step.loss
+            self._metrics = self._metrics.merged(step.metrics)
             return
         self._looks = True
         self._buffers[step.memory].put_back()

@@ -186,7 +186,8 @@ class WeightStepper(Stepper):
         assert step.weights is not None
         if step.counts if self._waits_for_all else step.has_finite_result:
             live, result = self._training.trained, step.weights.flat
-            change = apply_result(live, self._algorithm, self._step_of(step), result, step.before)
+            assert step.as_begun is not None
+            change = apply_result(live, self._algorithm, step.as_begun, result, step.before)
             step.change = None if self._waits_for_all else change
         else:
             self._restart()
@@ -206,8 +207,6 @@ class WeightStepper(Stepper):
     # In the background
 
     def _start_late(self, step: TrainingStep) -> bool:
-        if self._delay:
-            self._share_loss(step)
         step.exchange.start("weights", self._exchange(step))
         step.exchange.all_sent()
         return step.exchange.goes_on or self._conclude(step)
@@ -215,6 +214,10 @@ class WeightStepper(Stepper):
     def _exchange(self, step: TrainingStep) -> Program[None]:
         """Exchange, then agree whether the result is finite everywhere."""
         assert step.weights is not None
+        if self._delay and self._algorithm.needs_loss:
+            yield from summed(self._take_status(step), "loss")
+            self._note_loss(step)
+        step.as_begun = step.as_begun or self._step_of(step)
         yield from self._program(step, step.weights)
         step.has_finite_result = are_finite([step.weights.flat])
         step.on_result()
@@ -226,8 +229,6 @@ class WeightStepper(Stepper):
     def _conclude(self, step: TrainingStep) -> bool:
         if step.verdict is None:
             return False  # it was cancelled
-        if self._delay:
-            self._note_loss(step)
         step.counts = not step.verdict[0]
         (self._algorithm.commit if step.counts else self._algorithm.roll_back)()
         return False

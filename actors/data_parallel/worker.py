@@ -57,10 +57,11 @@ from gradbus.runtime.testing.instrumentation import Probe
 
 @dataclass(slots=True)
 class EpochClock:
-    """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``: of the epochs before."""
+    """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``: of the epochs before.
+    ``step_s``: with the waits in between for what was on its way."""
 
-    bytes_before: int
-    wait_before_s: float
+    bytes_before: int = 0
+    wait_before_s: float = 0.0
     started_s: float = field(default_factory=time.perf_counter)
     steps: int = 0
     step_s: float = 0.0
@@ -106,6 +107,7 @@ class Worker:
         self.profile = Profile(group.rank, window_steps=config.profile.window_steps, jsonl=jsonl)
         self.skipped_steps = 0
         self._position = Position()
+        self._clock = EpochClock()
         self._report: EpochReport | None = None
         self._params_hash = 0
         self._run_id = 0
@@ -374,12 +376,12 @@ class Worker:
     async def _one_epoch(self) -> EpochReport | None:
         """The rest of an epoch. None: the ranks rest in the midst of it."""
         position, stepper = self._position, self._stepper
-        clock = EpochClock(stepper.bytes_out, stepper.wait_s)
+        self._clock = EpochClock(stepper.bytes_out, stepper.wait_s)
         self._skipped_before = stepper.skipped_exchanges - position.skipped_exchanges
         plan = await self._make_plan()
         await self._compute.run(self._training.start_epoch, plan, position)
         while position.epoch_step < plan.steps and not (self._ends_early or self._is_resting):
-            await self._one_step(plan, clock)
+            await self._one_step(plan)
             if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._ends_early:
                 await self._save()
         await self._drain()
@@ -387,7 +389,7 @@ class Worker:
         finished = position.epoch_step >= plan.steps
         if self._is_resting and not (finished or self._ends_early):
             return None
-        report = self._report = await self._report_epoch(clock, finished)
+        report = self._report = await self._report_epoch(finished)
         await self._after_epoch(report)
         due = self._is_checkpoint_due or not self._config.checkpoint.every_steps
         if finished:
@@ -409,8 +411,8 @@ class Worker:
         )
         return EpochPlan.of(counts, self._config.accumulation_steps)
 
-    async def _one_step(self, plan: EpochPlan, clock: EpochClock) -> None:
-        position, started_s = self._position, time.perf_counter()
+    async def _one_step(self, plan: EpochPlan) -> None:
+        position, clock, started_s = self._position, self._clock, time.perf_counter()
         self._probe.reached("before_step", position.step + 1)
         self._group.at_step(position.step, position.epoch)
         with self.profile.step(position.step) as measured:
@@ -429,13 +431,15 @@ class Worker:
         if every and (not self._checked or position.step % every == 0):
             await self._compare()
         if self._config.report_every_steps and position.step % self._config.report_every_steps == 0:
-            await self._tell(clock)
+            await self._tell()
 
     async def _drain(self) -> None:
         """Apply what is on its way."""
+        started_s = time.perf_counter()
         applied = await self._stepper.drain()
         await self._count(applied)
         await self._after_steps(applied)
+        self._clock.step_s += time.perf_counter() - started_s
 
     # Callbacks
 
@@ -562,17 +566,18 @@ class Worker:
         self._checked = True
         return await (self._replicas.check(self.step) if self._config.hash_every else self._replicas.hash())
 
-    async def _tell(self, clock: EpochClock) -> None:
-        position, loss_sum = self._position, await self._compute.run(self._training.loss_sum)
+    async def _tell(self) -> None:
+        position, clock = self._position, self._clock
+        loss_sum = await self._compute.run(self._training.loss_sum)
         self._log.info(
             "training", step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches),
             step_s=round(clock.step_s / clock.steps, 4),
             wait_s=round((self._stepper.wait_s - clock.wait_before_s) / clock.steps, 4),
         )  # fmt: skip
 
-    async def _report_epoch(self, clock: EpochClock, finished: bool) -> EpochReport:
+    async def _report_epoch(self, finished: bool) -> EpochReport:
         """Return what the ranks have learnt together."""
-        config, position = self._config, self._position
+        config, position, clock = self._config, self._position, self._clock
         await self._compute.run(self._training.note_sums, position)
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
@@ -611,7 +616,7 @@ class Worker:
             train_metrics=combined(of_ranks[2]),
             test_samples=total, model="equal" if mean is None else "mean", params_hash=self._params_hash,
             consensus_distance=None if mean is None else mean.distance, skipped_steps=max(of_ranks[7]),
-            skipped_exchanges=self._stepper.skipped_exchanges - self._skipped_before,
+            skipped_exchanges=self._skipped_exchanges,
             density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
             wait_s_mean=(self._stepper.wait_s - clock.wait_before_s) / steps,
             bytes_out_per_step=(self._stepper.bytes_out - clock.bytes_before) / steps,
@@ -654,7 +659,7 @@ class Worker:
         await self._drain()
         if position.epoch_step:
             await self._compute.run(self._training.note_sums, position)
-            position.skipped_exchanges = self._stepper.skipped_exchanges - self._skipped_before
+            position.skipped_exchanges = self._skipped_exchanges
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
             model: Mapping[str, Tensor] = model_tensors(self.model)
@@ -677,6 +682,11 @@ class Worker:
         await self._compute.run(state.prune)
         self.profile.add_span("checkpoint", started_s, time.perf_counter())
         self._log.info("checkpoint", step=position.step, bytes=size)
+
+    @property
+    def _skipped_exchanges(self) -> int:
+        """Exchanges of weights in this epoch whose results were dropped, once it has begun."""
+        return self._stepper.skipped_exchanges - self._skipped_before
 
     def _note_mean_loss(self) -> None:
         """Note the newest loss where the algorithm goes by it, for who goes on from this position."""

@@ -15,7 +15,7 @@ from gradbus.actors.federated.early_stop import evaluated_metric
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.state import RunState, SavedRun
 from gradbus.runtime.checkpoint import CheckpointStore, Meta
-from gradbus.runtime.config.federated import EvaluationSettings, InitialCheckpointSettings
+from gradbus.runtime.config.federated import InitialCheckpointSettings
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
 
@@ -45,18 +45,14 @@ class BestModel:
         best: of the model that is kept; None: there is none. round_id: of that model.
     """
 
-    def __init__(
-        self, settings: InitialCheckpointSettings, state: RunState, *,
-        evaluation: EvaluationSettings = EvaluationSettings(),  # noqa: B008 - it is frozen
-    ) -> None:  # fmt: skip
-        """Go on with what is kept of this run. ``evaluation``: as of an EarlyStop.
+    def __init__(self, settings: InitialCheckpointSettings, state: RunState, *, least_answered: float = 0.0) -> None:
+        """Go on with what is kept of this run. ``least_answered``: as of an EarlyStop.
 
         Raises:
             CheckpointError: the folder cannot be used. ConfigError: there is none.
         """
-        self._metric, self._state = settings.keep_best, state
-        self._mode = settings.best_mode or evaluation.mode_of(settings.keep_best or "")
-        self._least_answered = evaluation.least_answered
+        self._metric, self._mode, self._state = settings.keep_best, settings.best_mode or "min", state
+        self._least_answered = least_answered
         self._store: CheckpointStore | None = None
         self.best: Best | None = None
         self.round_id = 0

@@ -316,8 +316,11 @@ class Controller:
         stack.callback(self._publisher.close)
         self._on_open()
         await self._compute.run(state.note_start, self._probe.history)
-        self._stop = EarlyStop(config.early_stop, self._callbacks, state.history, evaluation=config.evaluation)
-        self._best = await self._compute.run(BestModel, config.checkpoint, state, evaluation=config.evaluation)
+        stop, best, least = config.early_stop, config.checkpoint, config.evaluation.least_answered
+        stop = stop.replaced("mode", config.mode_of(stop.metric, stop.mode))
+        best = best.replaced("best_mode", config.mode_of(best.keep_best or "", best.best_mode))
+        self._stop = EarlyStop(stop, self._callbacks, state.history, least_answered=least)
+        self._best = await self._compute.run(BestModel, best, state, least_answered=least)
         stack.callback(self._best.close)
         began_after = state.round_id
         inbox = stack.enter_context(self._bus.subscribe(ClientUpdate, Control))

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gradbus.actors.federated.report import RoundReport
-from gradbus.runtime.config.federated import OF_CLIENTS, EarlyStopSettings, EvaluationSettings
+from gradbus.runtime.config.federated import OF_CLIENTS, EarlyStopSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
@@ -69,16 +69,15 @@ class EarlyStop:
 
     def __init__(
         self, settings: EarlyStopSettings, callbacks: Sequence[Any], history: Iterable[RoundReport] = (), *,
-        evaluation: EvaluationSettings = EvaluationSettings(),  # noqa: B008 - it is frozen
+        least_answered: float = 0.0,
     ) -> None:  # fmt: skip
-        """Begin after the rounds of ``history``. ``evaluation``: how the metric is found, and what is good of it.
-        Raises ConfigError: a callback has none of the methods."""
+        """Begin after the rounds of ``history``. ``least_answered``: share of the asked clients that has to have found
+        a metric of clients. Raises ConfigError: a callback has none of the methods."""
         for callback in callbacks:
             if not any(callable(getattr(callback, method, None)) for method in METHODS):
                 raise ConfigError(f"callback {callback!r}: expected an object with some of {', '.join(METHODS)}")
         self._settings = settings
-        self._mode = settings.mode or evaluation.mode_of(settings.metric)
-        self._least_answered = evaluation.least_answered
+        self._least_answered = least_answered
         self._callbacks = callbacks
         self._best: float | None = None
         self._waited = 0
@@ -121,7 +120,7 @@ class EarlyStop:
         if value is None:
             return
         self._newest = report.round_id
-        better = value if self._mode == "max" else -value
+        better = value if self._settings.mode == "max" else -value
         if self._best is None or better > self._best + self._settings.min_delta:  # NaN is not
             self._best, self._waited, self.best_round = better, 0, report.round_id
             return

@@ -84,6 +84,9 @@ def parse_overrides(texts: list[str]) -> dict[str, Value]:
             f"--run-config: at most {MAX_OVERRIDES} keys of 64 characters with values of {MAX_OVERRIDE_CHARS} reach "
             f"the nodes: write more into the pyproject.toml of the app, on all machines"
         )
+    for key, value in overrides.items():
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ConfigError(f"--run-config {key}={value}: an integer has at most 64 bits, from -2^63 to 2^63 - 1")
     return overrides
 
 

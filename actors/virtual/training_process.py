@@ -116,7 +116,9 @@ def run_template(task: FederatedTask, settings: PoolSettings, stop: StopFlag, ho
     """The life of the template, in a process that was just forked for it. Does not return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the user's process, which ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no process can be waited for
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # where the user's process ignores it, nobody learns how a child ended
     torch.set_num_threads(settings.threads)
     run_and_exit(_Template(task, settings, stop, host).serve)
 

@@ -44,7 +44,8 @@ LINKS = LinkConditions(rate_bit_s=1e9)
 _START_S = 30.0  # before the first fault of a storm
 LEASE_S = 3.0  # between hosts: a dead machine is known within 5 s
 START_S = 90.0
-TORCHFT_PYTHON = "GRADBUS_TORCHFT_PYTHON"  # an interpreter that has torchft
+TORCHFT_PYTHON = "GRADBUS_TORCHFT_PYTHON"  # an interpreter that has torchft; else that of make setup-integrations
+_ROOT = Path(__file__).resolve().parents[2]
 _BATCH = 32  # samples of a rank and step, for the cost of a commit
 _CONFIG: dict[str, Any] = {
     "epochs": 1_000_000, "eval_every_epochs": 0, "hash_every": 10,
@@ -367,15 +368,16 @@ def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
         "a step, 2 ranks, elastic", "ms", [1e3 * one for one in seconds["elastic"]],
         against=("fixed", [1e3 * one for one in seconds["fixed"]]),
     )  # fmt: skip
-    python = os.environ.get(TORCHFT_PYTHON)
-    if not python or not Path(python).exists():
+    python = torchft_python()
+    if not python.exists():
         print(
-            f"no column of torchft: set {TORCHFT_PYTHON} to the Python of an environment that has it", file=sys.stderr
-        )
+            f"no column of torchft: no {python}. It comes with 'make setup-integrations', or set {TORCHFT_PYTHON} to "
+            f"the Python of an environment that has torchft", file=sys.stderr,
+        )  # fmt: skip
         return
     script = Path(__file__).with_name("torchft_commit.py")
     ended = subprocess.run(
-        [python, str(script), str(chosen.blocks), str(chosen.steps)], capture_output=True, text=True, timeout=600
+        [str(python), str(script), str(chosen.blocks), str(chosen.steps)], capture_output=True, text=True, timeout=600
     )
     if ended.returncode:
         print(f"no column of torchft: {ended.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
@@ -385,6 +387,11 @@ def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
         "what a step takes more with torchft, 2 replicas", "ms", [a - b for a, b in zip(own, fixed, strict=True)],
         note="the same model over gloo",
     )  # fmt: skip
+
+
+def torchft_python() -> Path:
+    """The interpreter that torchft is measured with, which need not exist."""
+    return Path(os.environ.get(TORCHFT_PYTHON) or _ROOT / ".venv-integrations" / "bin" / "python")
 
 
 async def _blocks(place: BenchRank) -> dict[str, list[float]]:

@@ -1,13 +1,15 @@
 """Utilisation of ranks behind thin or distant links: what they compute over the time it takes, beside what can be had.
 
-Two hosts on the network laboratory's switch. The curve is what no protocol of this algorithm can be better than::
+Two hosts on the network laboratory's switch. The curve is that of an exchange without any overhead::
 
     compute / (compute + bytes * 8 / rate + 2 * delay * round_trips)
 
 of one period: a step, or the H steps up to an exchange. Bytes are what a rank sends; what is computed, codecs included,
-is measured in the same run. Round trips: the sum of gradients needs the shards of all ranks, and each shard's sum, one
-after the other: 2 ways, 1 round trip; gathered messages need 1 way, half a one. What is exchanged while training
-goes on (``delay``) counts as far as it takes longer than computing: max in place of the sum.
+is measured in the same run. Round trips: a sum counts as a ring or sharded all-reduce, which needs the shards of all
+ranks, and each shard's sum, one after the other: 2 ways, 1 round trip; gathered messages need 1 way, half a one. Two
+ranks that send each other their whole messages can be better than that curve: they need half a round trip for a sum,
+too. What is exchanged while training goes on (``delay``) counts as far as it takes longer than computing: max in place
+of the sum.
 """
 
 from __future__ import annotations

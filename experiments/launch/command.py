@@ -111,7 +111,8 @@ def plan(
 
     return Launch(
         world=world + settings.servers, command=command, environment=environment, grace_s=grace_s, name=name,
-        goes_on_without=goes_on_without, restarts=0 if elastic is None else elastic.restarts,
+        goes_on_without=goes_on_without, ends_together=elastic is not None,
+        restarts=0 if elastic is None else elastic.restarts,
     )  # fmt: skip
 
 

@@ -44,7 +44,8 @@ class Launch:
     ``command`` gets the rank, and whether it is started again. A variable that is None is removed. ``grace_s``: between
     the request to end and the kill. ``name``: of a rank, for people. ``goes_on_without``: whether the others go on when
     these ranks have failed. ``restarts``: how often ranks that something has killed are started again in all.
-    ``program``: the command of ``gradbus`` that says so.
+    ``ends_together``: whether the run has ended for all ranks when one of them ends well, so that nobody goes on
+    without one that fails after that. ``program``: the command of ``gradbus`` that says so.
     """
 
     world: int
@@ -53,6 +54,7 @@ class Launch:
     grace_s: float = 5.0
     name: Callable[[int], str] = lambda rank: f"rank {rank}"
     goes_on_without: Callable[[Collection[int]], bool] = lambda ranks: False
+    ends_together: bool = False
     restarts: int = 0
     program: str = "run"
 
@@ -224,7 +226,8 @@ class Launcher:
         self._changed.set()
         failed = end.code != 0 and not end.was_asked and not self._signals
         if failed and self._first_failure() is None and any(rank.running for rank in self._ranks):
-            _say(err, self._launch.program, f"{self._launch.name(end.rank)} {end}; the others go on")
+            goes_on = "" if self._failure_at_end() else "; the others go on"
+            _say(err, self._launch.program, f"{self._launch.name(end.rank)} {end}{goes_on}")
 
     def _comes_again(self, end: RankExit) -> bool:
         """Whether a rank that has exited is started again: something has killed it, and there are others to join."""
@@ -258,9 +261,26 @@ class Launcher:
         failed = {end.rank for end in self._exits if end.code != 0}
         if failed and self._launch.goes_on_without(failed):
             return None
-        return first_failure(
-            [replace(end, has_traceback=self._ranks[end.rank].tail.has_traceback) for end in self._exits]
-        )
+        return first_failure(self._ends)
+
+    def _failure_at_end(self) -> RankExit | None:
+        """The first rank that has failed by itself when the run was over, so that nobody goes on without it.
+
+        With an error of its checkpoints a rank ends before the first generation or at the end of the run, never in
+        between; at the end it may exit before those that end well.
+        """
+        is_over = False
+        for end in self._ends if self._launch.ends_together else ():
+            is_own = end.code > 0 and not end.was_asked and not end.is_consequence and end.code != ExitCode.NOBODY_CAME
+            if is_own and (is_over or end.code == ExitCode.CHECKPOINT):
+                return end
+            is_over |= end.code == 0
+        return None
+
+    @property
+    def _ends(self) -> list[RankExit]:
+        """In the order of time."""
+        return [replace(end, has_traceback=self._ranks[end.rank].tail.has_traceback) for end in self._exits]
 
     def _missed_another(self) -> bool:
         """Whether all failures so far are of ranks that missed another one, which has not exited yet."""
@@ -283,7 +303,7 @@ class Launcher:
         if self._stopped_by is not None:
             say(f"stopped by {_NAMES.get(self._stopped_by, self._stopped_by.name)}")
             return 128 + self._stopped_by
-        first = self._first_failure()
+        first = self._first_failure() or self._failure_at_end()
         if first is None:
             return 0
         lines = self._ranks[first.rank].tail.excerpt()

@@ -121,9 +121,15 @@ class ConfiguredShardTask(_Configured):
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
-        for name in ("make_optimizer", "make_schedule"):  # a task need not have them
+        for name in ("make_optimizer", "make_schedule", "data_digest"):  # a task need not have them
             if hasattr(self._task, name):
                 setattr(self, name, getattr(self._task, name))
+        self._digest = ""
+
+    def load(self) -> None:
+        super().load()
+        if isinstance(self._task, models.ClassificationTask):
+            self._digest = self._task.data_digest()
 
     def facts(self) -> dict[str, Any]:
         """Facts of the data that must be equal on all ranks, or they would take other samples than agreed."""
@@ -134,6 +140,7 @@ class ConfiguredShardTask(_Configured):
         return {
             "task.data": data.name, "training samples": len(data.train),
             "test samples": 0 if data.test is None else len(data.test), "task.batch_size": task.batch_size,
+            "digest of the data": self._digest,
         }  # fmt: skip
 
     def prepare_shard(self, rank: int, world: int) -> None:

@@ -267,7 +267,7 @@ def check_equal_facts(facts: Sequence[dict[str, Any]]) -> None:
             if value != facts[0].get(key):
                 raise ConfigError(
                     f"{key}: rank {rank} has {value!r}, rank 0 has {facts[0].get(key)!r}. All ranks need the same data "
-                    f"and batches; name them in the configuration instead of 'auto'"
+                    f"and batches: name them in the configuration, with the same task.data_options, instead of 'auto'"
                 )
 
 

@@ -66,7 +66,9 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
         return None
     run = _ElasticRun(file.model_copy(update={"parallel": config}), directory, output)
     own = config.replaced("profile.dir", config.profile.dir or directory.path)
-    async with open_bus(file.bus, rank=number) as bus:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(run.write_trace)  # when the others know already how it ended: this takes a while
+        bus = await stack.enter_async_context(open_bus(file.bus, rank=number))
         worker = ElasticWorker(
             ElasticPlace(bus=bus, number=number, founders=founders), task, own,
             on_open=lambda: run.opened(worker),
@@ -104,10 +106,12 @@ class _ElasticRun:
         self._directory = directory
         self._output = output
         self._reports: list[EpochReport] = []
+        self._worker: ElasticWorker | None = None  # once it is a rank of a generation
         self._started_s = time.perf_counter()
 
     def opened(self, worker: ElasticWorker) -> None:
         """This process is a rank of its first generation."""
+        self._worker = worker
         if worker.summary.rank == 0:
             try:
                 self._directory.write_config(self._file)
@@ -145,6 +149,12 @@ class _ElasticRun:
             generations=0 if generations is None else generations.number,
             profiles=[summary.profile.to_json()],
         )  # fmt: skip
+
+    def write_trace(self) -> None:
+        """Write the timeline of this process, whatever the end; nothing where nothing has begun. Nobody puts those of
+        all together: processes end at different times."""
+        if self._worker is not None:
+            self._worker.profile.write_trace(self._directory.trace)
 
     def outcome(self, worker: ElasticWorker) -> WorkerOutcome:
         """As it is at the end."""

@@ -157,7 +157,8 @@ class WeightExchange:
                 before = bucket.flat.clone() if self._delay_steps else None
                 if self._algorithm.needs_loss:
                     self._programs.agree_on_loss(loss)
-                    one.step = dataclasses.replace(one.step, loss=self._programs.loss)
+                    if self._delay_steps or not self._algorithm.overlaps:  # else in a run it would not be known yet
+                        one.step = dataclasses.replace(one.step, loss=self._programs.loss)
                 self._programs.run(self._algorithm.exchange(bucket, one.step))
             except Exception:
                 with suppress(Exception):  # where the network has failed the first error says so

@@ -245,7 +245,7 @@ class Bus:
 
     def _remove_reader(self, kind: type[Any]) -> None:
         if not self._closed:
-            self._receiver.remove(self._channels.pop(kind), lambda: None)
+            self._receiver.remove([self._channels.pop(kind)], lambda: None)
 
     # Who is there
 
@@ -361,8 +361,8 @@ class Bus:
 
     def _shut_down(self, finished: asyncio.Future[int], ports: list[RawEndpoints]) -> None:
         for port in ports:
-            port.stop_writing()
-        self._thread.join(3.0)
+            port.refuse_writes()
+        self._receiver.join(3.0)
         self._sender.join(3.0)
         self._participant.close()
         self._post(_resolve, finished, 0)

@@ -104,6 +104,12 @@ class Liveness:
         self.advance(clock_s)
         if not self._departed:
             return []
+        departed = [self._known[sender] for sender in self._departed]
+        claims = {known.claim for known in departed if known.watched}
+        stopped = set(filter(self._is_stopped, claims))
+        for known in departed:
+            if known.claim in stopped:
+                known.departed_s = self._now_s  # it has all its time when it goes on
         return [PeerGone(*sender) for sender in sorted(self._departed) if self._is_gone(sender) and self._drop(sender)]
 
     @property
@@ -181,12 +187,7 @@ class Liveness:
         if not known.watched:
             return self._now_s - known.last_s >= self._lease_s
         silent_s = self._now_s - max(known.last_s, known.departed_s)
-        if silent_s < max(self._lease_s, FOUND_AGAIN_S):
-            return False
-        if self._is_stopped(known.claim):
-            known.departed_s = self._now_s  # it has all that time when it goes on
-            return False
-        return True
+        return silent_s >= max(self._lease_s, FOUND_AGAIN_S)
 
     def _drop(self, sender: Sender) -> bool:
         known = self._known.pop(sender, None)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradbus.runtime.dds.network import NetworkConfig, build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.dds.participant import Participant
@@ -21,6 +21,8 @@ from gradbus.runtime.security.settings import Level, Security, level_in_force, o
 
 if TYPE_CHECKING:
     from gradbus.runtime.security.endpoints import JobMembership
+
+T = TypeVar("T")
 
 log = get_logger("bus")
 
@@ -87,11 +89,10 @@ async def open_participant(make: Callable[[], Participant]) -> Participant:
     """Open a participant off the loop: with the self-test it takes some tens of milliseconds."""
     opening = asyncio.get_running_loop().run_in_executor(None, make)
     try:
-        participant = await asyncio.shield(opening)
+        participant = await _whole(opening)
     except asyncio.CancelledError:
         with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
-            participant = await opening
-            await asyncio.to_thread(participant.close)
+            await _close(opening.result())
         raise
     if participant.fast_path_fault is not None:
         log.warning("slow path", reason=participant.fast_path_fault, effect="large messages hold the GIL")
@@ -104,8 +105,27 @@ async def closed_on_error(participant: Participant) -> AsyncIterator[None]:
     try:
         yield
     except BaseException:
-        await asyncio.to_thread(participant.close)
+        await _close(participant)
         raise
+
+
+async def _close(participant: Participant) -> None:
+    await _whole(asyncio.get_running_loop().run_in_executor(None, participant.close))
+
+
+async def _whole(work: asyncio.Future[T]) -> T:
+    """Wait for the end of work on a thread, which takes a bounded time, however often the waiter is cancelled: what it
+    opens or closes would be left behind. CancelledError comes after that."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        work.exception()  # nobody else asks for it
+        raise cancelled
+    return work.result()
 
 
 _lock = threading.Lock()

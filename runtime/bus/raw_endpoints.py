@@ -24,7 +24,6 @@ from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message
 
 _REMOVAL_S = 5.0
-_LAST_WRITE_S = 0.1  # for a loop that has no time: a write gives up after 10 ms
 
 Parts = tuple[Any, ...]
 
@@ -50,9 +49,6 @@ class RawEndpoints:
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
         self._counting = threading.RLock()
-        self._written = threading.Condition(self._counting)
-        self._writing = 0
-        self._is_refusing = False
         self.inline_bytes: Counter[str] = Counter()  # written by :meth:`write`, by topic
 
     def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
@@ -76,31 +72,17 @@ class RawEndpoints:
         Raises:
             BusError, BusClosed.
         """
-        with self._counting:
-            if self._closed is None:
-                raise BusClosed("the group or its bus is closed")
-            self._writing += 1
-        written = False
-        try:
-            written = writer.write((), frame)
-        finally:
+        if self._closed is None:
+            raise BusClosed("the group or its bus is closed")
+        written = writer.write((), frame)
+        if written:
             with self._counting:
-                self._writing -= 1
-                if written:
-                    self.inline_bytes[writer.topic.name] += sum(map(len, frame))
-                if self._is_refusing:  # somebody may be waiting for this
-                    self._written.notify_all()
+                self.inline_bytes[writer.topic.name] += sum(map(len, frame))
         return written
 
-    def stop_writing(self) -> None:
-        """Refuse further writes, and wait (not for long) for those under way, whose writer must not go. Blocks."""
-        self._refuse_writes()
-        with self._written:
-            self._written.wait_for(lambda: self._writing == 0, timeout=_REMOVAL_S)
-
-    def _refuse_writes(self) -> None:
+    def refuse_writes(self) -> None:
+        """Refuse further writes. Writers are deleted when those that are under way have ended."""
         with self._counting:
-            self._is_refusing = True
             closed, self._closed = self._closed, None
         if closed is not None:
             closed(self)
@@ -141,23 +123,14 @@ class RawEndpoints:
 
     def abandon(self) -> None:
         """Have readers and writers taken out of DDS, and do not wait for that. On the loop; nobody writes any more."""
-        self._refuse_writes()
+        self.refuse_writes()
         self._hand_over()
 
     async def close(self) -> None:
         """Take readers and writers out of DDS. Returns when it is done, or when the receive thread has ended. They go
         also if whoever waits for that is cancelled."""
-        self._refuse_writes()
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REMOVAL_S):
-                    while self._writing:  # noqa: ASYNC110 - some thread is in DDS, for some milliseconds
-                        await asyncio.sleep(0.001)
-        finally:
-            if self._writing:  # cancelled meanwhile; the writer must not go under a write
-                with self._written:
-                    self._written.wait_for(lambda: self._writing == 0, timeout=_LAST_WRITE_S)
-            removed = self._hand_over()
+        self.refuse_writes()
+        removed = self._hand_over()
         if removed is None:
             return
         try:
@@ -167,23 +140,18 @@ class RawEndpoints:
             return  # the receive thread has ended meanwhile: the bus takes everything with it
 
     def _hand_over(self) -> asyncio.Event | None:
-        """Have the receive thread delete all. Returns what tells of it; None: it does not, or there is nothing."""
+        """Have the receiver delete all. Returns what tells of it; None: it does not, or there is nothing."""
         endpoints: list[Channel | Writer] = [*self._channels, *self._writers]
         self._channels, self._writers = [], []
         if not endpoints or not self._receiver.thread.is_alive() or self._receiver.thread.fault is not None:
             return None
         loop, removed = asyncio.get_running_loop(), asyncio.Event()
-        left = len(endpoints)
 
-        def one_less() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(removed.set)
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(removed.set)
 
-        for endpoint in endpoints:
-            self._receiver.remove(endpoint, one_less)
+        self._receiver.remove(endpoints, tell)
         return removed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
 LIVENESS_S = 0.25  # between two looks at peers that DDS has lost
+DELETION_S = 10.0  # longer than readers and writers take to be deleted, also where a write does not end
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 _BATCH_IN_TIME = 2  # where the time is limited, as on the thread of the loop
 
@@ -52,8 +54,8 @@ class _Endpoints:
             self.writers.append(endpoint)
             self._waiter.attach(endpoint.entity, number)
 
-    def delete(self, endpoints: Sequence[Channel | Writer]) -> None:
-        """Wait for them no more, and take them out of DDS: readers, then writers, in about a second."""
+    def detach(self, endpoints: Sequence[Channel | Writer]) -> tuple[list[Reader], list[Writer]]:
+        """Wait for them no more. Returns those that there were."""
         channels = [one for one in endpoints if isinstance(one, Channel) and one in self.channels]
         writers = [one for one in endpoints if isinstance(one, Writer) and one in self.writers]
         for channel in channels:
@@ -61,12 +63,11 @@ class _Endpoints:
             if not channel.paused:
                 self._waiter.detach(channel.reader.condition)
             self._waiter.detach(channel.reader.entity)
-            channel.reader.delete()
         for writer in writers:
             self.writers.remove(writer)
             self._waiter.detach(writer.entity)
-        delete_together(writers)
         self._by_number = {number: one for number, one in self._by_number.items() if one not in endpoints}
+        return [channel.reader for channel in channels], writers
 
     def with_news(self, numbers: Iterable[int]) -> tuple[Collection[Channel], Collection[Channel | Writer]]:
         """Channels to take from, and endpoints whose matched ones have changed, the first attached first: a new key of
@@ -95,7 +96,8 @@ class Receiver:
         self._endpoints = _Endpoints(waiter)
         self._waiter = waiter
         self._arrivals: deque[Channel | Writer] = deque()
-        self._removals: deque[tuple[Channel | Writer, Callable[[], None]]] = deque()
+        self._removals: deque[tuple[Sequence[Channel | Writer], Callable[[], None]]] = deque()
+        self._deletions: list[threading.Thread] = []
         self._after_drain: deque[Callable[[], None]] = deque()
         self._endings: deque[str | tuple[int, int]] = deque()  # processes that have ended, senders that close their bus
         self._liveness = Liveness(
@@ -131,10 +133,17 @@ class Receiver:
         """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         self.add(Channel(reader, _not_handed_over, take=_not_handed_over))
 
-    def remove(self, endpoint: Channel | Writer, then: Callable[[], None]) -> None:
-        """Delete a reader or writer; ``then`` is called on the thread."""
-        self._removals.append((endpoint, then))
+    def remove(self, endpoints: Sequence[Channel | Writer], then: Callable[[], None]) -> None:
+        """Delete readers and writers; ``then`` is called after that, on a thread that does nothing else."""
+        self._removals.append((endpoints, then))
         self.thread.wake()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, for so long, and then for deletions that are under way."""
+        self.thread.join(timeout_s)
+        until_s = time.monotonic() + DELETION_S
+        for deletion in self._deletions:
+            deletion.join(max(0.0, until_s - time.monotonic()))
 
     def after_drain(self, then: Callable[[], None]) -> None:
         """Call ``then`` on the thread when all that DDS holds now has been taken."""
@@ -213,15 +222,21 @@ class Receiver:
             self._endpoints.attach(self._arrivals.popleft())
         if not removals:
             return
-        endpoints = [endpoint for endpoint, _ in removals]
-        writers = [one for one in self._endpoints.writers if one in endpoints]
-        if writers:
-            self.before_deletion(writers)
-        self._endpoints.delete(endpoints)
+        endpoints = [endpoint for some, _ in removals for endpoint in some]
+        self.before_deletion([one for one in self._endpoints.writers if one in endpoints])
+        readers, writers = self._endpoints.detach(endpoints)
         if writers:
             self.on_new_readers()
-        for _, then in removals:
-            then()
+
+        def delete() -> None:
+            delete_together(readers, writers)
+            for _, then in removals:
+                then()
+
+        # Not here: it takes up to some seconds, and this may be the thread of an event loop that waits inline.
+        deletion = threading.Thread(target=delete, name="gradbus-delete", daemon=True)
+        self._deletions = [*(one for one in self._deletions if one.is_alive()), deletion]
+        deletion.start()
 
     def _refresh(self, endpoints: Collection[Channel | Writer]) -> Iterator[tuple[Channel, set[int]] | None]:
         """Ask DDS which matched endpoints have changed. Yields each channel that has, and its writers now; None for a

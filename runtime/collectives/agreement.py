@@ -17,7 +17,9 @@ those may have decided on a generation with a process that nobody of the rest kn
 
 A process has no past: one that is started again has another incarnation, and joins like any other. It never makes a
 first generation where others have one. The first generation is made by the founder with number 0, once it sees all
-founders, and none that knows of a generation; one that is started again before that may join in a founder's place.
+founders, and none that knows of a generation; one that is started again before that may join in a founder's place. It
+does not wait for one that it has seen and lost since, if enough are left: nobody else makes a first generation, so that
+one which was only cut off joins later.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ class GenerationAgreement:
         self.leaving = False
         self.ended = False
         self._founders = founders
+        self._lost_founders: set[int] = set()  # numbers of those that were lost before there was a generation
         self._traits = dict(traits or {})
         self._promised = 0
         self._accepted = 0
@@ -126,6 +129,8 @@ class GenerationAgreement:
         """A process is not reached any more. ``certain``: it has ended, and never comes back."""
         if member == self.me:
             return
+        if member in self._fresh:
+            self._lost_founders.add(member.number)
         if certain:
             self._dead.add(member)
             if member not in self.members:
@@ -221,8 +226,7 @@ class GenerationAgreement:
     def waits_for(self) -> str:
         """What this process waits for before it is in a generation that goes on, for people; empty: nothing."""
         if not self.generation:
-            seen = {self.me.number, *(member.number for member in self._fresh)}
-            missing = [number for number in range(self._founders) if number not in seen]
+            missing = self._missing_founders
             if self.founder_has_died:
                 return (
                     "process 0, which alone makes the first generation and has ended before it did. One that joins "
@@ -231,6 +235,8 @@ class GenerationAgreement:
             if self._founders:
                 return f"the processes {missing} of {self._founders}" if missing else "the first generation"
             return "a group that it can join"
+        if self.misfit:
+            return ""  # it is refused, and never gets a place
         if not self.is_member:
             return f"a place in generation {self.generation + 1}, which has at most {self.max_world} members"
         alive = [member for member in self.members if member not in self._gone]
@@ -240,6 +246,21 @@ class GenerationAgreement:
         if self.lacks:
             return f"{self.lacks} more to join: at least {self.min_world} members are needed"
         return ""
+
+    @property
+    def ready(self) -> int:
+        """Number of processes that are there for the generation that this one waits for, itself included if it is one
+        of those that make it."""
+        if self.generation or not self._founders:
+            return len(self.members) - len(self.unreached)
+        return len({self.me.number, *(member.number for member in self._fresh)})
+
+    @property
+    def needed(self) -> int:
+        """Number of processes that have to be there for that."""
+        if self.generation or not self._founders:
+            return self.min_world
+        return self.ready + len(self._missing_founders)
 
     @property
     def lacks(self) -> int:
@@ -284,6 +305,14 @@ class GenerationAgreement:
         ]  # fmt: skip
 
     @property
+    def _missing_founders(self) -> list[int]:
+        """Numbers of those that the first generation is not made without."""
+        there = {self.me.number, *(member.number for member in self._fresh)}
+        missing = [number for number in range(self._founders) if number not in there]
+        needed = [number for number in missing if number not in self._lost_founders]
+        return needed if self._founders - len(missing) >= self.min_world else missing
+
+    @property
     def _joiners(self) -> list[MemberId]:
         """Processes that fit, and want to join, in the order in which they are let in."""
         return sorted(
@@ -312,7 +341,7 @@ class GenerationAgreement:
         if not self._founders or self.me.number:
             return
         founders = {member.number: member for member in sorted([self.me, *self._fresh])}  # of two the later start
-        if len(founders) == self._founders:
+        if not self._missing_founders:
             self._adopt(1, tuple(founders[number] for number in sorted(founders)))
 
     def _target(self, *, at_rest: bool = False) -> tuple[MemberId, ...] | None:

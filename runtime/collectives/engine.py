@@ -27,11 +27,12 @@ MAX_NAME_BYTES = 120  # signature and meta share the frame's name field
 MAX_NAME_BYTES_ON_WIRE = 244  # the most that is 4 beyond a multiple of 16 and fits a frame
 MAX_EARLY_FRAMES = 131_072  # half of them, at the default size, may be eager payloads; the others are RTS frames
 _MAX_REFUSED = 4096  # keys remembered of which frames were dropped
-_MAX_NAMES = 65_536  # names whose calls are counted
+_MAX_NAMES = 65_536  # names whose calls are counted, of what all ranks call
+_MIN_PAIR_NAMES = 256  # of messages from one rank to another, whatever the world
 
 _SHARED = int(Flags.SHARED)
 
-_Name = tuple[int, str, str]  # round, name, channel
+_Counts = OrderedDict[tuple[int, str], int]  # calls by round and name
 
 
 @lru_cache(maxsize=1024)
@@ -124,7 +125,9 @@ class Engine:
         self._rendezvous_bytes = min(RENDEZVOUS_BYTES, early_bytes // (4 * world))
         self.credit = Credit(world, early_bytes)
         self._calls: dict[OperationKey, _Call] = {}
-        self._counts: OrderedDict[_Name, int] = OrderedDict()  # how often each round and name was called
+        # By channel, each with a limit of its own: what is forgotten must be the same at both ends of a channel.
+        self._counts: dict[str, _Counts] = {}
+        self._max_pair_names = max(_MIN_PAIR_NAMES, _MAX_NAMES // (2 * world))
         self._lost: dict[int, str] = {}
         self._left: dict[int, str] = {}
         self._closed: BaseException | None = None
@@ -188,7 +191,7 @@ class Engine:
     def has_come(self, name: str, round_id: int, channel: str = "") -> bool:
         """Whether a frame is here for the next call of this name, round and channel."""
         with self._lock:
-            call = self._counts.get((round_id, name, channel), 0)
+            call = self._count_of(round_id, name, channel)
             return OperationKey(round_id, call, name, channel) in self._unexpected
 
     # Calls
@@ -265,12 +268,16 @@ class Engine:
         return None
 
     def _next_key(self, round_id: int, name: str, channel: str) -> OperationKey:
-        counted = (round_id, name, channel)
-        call = self._counts.pop(counted, 0)
-        self._counts[counted] = call + 1
-        if len(self._counts) > _MAX_NAMES:
-            self._counts.popitem(last=False)
+        counts = self._counts.setdefault(channel, OrderedDict())
+        call = counts.pop((round_id, name), 0)
+        counts[round_id, name] = call + 1
+        if len(counts) > (self._max_pair_names if channel else _MAX_NAMES):
+            counts.popitem(last=False)
         return OperationKey(round_id, call, name, channel)
+
+    def _count_of(self, round_id: int, name: str, channel: str) -> int:
+        counts = self._counts.get(channel)
+        return 0 if counts is None else counts.get((round_id, name), 0)
 
     def _remove(self, operation: Operation) -> None:
         with self._lock:
@@ -322,7 +329,7 @@ class Engine:
     def _keep_unexpected(self, key: OperationKey, message: UnexpectedFrame) -> None:
         if self._closed is not None:
             self.dropped["closed"] += 1
-        elif key not in self._calls and key.call < self._counts.get((key.round_id, key.name, key.channel), 0):
+        elif key not in self._calls and key.call < self._count_of(key.round_id, key.name, key.channel):
             self.dropped["stale"] += 1
         else:
             dropped = self._unexpected.keep(key, message)

@@ -195,8 +195,8 @@ class Generations:
                 raise WaitedInVain(
                     f"elastic group {agreement.group!r}, process {agreement.me.number} (waits for "
                     f"{agreement.waits_for or 'the next generation'})", missing=agreement.unreached,
-                    ready=len(agreement.members) - len(agreement.unreached), needed=limits.min_world,
-                    timeout_s=patience_s, misconfiguration=self._bus.misconfiguration,
+                    ready=agreement.ready, needed=agreement.needed, timeout_s=patience_s,
+                    misconfiguration=self._bus.misconfiguration,
                 )  # fmt: skip
             self._moved.clear()
             with contextlib.suppress(TimeoutError):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from gradbus.runtime.config.job_name import USER, with_user
-from gradbus.runtime.config.settings import Positive, Settings
+from gradbus.runtime.config.settings import Duration, Settings
 from gradbus.runtime.fast_paths import LOOPBACK
 
 
@@ -33,10 +33,10 @@ class BusSettings(Settings):
     each."""
     multicast: bool = False
     """Whether discovery and data use multicast."""
-    lease_s: Positive | None = None
+    lease_s: Duration | None = None
     """Silence, in seconds, after which a process on another machine counts as dead. null: 60 with the profile
     `loopback`, 10 with `network`."""
-    stall_timeout_s: Positive = 30.0
+    stall_timeout_s: Duration = 30.0
     """Seconds for which a reader may take no data before sending to it is an error."""
     shared_memory: bool = True
     """Whether processes of one machine pass large data through memory that they share."""

@@ -13,8 +13,8 @@ from gradbus.runtime.choices import ALGORITHMS, OPTIMIZERS, SCHEDULES, Choice
 from gradbus.runtime.config.settings import (
     PER_RANK,
     CheckpointSettings,
+    Duration,
     HistorySettings,
-    Positive,
     Settings,
     flat,
 )
@@ -28,16 +28,16 @@ class RankCheckpointSettings(CheckpointSettings):
     every_steps: Annotated[int, Field(ge=0)] = 0
     """Number of steps between two checkpoints. 0: one at the end of every epoch. The end of the run always makes one.
     """
-    timeout_s: Annotated[Positive, PER_RANK] = 600.0
+    timeout_s: Annotated[Duration, PER_RANK] = 600.0
     """Seconds that a rank waits for the others to save a checkpoint, and at a resume to read theirs."""
 
 
 class TimeoutSettings(Settings):
     """How long a rank waits for the others."""
 
-    join_s: Positive = 60.0
+    join_s: Duration = 60.0
     """Seconds that the ranks wait for each other at the start, loading of data included."""
-    collective_s: Positive = 60.0
+    collective_s: Duration = 60.0
     """Seconds that any later exchange may take."""
 
 
@@ -49,7 +49,7 @@ class ElasticSettings(Settings):
     and ends when a rank is lost."""
     max_world: Annotated[int, Field(ge=1, le=256)] = 256
     """Number of ranks that take part at most. More processes wait as spares, for one to leave or to be lost."""
-    wait_s: Annotated[Positive, PER_RANK] = 600.0
+    wait_s: Annotated[Duration, PER_RANK] = 600.0
     """Seconds that a process waits for enough others, or for a majority, before it gives up."""
 
     @property

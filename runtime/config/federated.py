@@ -21,6 +21,7 @@ from gradbus.runtime.choices import (
 )
 from gradbus.runtime.config.settings import (
     CheckpointSettings,
+    Duration,
     Fraction,
     HistorySettings,
     NonNegative,
@@ -50,9 +51,6 @@ def _rule_can_travel(rule: Choice) -> Choice:
     return rule
 
 
-SentDuration = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
-"""A duration, in seconds, that the clients are sent, or what is left of it: messages carry ten times as much."""
-
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], Field(max_length=64)]
 """Patterns of tensor names, which travel to the clients."""
 
@@ -75,7 +73,6 @@ class ShareSettings(Settings):
 
 
 MetricName = Annotated[str, Field(min_length=1, max_length=80)]
-Mode = Literal["min", "max"]
 OF_CLIENTS = "client."  # in front of the name of a metric that clients have found
 
 
@@ -87,16 +84,16 @@ class ClientsSettings(Settings):
     docs/trees.md. The settings below are then of the sites."""
     num: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of clients that are expected. null: unknown; the run starts with `min`."""
-    min: Annotated[int, Field(ge=1, le=100_000)] = 1
+    min: Annotated[int, Field(ge=1)] = 1
     """Least number of updates that make a round once its deadline has passed, and least number of clients to start
     with."""
-    start_timeout_s: Positive = 120.0
+    start_timeout_s: Duration = 120.0
     """Seconds after which the run fails if there are fewer than `min`."""
     start_grace_s: NonNegative = 10.0
     """Seconds to wait for the remaining expected clients once there are `min`."""
-    heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)] = 0.5
+    heartbeat_s: Annotated[float, Field(ge=0.01, le=3600)] = 0.5
     """Seconds between two heartbeats of the controller and of each client."""
-    dead_after_s: Positive = 30.0
+    dead_after_s: Duration = 30.0
     """Silence, in seconds, after which a client that does not train counts as hanging: rounds do not wait for it until
     its next message. The end of a process is noticed without it, by the kernel or by the DDS lease, and a client that
     trains may be silent for `round.timeout_s`. At least 3 x `heartbeat_s`."""
@@ -116,7 +113,7 @@ class ClientsSettings(Settings):
 class RoundSettings(Settings):
     """When a round ends."""
 
-    timeout_s: SentDuration = 300.0
+    timeout_s: Duration = 300.0
     """Deadline of a round, in seconds after its command."""
     timeout_times_median: Annotated[float, Field(ge=1, le=1000)] | None = None
     """Deadline of a round as a multiple of the median time of the last five, within `timeout_s`, which holds for the
@@ -302,13 +299,12 @@ class EvaluationSettings(Settings):
     least_answered: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the asked clients that have to have found a metric, so that `early_stop` and `checkpoint.keep_best` go
     by it. Else the evaluation counts as none."""
-    timeout_s: SentDuration = 60.0
+    timeout_s: Duration = 60.0
     """Deadline of an evaluation, in seconds. What has not come by then is missing, and the run goes on."""
     maximize: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
         default=["accuracy", "auc", "f1", "iou", "precision", "r2", "recall"]
     )
-    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst, and
-    what `early_stop` and `checkpoint.keep_best` take for better."""
+    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst."""
     cross_site: bool = False
     """Whether at the end of the run each client's last local model is evaluated on each client's data. Only models of
     clients that agree, by `client.share_model`, are shown to others."""
@@ -320,15 +316,6 @@ class EvaluationSettings(Settings):
     def is_on(self) -> bool:
         """Whether clients evaluate anything."""
         return bool(self.every) or self.cross_site
-
-    def mode_of(self, metric: str) -> Mode:
-        """Whether a small value of this metric is good, or a large one. Over clients, median and extremes of a metric
-        are as the metric is; a small standard deviation is good of any."""
-        if metric.startswith(OF_CLIENTS):
-            metric = metric.removeprefix(OF_CLIENTS)
-            for over_clients in (".median", ".min", ".max"):
-                metric = metric.removesuffix(over_clients)
-        return "max" if metric in self.maximize else "min"
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSettings:
@@ -349,13 +336,13 @@ class SecureAggregationSettings(Settings):
     least: with fewer there is no sum. A lower one tolerates more that drop out. Where some clients work for the
     controller, the others are safe as long as these are less than twice this share less one: with 2/3, less than a
     third."""
-    keys_timeout_s: Positive = 10.0
+    keys_timeout_s: Duration = 10.0
     """Seconds after the command of a round for which the keys of its clients are waited for. Who is late is not in its
     sum."""
-    shares_timeout_s: Positive = 10.0
+    shares_timeout_s: Duration = 10.0
     """Seconds after that for which the shares are waited for that let the others take off the masks of a client that
     drops out. Clients train meanwhile."""
-    unmask_timeout_s: Positive = 10.0
+    unmask_timeout_s: Duration = 10.0
     """Seconds after the last masked update for which answers of `threshold` of the clients are waited for."""
 
     @property
@@ -373,8 +360,8 @@ class EarlyStopSettings(Settings):
     """What is to improve: `eval_loss`, `accuracy`, or another metric of the task's evaluation, by its name; or one that
     the clients have found, such as `client.loss`, the mean, `client.loss.median`, which a few clients cannot move, or
     `client.loss.max`; see docs/evaluation.md."""
-    mode: Mode | None = None
-    """Whether a small value of it is good, or a large one. null: as `evaluation.maximize` has it."""
+    mode: Literal["min", "max"] | None = None
+    """Whether a small value of it is good, or a large one. null: a large one of those in `evaluation.maximize`."""
     min_delta: NonNegative = 0.0
     """By how much it has to be better to count as an improvement."""
 
@@ -387,8 +374,9 @@ class InitialCheckpointSettings(CheckpointSettings):
     keep_best: MetricName | None = None
     """Metric by which the best model so far is kept beside the newest ones, such as `eval_loss`, `accuracy` or
     `client.loss`; `gradbus export --best` writes it. null: none is kept."""
-    best_mode: Mode | None = None
-    """Whether a small value of that metric is good, or a large one. null: as `evaluation.maximize` has it."""
+    best_mode: Literal["min", "max"] | None = None
+    """Whether a small value of that metric is good, or a large one. null: a large one of those in
+    `evaluation.maximize`."""
 
 
 class RunHistorySettings(HistorySettings):
@@ -466,11 +454,10 @@ class FederatedConfig(Settings):
         if self.downlink_codec.options.get("version", 2) != 2:
             raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
-        stop, best = self.early_stop, self.checkpoint
-        if stop.patience is not None:
-            self._check_metric("early_stop.patience", stop.metric, "early_stop.mode", stop.mode)
-        if best.keep_best is not None:
-            self._check_metric("checkpoint.keep_best", best.keep_best, "checkpoint.best_mode", best.best_mode)
+        if self.early_stop.patience is not None:
+            self._check_metric("early_stop.patience", self.early_stop.metric)
+        if self.checkpoint.keep_best is not None:
+            self._check_metric("checkpoint.keep_best", self.checkpoint.keep_best)
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
@@ -481,14 +468,15 @@ class FederatedConfig(Settings):
                     )
         return self
 
-    def _check_metric(self, key: str, metric: str, mode_key: str, mode: Mode | None) -> None:
-        """Raises ValueError: the evaluation that finds the metric never happens, or large values of it are good, and
-        small ones are looked for."""
-        if mode == "min" and self.evaluation.mode_of(metric) == "max":
-            raise ValueError(
-                f"{mode_key} is min, and large values of {metric} are good, as evaluation.maximize has it: leave "
-                f"{mode_key} out, or take the metric off evaluation.maximize"
-            )
+    def mode_of(self, metric: str, mode: Literal["min", "max"] | None) -> Literal["min", "max"]:
+        """Whether a small value of a metric is good, or a large one; ``mode``: what its setting says."""
+        name, _, over_clients = metric.removeprefix(OF_CLIENTS).rpartition(".")
+        if not metric.startswith(OF_CLIENTS) or over_clients not in ("median", "std", "min", "max"):
+            name, over_clients = metric.removeprefix(OF_CLIENTS), ""
+        return mode or ("max" if name in self.evaluation.maximize and over_clients != "std" else "min")
+
+    def _check_metric(self, key: str, metric: str) -> None:
+        """Raises ValueError: the evaluation that finds the metric never happens."""
         if metric.startswith(OF_CLIENTS):
             if not self.evaluation.every:
                 raise ValueError(f"{key} needs evaluations by clients for {metric}: set evaluation.every to 1 or more")
@@ -538,11 +526,11 @@ class UpstreamConfig(Settings):
     deadline_share: Fraction = 0.8
     """Share of the deadline of the level above after which a round of this site ends, as `federated.round.timeout_s`,
     which may be shorter, but not longer. The rest is for the way of its sum."""
-    timeout_s: Positive = 600.0
+    timeout_s: Duration = 600.0
     """Silence of the level above, in seconds, after which the site gives up: at its start, and without `alone`."""
     alone: bool = True
     """Whether a site that is cut off from the level above goes on with rounds of its own."""
-    alone_after_s: Positive = 30.0
+    alone_after_s: Duration = 30.0
     """Silence of the level above, in seconds, after which a site counts as cut off."""
     rejoin: Literal["drop", "contribute"] = "drop"
     """What becomes of the rounds that a site did alone when the level above is back; they are kept on the disk in any
@@ -572,7 +560,7 @@ class ClientConfig(Settings):
     """Least number of clients whose sum hides an update of this one: with a controller that masks none, it takes no
     part at all, and with `federated.secure_aggregation` in no attempt of which the sum of fewer could be had, by itself
     or with the sums of other attempts at the round. 0: the controller decides, and no sum is of one client."""
-    controller_timeout_s: Positive = 600.0
+    controller_timeout_s: Duration = 600.0
     """Silence of the controller, in seconds, after which the client gives up."""
     share_model: bool = False
     """Whether the model that this client's last training has made may be shown to the other clients, for

@@ -26,6 +26,7 @@ MAX_FILE_MEMORY = 32 << 20  # that reading one may take: tables within tables ta
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Duration = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]  # seconds; the wire takes no more
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -299,7 +300,6 @@ def _merge_choice(before: Any, value: Any) -> Any:
 
 
 def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], text: str) -> None:
-    """Put a value beside those of the same source: options may come before the name that they belong to."""
     try:
         value = parse_json(text)
     except ValueError:
@@ -307,7 +307,13 @@ def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], 
     for step in path[:-1]:
         inner = values.setdefault(step, {})
         kind = _field_type(kind, step)
+        if kind is Choice and isinstance(inner, str):
+            inner = values[step] = {"name": inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"{_short('.'.join(path))}: {_short(step)!r} is not a section")
         values = inner
-    _merge(kind, values, {path[-1]: value})
+    before = values.get(path[-1])
+    is_choice = isinstance(value, str) and _field_type(kind, path[-1]) is Choice
+    if is_choice and isinstance(before, dict) and "name" not in before:
+        value = {"name": value, **before}  # options that were given before the choice that they are of
+    values[path[-1]] = value

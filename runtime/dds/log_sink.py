@@ -24,6 +24,8 @@ from gradbus.runtime.logs import get_logger
 READ_BYTES = 16 << 10  # at a time; buses read once a second
 LINES, WINDOW_S = 5, 60.0  # so many are logged in such a time
 MAX_LINE = 300
+_REST_BYTES = 4 * MAX_LINE  # of a line whose end is still to come: enough for its header and what is logged
+_TURN_S = 1.0  # to wait for another thread that reads or logs
 _HEADER = re.compile(r"^\s*\d+\.\d+ \[\d*\]\s+\S+: ")
 
 log = get_logger("dds")
@@ -34,7 +36,7 @@ class DdsLog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()  # held while what was read is used: threads must not mix lines
         self._read = -1
         self._file: int | None = None  # address of the C library's stream; 0: there can be none
         self._rest = b""
@@ -70,21 +72,27 @@ class DdsLog:
 
     def lines(self) -> list[str]:
         """What has been said since this was asked, or the first part of it."""
-        if self._read < 0 or not self._reading.acquire(blocking=False):
+        if self._read < 0 or not self._reading.acquire(timeout=_TURN_S):
             return []
         try:
-            data = self._rest + os.read(self._read, READ_BYTES)
+            *whole, rest = (self._rest + os.read(self._read, READ_BYTES)).split(b"\n")
+            self._rest = rest[:_REST_BYTES]
         except OSError:  # nothing
             return []
         finally:
             self._reading.release()
-        *whole, self._rest = data.split(b"\n")
-        self._rest = self._rest[-MAX_LINE:]
         return [_HEADER.sub("", line.decode("utf-8", "replace"))[:MAX_LINE] for line in whole]
 
     def tell(self) -> None:
         """Log the first lines, and how many there were besides. Any thread may ask, now and then."""
-        lines, now_s = self.lines(), time.monotonic()
+        if not self._reading.acquire(blocking=False):  # another bus does it
+            return
+        try:
+            self._tell_new(self.lines(), time.monotonic())
+        finally:
+            self._reading.release()
+
+    def _tell_new(self, lines: list[str], now_s: float) -> None:
         if now_s > self._window_s + WINDOW_S:
             if self._untold:
                 self._log("Cyclone DDS has said more", lines=self._untold, effect="lines beyond a few are left out")

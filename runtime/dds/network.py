@@ -83,6 +83,12 @@ class NetworkConfig:
             raise ConfigError(f"network {self.profile!r}: expected 'loopback' or 'network'")
         if not 1_200 <= self.effective_datagram_bytes <= 65_500:
             raise ConfigError(f"datagram_bytes must be 1,200 to 65,500, got {self.datagram_bytes}")
+        for address in self.peers:
+            if not (address.isascii() and address.isprintable()):
+                raise ConfigError(
+                    f"peers (bus.peers): {address!r} is no address: expected printable ASCII characters. Name the "
+                    f"machine by its IP address"
+                )
 
     @classmethod
     def of(cls, settings: BusSettings) -> NetworkConfig:
@@ -244,6 +250,9 @@ def _parse_user(document: str) -> ET.Element:
         root = ET.fromstring(text)
     except ET.ParseError as error:
         raise ConfigError(f"{where} is not well-formed XML: {error}. Unset it, or close every element") from None
+    except UnicodeEncodeError:  # octets of the environment that are no text
+        raise ConfigError(f"{where} is not UTF-8 text. Unset it, or write it in ASCII") from None
+    _check_ascii(root, where)
     for element in root.iter():  # Cyclone's own examples declare a namespace
         element.tag = element.tag.rpartition("}")[2]
     if root.tag == "Domain":  # Cyclone takes a document without the outermost element, too
@@ -258,6 +267,17 @@ def _parse_user(document: str) -> ET.Element:
         for section in domain:
             _check_section(section, where)
     return root
+
+
+def _check_ascii(root: ET.Element, where: str) -> None:
+    """Raise ConfigError: the binding of Cyclone DDS takes ASCII alone. Comments are dropped before."""
+    for element in root.iter():
+        for text in (element.tag, element.text, element.tail, *element.keys(), *element.attrib.values()):
+            if text and not text.isascii():
+                raise ConfigError(
+                    f"{where}: Cyclone DDS takes ASCII characters alone, got {text.strip()!r} in <{element.tag}>. "
+                    f"Write it in ASCII; a file or folder of such a name can have a symbolic link with another one"
+                )
 
 
 def _check_section(section: ET.Element, where: str) -> None:

@@ -43,7 +43,8 @@ from gradbus.runtime.dds.log_sink import dds_log
 from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.dds.network import NetworkConfig, build_xml, leaves_machine
 from gradbus.runtime.dds.topics import Topic
-from gradbus.runtime.errors import BusError
+from gradbus.runtime.errors import BusClosed, BusError
+from gradbus.runtime.logs import get_logger
 
 _TYPES: dict[str, Any] = {
     "TrainCmd": idl_types.TrainCmdType,
@@ -53,7 +54,10 @@ _TYPES: dict[str, Any] = {
 }
 PERIOD_S = 0.002  # how often the thread of a bus calls what waits for an answer that comes soon
 MAX_DELETING = 64  # writers at the same time, each on a thread
+WRITE_END_S = 5.0  # for the writes that are under way when a writer is deleted; DDS gives up after a topic's block_s
 _ANY = InstanceState.Any | SampleState.Any | ViewState.Any
+
+log = get_logger("dds")
 
 
 class Writer:
@@ -68,6 +72,8 @@ class Writer:
         self.has_new_readers = False  # or has lost some, since somebody looked at who they are
         self._awaited_since_s = 0.0
         self._refused_since_s = 0.0
+        self._writing: set[int] = set()  # threads that are in a write
+        self._write_ended: threading.Event | None = None  # there is one when this is being deleted
         self.deleted: Callable[[], None] = _nothing
 
     def refresh(self) -> bool:
@@ -83,21 +89,19 @@ class Writer:
 
         Returns:
             False if it could not be done within the topic's ``block_s``: a reader's queue is full.
+
+        Raises:
+            BusClosed: the writer is deleted. BusError: DDS refuses the sample.
         """
         if self._sertype is not None and parts:
             prefix = self.idl_type.prefix(*fields, sum(map(len, parts)))
-            code = libddsc.write(self.entity._ref, self._sertype, (prefix, *parts))
-        elif self._sertype is not None:
-            code = libddsc.write(self.entity._ref, self._sertype, (self.idl_type(*fields).serialize(),))
-        else:
-            # The binding wants one contiguous sample: one copy more, and the GIL is held. That is the fallback.
-            sample = self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
-            try:
-                self.entity.write(sample)
-                code = libddsc.RETCODE_OK
-            except DDSException as error:
-                code = error.code
-        return self._is_taken(code)
+            return self._write_with(libddsc.write, (prefix, *parts))
+        if self._sertype is not None:
+            return self._write_with(libddsc.write, (self.idl_type(*fields).serialize(),))
+        # The binding wants one contiguous sample: one copy more, and the GIL is held. That is the fallback.
+        return self._write_with(
+            self._write_by_binding, self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
+        )
 
     def write_sealed(
         self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
@@ -117,10 +121,35 @@ class Writer:
         else:
             head = self.idl_type.prefix(*clear, envelope.size) + envelope.header
             room = envelope.size - len(envelope.header)
-            taken = self._is_taken(libddsc.write_made(self.entity._ref, self._sertype, head, room, envelope.seal_into))
+            taken = self._write_with(libddsc.write_made, head, room, envelope.seal_into)
         if taken:
             envelope.written()
         return taken
+
+    def _write_with(self, write: Callable[..., int], *arguments: Any) -> bool:
+        """Write with a function of :mod:`.libddsc`, and let :meth:`delete` wait for that. The function makes the sample
+        with the type of the topic, which is freed with its last writer: DDS would crash.
+
+        No lock is needed: a write is entered before it looks whether the writer is being deleted, and that is noted
+        before the deletion looks for writes.
+        """
+        thread = threading.get_ident()
+        try:
+            self._writing.add(thread)
+            if self._write_ended is not None:
+                raise BusClosed(f"topic {self.topic.name!r}: its writer is deleted, as its group or bus is closed")
+            return self._is_taken(write(self.entity._ref, self._sertype, *arguments))
+        finally:
+            self._writing.discard(thread)
+            if self._write_ended is not None:
+                self._write_ended.set()
+
+    def _write_by_binding(self, _entity: int, _sertype: None, sample: Any) -> int:
+        try:
+            self.entity.write(sample)
+        except DDSException as error:
+            return int(error.code)
+        return libddsc.RETCODE_OK
 
     def _is_taken(self, code: int) -> bool:
         if code == libddsc.RETCODE_TIMEOUT:
@@ -163,8 +192,29 @@ class Writer:
         finally:
             self._awaited_since_s = 0.0
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a thread is in a write."""
+        return bool(self._writing)
+
     def delete(self) -> None:
-        """Take it out of DDS; it must not be used any more."""
+        """Take it out of DDS when the writes under way have ended; further ones are refused. If one does not end in
+        time, the writer stays, and the log says so."""
+        ended = self._write_ended = self._write_ended or threading.Event()
+        until_s = time.monotonic() + WRITE_END_S
+        while True:
+            ended.clear()  # before the look: what ends after it sets it again
+            if not self._writing:
+                break
+            if not ended.wait(until_s - time.monotonic()):
+                with contextlib.suppress(Exception):  # it is the host's
+                    log.error(
+                        "writer not deleted",
+                        topic=self.topic.name,
+                        reason=f"a write has not ended in {WRITE_END_S:g} s",
+                        effect="its DDS participant stays until the process ends",
+                    )
+                return
         domains.delete(self.entity)
         self.deleted()
 
@@ -422,7 +472,10 @@ class Participant:
 
     def _forget(self, endpoint: Reader | Writer) -> None:
         """On any thread, and on several at once."""
-        self._endpoints.discard(endpoint)
+        try:
+            self._endpoints.remove(endpoint)
+        except KeyError:  # another thread has deleted it, too
+            return
         self.topics.leave(endpoint.topic.name)
 
     def _new_topic(self, participant: Any, name: str, idl_type: Any) -> Any:
@@ -434,17 +487,18 @@ class Participant:
         return entity
 
     def close(self) -> None:
-        """Delete everything. May take a moment; not for the event loop."""
+        """Delete everything, but for what a write that does not end is using. May take a moment; not for the event
+        loop."""
         if not self._is_open or self._made_in != forks.generation:
             return
         self._is_open = False
         for entity in reversed(self._made):
             if entity is self._subscriber:
-                # DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits
-                # for that thread. One after the other, the first would wait for the last for ever.
-                _delete_at_once([one for one in self._endpoints if isinstance(one, Reader)])
+                delete_together([one for one in self._endpoints if isinstance(one, Reader)], [])
             if entity is self._publisher:
-                delete_together([one for one in self._endpoints if isinstance(one, Writer)])
+                delete_together([], [one for one in self._endpoints if isinstance(one, Writer)])
+                if any(isinstance(one, Writer) for one in self._endpoints):
+                    return  # a thread is in a write: what it uses must stay
             domains.delete(entity)
         self._made.clear()
         self.topics.close()  # after their readers and writers
@@ -461,12 +515,17 @@ def _wrapped(entity: Any, status: int, wrap: Callable[[], E]) -> E:
         raise
 
 
-def delete_together(writers: Sequence[Writer]) -> None:
-    """Delete writers in about a second. DDS takes so long for each that has samples which a reader did not acknowledge,
-    so those are deleted at the same time."""
+def delete_together(readers: Sequence[Reader], writers: Sequence[Writer]) -> None:
+    """Delete readers and then writers in about a second. DDS takes so long for each writer that has samples which a
+    reader did not acknowledge, so those are deleted at the same time, and those that wait for a write.
+
+    DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits for that
+    thread. One after the other, the first reader would wait for the last for ever.
+    """
+    _delete_at_once(readers)
     late = []
     for writer in writers:
-        if writer.wait_for_acks(0.0):
+        if not writer.is_writing and writer.wait_for_acks(0.0):
             writer.delete()
         else:
             late.append(writer)

@@ -108,16 +108,9 @@ class Aggregator:
 
     def close_job(self, job: int) -> None:
         """Serve it no more: all of its slots are free."""
-        if self._jobs.pop(job, None) is not None:
-            self._release_job(job)
-
-    def begin_epoch(self, job: int, epoch: int, world: int) -> list[Packet]:
-        """The job begins again with these workers, after one was lost: all of its slots are free, and packets of
-        earlier epochs change nothing."""
-        state = self._jobs[job]
-        ended, state.epoch, state.world = state.epoch, epoch, world
-        self._release_job(job)
-        return [Packet(PacketKind.ABORT, job, ended, 0, AGGREGATOR, WORKERS)]
+        for key in [key for key in self._held if key[0] == job]:
+            self._release(key)
+        self._jobs.pop(job, None)
 
     def stalled_groups(self, now_s: float, lease_s: float) -> dict[int, list[int]]:
         """Groups that hold slots and got nothing new for this long, and the ranks that they wait for. Whether a worker
@@ -225,14 +218,6 @@ class Aggregator:
         state.groups -= 1
         if held.reserved_by is not None:
             state.reserved[held.reserved_by] -= 1
-
-    def _release_job(self, job: int) -> None:
-        for key in [key for key in self._held if key[0] == job]:
-            held = self._held.pop(key)
-            self._slots.release(held.base, len(held.contributors))
-        if job in self._jobs:
-            self._jobs[job].groups = 0
-            self._jobs[job].reserved.clear()
 
     # Sums
 

@@ -48,8 +48,6 @@ class PacketKind(enum.Enum):
     """A worker asks whether the aggregator is there. It is acknowledged as a contribution is."""
     STALE = "stale"
     """The packet is of another epoch of the job; ``epoch`` is the present one."""
-    ABORT = "abort"
-    """The aggregator has given up this epoch of the job."""
 
     __hash__ = object.__hash__  # each kind is one object; what Enum has hashes its name, in Python
 

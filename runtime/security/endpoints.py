@@ -155,6 +155,11 @@ class EncryptedWriter(_MatchedWithKey, Writer):
         """See :meth:`.dds.Writer.wait_for_acks`: the writer below knows what is late."""
         return self._wire.wait_for_acks(timeout_s)
 
+    @property
+    def is_writing(self) -> bool:
+        """See :attr:`.dds.Writer.is_writing`."""
+        return self._wire.is_writing
+
     def delete(self) -> None:
         """See :meth:`.dds.Writer.delete`: the writer below has the same entity, and late faults of its own to stop."""
         self._wire.delete()

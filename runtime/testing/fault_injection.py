@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from gradbus.runtime.dds.participant import Seals, Writer
 from gradbus.runtime.dds.topics import Topic
-from gradbus.runtime.errors import BusError, FrameError
+from gradbus.runtime.errors import BusClosed, BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.failpoints import kill_self
 from gradbus.runtime.testing.faults import Faults, Rule
@@ -75,8 +75,7 @@ class _FaultyWriter(Writer):
         super().__init__(topic, entity, fast)
         self._faults = faults
         self._late = late
-        self._writing = threading.Lock()
-        self._deleted = False
+        self._holding = threading.Lock()
         self._held: _Sample | None = None  # until another one has overtaken it
         # Those that DDS did not take, by their identity; what they are made of is kept, so that it is not used again.
         self._tried: dict[tuple[int, int], tuple[Any, _Sample, int]] = {}
@@ -137,10 +136,10 @@ class _FaultyWriter(Writer):
 
     def write_now(self, sample: _Sample) -> bool:
         """Without faults. True as well when the writer has gone."""
-        with self._writing:
-            if self._deleted:
-                return True
+        try:
             taken = super().write(sample.fields, sample.parts)
+        except BusClosed:
+            return True
         if taken and sample.taken is not None:
             sample.taken()
         return taken
@@ -157,7 +156,7 @@ class _FaultyWriter(Writer):
 
     def take_held(self, sample: _Sample | None = None) -> _Sample | None:
         """What is held back, if it is this sample, or any; then it is not held back any more."""
-        with self._writing:
+        with self._holding:
             held = self._held
             if held is None or (sample is not None and held is not sample):
                 return None
@@ -168,11 +167,6 @@ class _FaultyWriter(Writer):
         """As in :class:`Writer`. Samples that are delayed still count as not acknowledged."""
         until_s = time.monotonic() + timeout_s
         return self._late.wait(self, timeout_s) and super().wait_for_acks(max(0.0, until_s - time.monotonic()))
-
-    def delete(self) -> None:
-        with self._writing:
-            self._deleted = True
-            super().delete()
 
     def _describe(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> tuple[tuple[str, ...], int | None]:
         """What a sample is, and of which round."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gradbus.experiments.bench.elastic import TORCHFT_PYTHON, torchft_python
 from gradbus.experiments.bench.elastic_processes import CALM_S, KINDS, schedule, score
 
 
@@ -57,3 +61,12 @@ def test_hashes_that_differ_in_one_step_of_a_generation_are_found() -> None:
 def test_the_journals_of_a_process_that_was_started_again_are_of_two_generations() -> None:
     journal = events(1, start(0.0, 1, 0), *made(1.0, 1, 1, "a")) + events(9, start(2.0, 2, 1), *made(3.0, 2, 1, "b"))
     assert score([journal], 1, 0.0, 4.0).committed == 2
+
+
+def test_torchft_is_measured_with_the_environment_of_the_checkout_where_no_other_one_is_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TORCHFT_PYTHON, raising=False)
+    assert torchft_python() == root / ".venv-integrations" / "bin" / "python"
+    monkeypatch.setenv(TORCHFT_PYTHON, "/opt/other/bin/python")
+    assert torchft_python() == Path("/opt/other/bin/python")

@@ -166,6 +166,47 @@ while not os.path.exists("known"): time.sleep(0.01)
     assert lines[2].endswith("; the others go on\n")
 
 
+ENDS = """
+def wait_for(path):
+    while not os.path.exists(path): time.sleep(0.005)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "said"),
+    [
+        ("sys.exit(6) if rank == 0 else wait_for('known')", 6, ["failed with exit code 6", "failed with exit code 6"]),
+        ("if rank == 0: wait_for('known'); sys.exit(12)", 12, ["failed with exit code 12"]),
+        ("sys.exit(13) if rank == 0 else wait_for('known')", 0, ["failed with exit code 13; the others go on"]),
+        ("if rank == 0: wait_for('known'); os.kill(os.getpid(), signal.SIGKILL)", 0, []),
+    ],
+    ids=["of its checkpoints, before the others end", "after them", "while they train", "killed after them"],
+)  # fmt: skip
+def test_a_rank_that_fails_when_the_run_is_over_decides_the_exit_code_of_those_that_go_on_without_one(
+    tmp_path: Path, code: str, end: int, said: list[str]
+) -> None:
+    more = "goes_on_without=lambda ranks: len(ranks) < 2, ends_together=True, "
+    program = LAUNCH.replace("grace_s=grace_s, ", f"grace_s=grace_s, {more}")
+    program = program.replace(
+        "    return await Launcher(launch).run()",
+        """
+    launcher = Launcher(launch)
+    running = asyncio.create_task(launcher.run())
+    while not launcher.ended_s:  # then one has exited, and what there is to say is said
+        await asyncio.sleep(0.005)
+    open("known", "w").close()
+    return await running""",
+    )
+    options = json.dumps([2, 20.0, HEAD + ENDS + code, 0.0, 0])
+    launched = subprocess.run(
+        [sys.executable, "-P", "-c", program, options], capture_output=True, text=True, cwd=tmp_path, timeout=30,
+        check=False,
+    )  # fmt: skip
+    assert launched.returncode == end, launched.stderr
+    lines = [line for line in launched.stderr.splitlines() if line.startswith("gradbus run: rank 0 ")]
+    assert [line for line in lines if "printed nothing" not in line] == [f"gradbus run: rank 0 {text}" for text in said]
+
+
 def test_lines_of_a_rank_keep_their_order_and_stay_whole(begin) -> None:
     """Also between stdout and stderr, where both go to the same place."""
     code = """

@@ -227,3 +227,26 @@ others = [name for name in sys.modules if name.startswith("gradbus.") and not na
 assert not others, others
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_digest_is_that_of_the_samples_their_labels_their_types_and_their_number() -> None:
+    found = glyphs(train=600, test=20)
+    train, test = found.train, found.test
+    assert found.digest() == glyphs(train=600, test=20).digest()
+    others = [
+        glyphs(seed=1, train=600, test=20), glyphs(train=600, test=0),
+        DataSplit(Dataset("other labels", train.images, train.labels.roll(1)), test),
+        DataSplit(Dataset("another type", train.images.half(), train.labels), test),
+        DataSplit(Dataset("another shape", train.images.flatten(1), train.labels), test),
+        DataSplit(train.subset(torch.arange(599)), test),
+        DataSplit(train.subset(torch.arange(0)), test),
+        DataSplit(train, train),
+    ]  # fmt: skip
+    assert len({found.digest(), *(other.digest() for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.uint8])
+def test_samples_of_any_type_have_a_digest(dtype: torch.dtype) -> None:
+    numbers = torch.arange(3)
+    first, second = (DataSplit(Dataset("numbers", (numbers + add).to(dtype), numbers)).digest() for add in (0, 1))
+    assert first != second

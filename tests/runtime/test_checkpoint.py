@@ -266,6 +266,23 @@ def test_a_full_disk_at_any_step_is_an_error_that_says_what_to_do_and_spoils_not
     assert same(store.load_newest(), example(3 if stop_at > COMMIT_AT else 2))
 
 
+def test_a_full_disk_speaks_of_the_checkpoint_before_only_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with CheckpointStore(tmp_path / "new") as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "save_file", full)
+            with pytest.raises(CheckpointError, match="There is none before it: make room and start again"):
+                store.save(example(1))
+        store.save(example(1))
+        monkeypatch.setattr(module, "save_file", full)
+        with pytest.raises(CheckpointError, match="The one before it is intact; make room and start again"):
+            store.save(example(2))
+
+
 def test_what_could_not_be_read_again_is_not_written(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (store.directory / "round-000002.json").stat().st_size
     monkeypatch.setattr(module, "MAX_META_BYTES", size)

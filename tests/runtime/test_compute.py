@@ -194,6 +194,31 @@ def test_closing_asks_what_runs_to_stop_and_takes_nothing_new() -> None:
     run_quietly(main)
 
 
+def test_who_may_follow_gets_the_result_where_closing_drops_its_function_from_the_queue() -> None:
+    async def main() -> None:
+        started = threading.Event()
+
+        def work() -> None:
+            started.set()
+            while not compute.should_stop():
+                time.sleep(0.001)
+
+        compute = ComputeThread()
+        running = asyncio.create_task(compute.run(work))
+        following = asyncio.create_task(compute.run_or_follow(lambda: "state"))
+        cancelled = asyncio.create_task(compute.run_or_follow(lambda: "state"))
+        await asyncio.to_thread(started.wait, 10)
+        compute.close()
+        cancelled.cancel()
+        assert await following == "state"
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await running
+        assert await compute.run_or_follow(lambda: "later") == "later"
+
+    run_quietly(main)
+
+
 def test_a_stop_iteration_reaches_the_caller_as_what_a_future_can_hold() -> None:
     async def main() -> None:
         with ComputeThread() as compute:

@@ -267,7 +267,10 @@ def test_limits_are_those_of_the_code(page: str) -> None:
     assert limits["payload without RTS"].startswith(f"{rendezvous.RENDEZVOUS_BYTES} bytes or")
     assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1)._rendezvous_bytes == 800 / (4 * 8)  # type: ignore[arg-type]
     assert limits["payload of unknown size"].endswith(f"{defaults['max_payload_bytes']} by default")
-    assert limits["pairs of round_id and name whose calls are counted"] == f"the latest {engine._MAX_NAMES}"
+    assert limits["pairs of round_id and name whose calls are counted"] == (
+        f"the latest {engine._MAX_NAMES} of what all ranks call; of `send FROM TO` the latest {engine._MAX_NAMES} / "
+        f"(2 world) but not fewer than {engine._MIN_PAIR_NAMES}"
+    )
 
 
 def test_the_times_are_those_of_the_code(page: str) -> None:

@@ -421,6 +421,10 @@ def losses_and_hashes(place: RankLocation) -> dict[str, Any]:
     late.hook.drain()
     assert isinstance(late.hook.algorithm, RecordsWeights)
     of_weights = {"due": late.hook.algorithm.due, "late": late.hook.algorithm.late, "own_late": late.losses}
+    overlapping = Training(place.rank, f"{__name__}:RecordsOverlapping").steps(4)
+    assert overlapping.hook is not None
+    assert isinstance(overlapping.hook.algorithm, RecordsOverlapping)
+    of_weights |= {"overlapping": [*overlapping.hook.algorithm.told.values()], "own_overlapping": overlapping.losses}
     return {
         **of_weights,
         "told": told,
@@ -464,6 +468,13 @@ class RecordsWeights(Records):
     def applied_late(self, step: Step, live: Tensor, before: Tensor, result: Tensor) -> Tensor:
         self.late.append(step.loss)
         return super().applied_late(step, live, before, result)
+
+
+class RecordsOverlapping(RecordsWeights):
+    """The same, exchanged before the optimizer's step."""
+
+    choice = "records-overlapping"
+    overlaps = True
 
 
 class Fails(Algorithm):

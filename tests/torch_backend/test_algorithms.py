@@ -126,6 +126,14 @@ def test_with_a_delay_what_is_due_follows_from_no_loss_and_a_late_result_is_told
         assert found["late"] == pytest.approx(means)
 
 
+def test_an_exchange_of_weights_that_overlaps_is_told_the_loss_of_the_step_before_as_in_a_run() -> None:
+    first, second = play("algorithm_scenes", "losses_and_hashes", 2, "dds")
+    means = [(one + other) / 2 for one, other in zip(first["own_overlapping"], second["own_overlapping"], strict=True)]
+    for found in (first, second):
+        assert found["overlapping"][0] != found["overlapping"][0]  # NaN: there is none yet
+        assert found["overlapping"][1:] == pytest.approx(means[:-1])
+
+
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
 def test_exchanges_do_not_mix_with_other_calls_of_a_backward_pass(backend: str) -> None:
     first, *others = play("algorithm_scenes", "in_the_midst_of_other_calls", 3, backend)

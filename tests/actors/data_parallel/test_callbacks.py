@@ -243,8 +243,8 @@ def test_sums_are_combined_and_not_means() -> None:
     second.add({"mean": (1.0, 3), "root": Metric(7.0, 3, "root_mean"), "most": most}, "it")
     expected = {"mean": 0.5, "most": 5.0, "root": 2.0}
     assert combined([first.plain(), second.plain()]) == expected
-    first.merge(second)
-    assert combined([MetricSums(first.plain()).plain()]) == expected
+    both = first.merged(second)
+    assert combined([MetricSums(both.plain()).plain()]) == expected
     assert combined([{}, {"mean": ("mean", 0.0, 0.0)}])["mean"] != 0  # of nothing there is no mean
 
 

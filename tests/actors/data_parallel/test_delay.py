@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,35 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_midst_of_an_epoch_with_the_same_
             other.reports[-1].loss,
             other.reports[-1].accuracy,
         )
+
+
+class Late(ClassificationTask):
+    """The last of three batches takes long."""
+
+    number = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.number += 1
+        if self.number == 3:
+            time.sleep(0.3)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"delay_steps": 1}, {"algorithm": "diloco", "algorithm__steps": 3, "algorithm__delay": 1}],
+    ids=["delay_steps", "diloco"],
+)
+def test_waiting_for_what_is_on_its_way_when_an_epoch_ends_is_a_part_of_the_time_of_its_steps(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    late = Late(small_mlp, data(), batch_size=16)
+    saves = {"checkpoint__dir": tmp_path, "checkpoint__every_steps": 3}
+    outcomes = train(make_task(), late, max_steps=4, eval_every_epochs=0, **saves, **settings)
+    for outcome in succeeded(outcomes):
+        (report,) = outcome.reports
+        assert 0 <= report.wait_s_mean <= report.step_s_mean
+    assert 4 * outcomes[0].reports[0].wait_s_mean > 0.1  # it has waited for the late one
 
 
 class Spoils(ClassificationTask):
@@ -209,23 +239,29 @@ def test_an_algorithm_is_given_the_mean_loss_of_the_last_step_with_equal_bits(ki
     told = [outcome.worker._training.algorithm.losses for outcome in outcomes]  # type: ignore[attr-defined]
     assert np.array_equal(told[0], told[1], equal_nan=True)
     means = [sum(pair) / 2 for pair in zip(tasks[0].losses, tasks[1].losses, strict=True)]
-    late = 0 if kind is ListensToWeights and not delay else 1  # weights after the step: its own loss is there already
+    # Weights after the step: its own loss is there already. Those that overlap with it are late as well with a delay.
+    late = 0 if kind is ListensToWeights or (kind is Overlapping and delay) else 1
     assert all(map(math.isnan, told[0][:late]))
     assert told[0][late:] == pytest.approx([*means[: 7 - late]])
 
 
 class DueByLoss(ListensToWeights):
-    """Keeps the losses by which it could say whether there is an exchange."""
+    """Keeps the losses by which it could say whether there is an exchange, and those of late results."""
 
     choice = "due-by-loss"
 
     def __init__(self, place: Place, options: Any) -> None:
         super().__init__(place, options)
         self.due: list[float] = []
+        self.late: list[float] = []
 
     def is_due(self, step: Step) -> bool:
         self.due.append(step.loss)
         return True
+
+    def applied_late(self, step: Step, live: Tensor, before: Tensor, result: Tensor) -> Tensor:
+        self.late.append(step.loss)
+        return super().applied_late(step, live, before, result)
 
 
 def test_a_rank_that_skips_its_own_step_does_not_count_in_the_loss_and_all_are_given_the_same() -> None:
@@ -236,7 +272,8 @@ def test_a_rank_that_skips_its_own_step_does_not_count_in_the_loss_and_all_are_g
     assert isinstance(mine, DueByLoss)
     assert isinstance(other, DueByLoss)
     assert np.array_equal(mine.losses, other.losses, equal_nan=True)
-    assert mine.losses[3] == tasks[1].losses[2]  # of the rank that made the step
+    assert mine.losses[2] == tasks[1].losses[2]  # of the rank that made the step
+    assert mine.late == other.late == mine.losses  # the same when the result is applied, whenever that is
     assert all(map(math.isnan, mine.due + other.due))  # it is not known, where the exchange before may go on
 
 

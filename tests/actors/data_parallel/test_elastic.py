@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ddp_scene import make_task, new_place, train, vector
+from ddp_scene import make_task, new_place, small_mlp, train, vector
 from group_node import LEASE_S
 from settings import nested
 from torch import Tensor, nn
@@ -25,8 +26,9 @@ from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
 from gradbus.actors.data_parallel import elastic, joining
 from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.joining import StateTransfer
-from gradbus.actors.data_parallel.training import ShardTraining
-from gradbus.models import ClassificationTask
+from gradbus.actors.data_parallel.training import ShardTraining, TrainingStep
+from gradbus.actors.data_parallel.weights import WeightStepper
+from gradbus.models import ClassificationTask, Metric, glyphs
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
@@ -308,9 +310,69 @@ def test_whoever_stops_to_take_reports_has_left_the_group_by_then(
 
 def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: dict[str, Any]) -> None:
     other = make_task(lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
+    assert "its model differs" in str(refusal_of_one_that_joins(place, other))
+
+
+def other_data() -> ClassificationTask:
+    """As many samples as the others have, from another seed."""
+    return ClassificationTask(small_mlp, glyphs(seed=1, train=200, test=101), batch_size=16)
+
+
+def test_one_with_other_data_of_equal_size_is_refused_by_name_and_the_run_goes_on(place: dict[str, Any]) -> None:
+    text = str(refusal_of_one_that_joins(place, other_data()))
+    assert "its data differs from that of the members. Start it with the same configuration, data" in text
+
+
+def test_one_of_another_version_is_refused_by_name_and_the_run_goes_on(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def newer() -> None:  # the others have told theirs by now
+        monkeypatch.setattr(elastic, "VERSION", elastic.VERSION + 1)
+
+    assert "its version differs" in str(refusal_of_one_that_joins(place, make_task(), before=newer))
+
+
+def test_founders_with_other_data_of_equal_size_are_refused_by_name(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        for number in range(3):
+            cast.start(number, 3, task=other_data() if number == 1 else make_task())
+
+    for rank in play(place, scene).values():
+        assert isinstance(rank.error, ConfigError)
+        assert re.search(
+            r"^data must be equal on all ranks: digest is '\w+', but rank 1 has '\w+'\. Start all processes with",
+            str(rank.error),
+        )
+
+
+class WithoutDigest:
+    """A task of one's own."""
+
+    def __init__(self, task: ClassificationTask) -> None:
+        for name in ("build_model", "prepare_shard", "num_batches", "batches", "loss", "evaluate_shard"):
+            setattr(self, name, getattr(task, name))
+
+
+def test_of_a_task_without_a_digest_the_numbers_of_batches_are_compared(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 2, task=WithoutDigest(make_task()))
+        cast.start(1, 2, task=WithoutDigest(make_task(batch_size=8)))
+
+    for rank in play(place, scene).values():
+        assert "data must be equal on all ranks: batches of an epoch is" in str(rank.error)
+
+
+def refusal_of_one_that_joins(
+    place: dict[str, Any], task: Any, before: Callable[[], object] = lambda: None
+) -> ConfigError:
+    """What process 1 ends with, while process 0 trains. ``before``: called before it starts."""
 
     def scene(cast: Cast) -> None:
-        start = at_step(2, lambda: cast.later(cast.start, 1, task=other))
+        def begin() -> None:
+            before()
+            cast.later(cast.start, 1, task=task)
+
+        start = at_step(2, begin)
 
         def until_refused(report: Any) -> bool:
             start(report)
@@ -322,7 +384,7 @@ def test_one_with_another_model_is_refused_by_name_and_the_run_goes_on(place: di
     assert ranks[0].error is None
     assert ranks[0].worlds == [1]
     assert isinstance(ranks[1].error, ConfigError)
-    assert "its model differs" in str(ranks[1].error)
+    return ranks[1].error
 
 
 def one_joins_and_one_is_lost(cast: Cast) -> None:
@@ -649,6 +711,71 @@ def test_a_rank_that_is_lost_between_two_exchanges_has_the_others_take_no_step_t
     assert ranks[0].error is None
     assert ranks[0].worlds == [2, 1]
     assert task.scheduled == ranks[0].worker.step
+
+
+def lose_the_exchange_of(number: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rank 1 loses its group, once, when it has applied this step and its weights are to be exchanged. Returns the step
+    then."""
+    begin, lost = WeightStepper._begin_exchange, list[int]()
+
+    async def begin_or_lose(stepper: WeightStepper, step: TrainingStep, profile: Any) -> None:
+        if stepper._algorithm.place.rank == 1 and step.number == number and not lost:
+            lost.append(number)
+            raise PeerLost("world_1", {0: "has gone"})
+        await begin(stepper, step, profile)
+
+    monkeypatch.setattr(WeightStepper, "_begin_exchange", begin_or_lose)
+    return lost
+
+
+class EqualLosses(ClassificationTask):
+    """The loss of each batch is 1; a metric counts the batches."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return 0 * super().loss(model, batch) + 1, {"batches": Metric(1.0, kind="sum")}
+
+
+def test_a_step_that_is_made_again_for_its_exchange_counts_once_in_the_loss_and_the_metrics_of_the_epoch(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_the_exchange_of(3, monkeypatch)
+
+    def scene(cast: Cast) -> None:
+        for number in range(2):
+            task = EqualLosses(make_task()._make_model, make_task().data, batch_size=16)
+            cast.start(number, 2, task=task)
+
+    ranks = play(place, scene, algorithm={"name": "local-sgd", "steps": 4}, epochs=1)
+    assert lost == [3]
+    for rank in ranks.values():
+        assert rank.error is None
+        assert [(report.loss, report.train_metrics) for report in rank.reports] == [(1.0, {"batches": 13.0})]
+
+
+def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generations_and_by_who_joins(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_the_exchange_of(5, monkeypatch)
+
+    def scene(cast: Cast) -> None:
+        def overflow() -> None:
+            with torch.no_grad():
+                next(cast.ranks[1].worker.model.parameters()).fill_(torch.inf)
+
+        def wait_for_a_joiner(report: Any) -> None:
+            if report.step == 3:
+                cast.later(cast.start, 2)
+                cast.wait_for_a_joiner()
+
+        cast.start(0, 2, on_step=wait_for_a_joiner)
+        cast.start(1, 2, on_step=at_step(1, overflow))
+
+    ranks = play(place, scene, algorithm={"name": "diloco", "steps": 2}, epochs=2)
+    assert lost == [5]
+    for rank in ranks.values():
+        assert rank.error is None
+        assert [report.skipped_exchanges for report in rank.reports] == [1, 0]
+    assert ranks[2].reports
 
 
 def test_state_of_the_optimizer_and_schedule_reach_the_one_that_joins(place: dict[str, Any]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 
 from gradbus.actors.federated.early_stop import EarlyStop
 from gradbus.actors.federated.report import RoundReport
-from gradbus.runtime.config.federated import EarlyStopSettings, EvaluationSettings, FederatedConfig
+from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig
 from gradbus.runtime.errors import ConfigError
 
 
@@ -40,32 +39,6 @@ def test_a_run_ends_after_so_many_evaluations_that_were_no_better() -> None:
 
 def test_any_metric_of_the_evaluation_may_decide_and_may_be_one_that_grows() -> None:
     assert ends_after(EarlyStopSettings(patience=1, metric="f1", mode="max"), 0.1, 0.2, 0.15, metric="f1") == 3
-
-
-def test_whether_a_metric_is_to_grow_is_as_the_evaluation_has_it() -> None:
-    assert ends_after(EarlyStopSettings(patience=1, metric="f1"), 0.1, 0.2, 0.15, metric="f1") == 3
-    assert ends_after(EarlyStopSettings(patience=1, metric="rmse"), 0.2, 0.1, 0.15, metric="rmse") == 3
-    assert ends_after(EarlyStopSettings(patience=1, metric="bleu", mode="max"), 0.1, 0.2, 0.15, metric="bleu") == 3
-    kinds = {
-        name: EvaluationSettings(maximize=["f1"]).mode_of(name) for name in ("accuracy", "client.f1", "client.f1.min")
-    }
-    assert kinds == {"accuracy": "min", "client.f1": "max", "client.f1.min": "max"}
-    assert EvaluationSettings().mode_of("client.accuracy.std") == "min", "clients are to be alike"
-
-
-@pytest.mark.parametrize(
-    ("rules", "key"),
-    [
-        ({"early_stop": {"patience": 1, "metric": "accuracy", "mode": "min"}}, "early_stop.mode"),
-        ({"checkpoint": {"keep_best": "client.auc.median", "best_mode": "min"}}, "checkpoint.best_mode"),
-    ],
-)
-def test_a_small_value_of_a_metric_of_which_large_ones_are_good_is_not_what_a_run_goes_by(
-    rules: dict[str, Any], key: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is min.*evaluation.maximize"):
-        FederatedConfig(evaluation={"every": 1}, **rules)  # type: ignore[arg-type]
-    FederatedConfig(evaluation={"every": 1, "maximize": []}, **rules)  # type: ignore[arg-type]
 
 
 def test_a_metric_that_there_is_not_is_named_with_those_that_there_are() -> None:

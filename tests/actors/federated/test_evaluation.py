@@ -209,7 +209,7 @@ def test_losses_that_are_not_there_as_the_model_diverges_end_no_run() -> None:
 
 
 def test_a_metric_that_too_few_clients_have_found_decides_nothing() -> None:
-    stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.loss"), ())
+    stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.loss"), (), least_answered=0.5)
 
     def round_of(number: int, *losses: float) -> RoundReport:
         found = opened(*range(4))

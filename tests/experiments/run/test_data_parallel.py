@@ -92,6 +92,19 @@ def test_ranks_with_other_data_are_refused() -> None:
         check_equal_facts([facts, facts | {"task.data": "glyphs"}])
 
 
+def test_ranks_with_data_of_another_seed_and_equal_size_are_refused(configs: Path) -> None:
+    """Also where they are no elastic ones."""
+    facts = []
+    for seed in (0, 1):
+        more = ["task.data=glyphs", f'task.data_options={{"seed": {seed}, "train": 50, "test": 5}}']
+        task = ConfiguredShardTask(load(WorkerFile, configs / "ddp.conf.json", overrides=more).task)
+        task.load()
+        facts.append(task.facts())
+        assert task.data_digest() == facts[-1]["digest of the data"]
+    with pytest.raises(ConfigError, match=r"digest of the data: rank 1 has .* with the same task.data_options"):
+        check_equal_facts(facts)
+
+
 def test_every_error_of_a_worker_has_its_exit_code() -> None:
     codes = {
         errors.PeerLost("world", {1: "left"}): 9,
@@ -146,6 +159,7 @@ def test_elastic_ranks_go_on_while_enough_of_them_are_left_whichever_they_are(co
     assert planned.goes_on_without({1})
     assert planned.goes_on_without({0, 3})
     assert not planned.goes_on_without({0, 1, 3})
+    assert planned.ends_together
 
 
 @pytest.mark.parametrize("text", ["2", "4:2", "0:3", "a:b", "2:"])

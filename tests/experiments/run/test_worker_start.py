@@ -279,3 +279,5 @@ def test_an_elastic_run_leaves_its_profile_and_the_settings_of_its_newest_start(
         assert json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]["epochs"] == epochs
     profile = (tmp_path / "run" / "profile-rank-0.jsonl").read_text().splitlines()
     assert [line["last_step"] for line in map(json.loads, profile) if line["kind"] == "window"] == [1, 3]
+    spans = json.loads((tmp_path / "run" / "trace-rank-0.json").read_text())["traceEvents"]
+    assert {span["name"] for span in spans if span["ph"] == "X"} >= {"step 2", "step 3"}

@@ -19,6 +19,7 @@ from patience import eventually
 import gradbus
 from gradbus.runtime.bus import raw_endpoints
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
+from gradbus.runtime.dds import domains
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire import frames
@@ -289,6 +290,44 @@ def test_nor_do_they_add_up_when_a_group_closes_and_others_use_the_bus(
             return time.monotonic() - closing_s
 
     assert run(main) < WRITERS / 2
+
+
+def test_a_bus_receives_while_readers_and_writers_of_a_group_are_being_deleted(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end, delete = threading.Event(), threading.Event(), domains.delete
+
+    def held(entity: Any) -> None:
+        if endpoint is not None and entity is endpoint.entity:
+            began.set()
+            assert may_end.wait(50)
+        delete(entity)
+
+    async def main() -> None:
+        nonlocal endpoint
+        async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
+            inbox = one.subscribe(Control)
+            await reads(other, Control)
+            for is_reader in (True, False):
+                port, topic = one.raw_endpoints(), collective_topic("group")
+                endpoint = port.open_reader(topic, lambda _: None).reader if is_reader else port.open_writer(topic)
+                closing = asyncio.create_task(port.close())
+                await eventually(began.is_set)
+                await other.publish(CLIENT, Leave("x"))
+                await inbox.get()
+                assert not closing.done()
+                may_end.set()
+                await closing
+                began.clear()
+                may_end.clear()
+
+    endpoint: Any = None
+    monkeypatch.setattr(domains, "delete", held)
+    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 50.0)
+    try:
+        run(main)
+    finally:
+        may_end.set()
 
 
 def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ def test_a_stopped_process_is_waited_for_without_end_and_has_time_when_it_goes_o
     world.says(HERE)
     world.liveness.departed([WRITER])
     world.stopped = True
-    assert world.passes(1000.0) == []
+    assert world.passes(1000.0 + FOUND_AGAIN_S - 1) == []
     world.stopped = False
     assert world.passes(FOUND_AGAIN_S - 1) == []
     assert world.passes(2.0) == GONE

@@ -136,7 +136,7 @@ def test_founders_make_the_first_generation_once_all_are_there() -> None:
 
 
 def test_one_that_joins_takes_the_place_of_a_founder_that_dies_before_the_first_generation() -> None:
-    network = Network()
+    network = Network(min_world=3)
     first, lost = (network.start(number, founders=3) for number in (0, 1))
     for _ in range(10):
         network.step()
@@ -145,6 +145,42 @@ def test_one_that_joins_takes_the_place_of_a_founder_that_dies_before_the_first_
     again, last = network.start(1), network.start(2, founders=3)
     network.run(lambda: network.agree(first, again, last))
     assert [process.rank for process in (first, again, last)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("certain", [True, False], ids=["dead", "not reached"])
+def test_founders_go_on_without_one_that_is_lost_before_the_first_generation_if_min_world_are_left(
+    certain: bool,
+) -> None:
+    network = Network(min_world=2)
+    first, lost = (network.start(number, founders=3) for number in (0, 1))
+    for _ in range(10):
+        network.step()
+    network.kill(lost.me)
+    for _ in range(10):
+        network.step()
+    assert first.waits_for == "the processes [2] of 3"
+    first.lost(lost.me, certain=certain)
+    assert first.waits_for == "the processes [1, 2] of 3"  # alone it is one too few
+    last = network.start(2, founders=3)
+    network.run(lambda: network.agree(first, last))
+    assert network.chosen.keys() == {1}
+    again = network.start(1)
+    for process in (first, last):
+        process.resting = True
+    network.run(lambda: network.agree(first, last, again))
+
+
+def test_a_founder_that_comes_back_before_the_first_generation_is_in_it() -> None:
+    network = Network()
+    first, second = (network.start(number, founders=3) for number in (0, 1))
+    for _ in range(10):
+        network.step()
+    first.lost(second.me, certain=False)
+    for _ in range(10):
+        network.step()
+    last = network.start(2, founders=3)
+    network.run(lambda: network.agree(first, second, last))
+    assert network.chosen.keys() == {1}
 
 
 def test_founders_whose_first_one_dies_before_the_first_generation_know_that_none_will_come() -> None:
@@ -271,8 +307,15 @@ def test_members_that_all_leave_may_go_although_somebody_waits_for_a_place(max_w
 def test_one_that_does_not_fit_stays_outside_and_knows_why() -> None:
     network, members = founded(2)
     stranger = network.start(2, traits={**TRAITS, "model": 9})
-    network.run(lambda: bool(stranger.misfit))
+    said = [stranger.waits_for]
+
+    def is_refused() -> bool:
+        said.append(stranger.waits_for)
+        return bool(stranger.misfit)
+
+    network.run(is_refused)
     assert stranger.misfit == "model"
+    assert set(said) == {"a group that it can join", ""}  # and no place, which it never gets
     for _ in range(10):
         network.step()
     assert not members[0].change_is_wanted

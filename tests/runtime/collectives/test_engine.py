@@ -14,6 +14,7 @@ from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, frame, gather, net_of
 
 from gradbus.runtime.collectives import data_movement, engine
 from gradbus.runtime.collectives.arithmetic import Arithmetic
+from gradbus.runtime.collectives.data_movement import Receive, Send
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import all_reduce
@@ -323,6 +324,29 @@ def test_calls_of_one_name_are_matched_by_their_number() -> None:
     net.settle()
     for number, (one, other) in enumerate(zip(ahead, behind, strict=True)):
         assert one.value == other.value == [bytes([number]), bytes([10 + number])]
+
+
+def test_messages_to_one_rank_do_not_part_the_counts_of_those_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so many names are counted, and a rank that sends much has more of them than those that it sends little."""
+    monkeypatch.setattr(engine, "_MAX_NAMES", 8)
+    monkeypatch.setattr(engine, "_MIN_PAIR_NAMES", 2, raising=False)
+    net = net_of(3)
+
+    def message(name: str, to: int) -> Any:
+        net.start(Send(name.encode(), to, 0, 3), name)
+        received = net.start(Receive(0, to, 3, MAX_BYTES), name)
+        net.settle()
+        assert received.done, f"{name} to rank {to}: the two ends count the calls of this name differently"
+        return received.value
+
+    assert message("x", 2) == b"x"
+    assert [message(f"other {number}", 1) for number in range(9)] == [b"other %d" % number for number in range(9)]
+    for rank in range(3):
+        net.start(gather(rank, world=3))
+    net.settle()
+    assert message("x", 2) == b"x"
+    assert [message(name, 2) for name in ("y", "z", "x")] == [b"y", b"z", b"x"]  # beyond the limit, at both ends
+    net.assert_nothing_is_left()
 
 
 def test_a_call_that_failed_counts_as_one_so_that_the_next_ones_still_match() -> None:

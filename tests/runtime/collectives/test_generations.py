@@ -128,7 +128,7 @@ def test_one_that_nobody_meets_says_whom_it_waits_for(run: Run, place: dict[str,
     async def main() -> None:
         limits = ElasticLimits(min_world=2, max_world=4, wait_s=0.5)
         async with process(place, 0, 3, limits) as generations:
-            with pytest.raises(BarrierTimeout, match=r"waits for the processes \[1, 2\] of 3"):
+            with pytest.raises(BarrierTimeout, match=r"waits for the processes \[1, 2\] of 3\): 1 of 3 ready"):
                 async with generations.next_group():
                     pass
 
@@ -182,6 +182,25 @@ def test_sizes_that_do_not_fit_are_refused(
         with pytest.raises(ConfigError, match="elastic"):
             async with process(place, 0, founders, limits):
                 pass
+
+    run(main)
+
+
+def test_founders_form_a_group_without_one_that_dies_before_the_first_generation(
+    run: Run, place: dict[str, Any]
+) -> None:
+    limits = ElasticLimits(min_world=2, max_world=4, wait_s=20.0)
+
+    async def rank(generations: Generations) -> list[int]:
+        async with generations.next_group() as group:
+            return await exchange(group, "x")
+
+    async def main() -> None:
+        async with process(place, 0, 3, limits) as first:
+            async with process(place, 1, 3, limits):
+                await eventually(lambda: first.waits_for == "the processes [2] of 3")
+            async with process(place, 2, 3, limits) as last, asyncio.timeout(10.0):
+                assert await asyncio.gather(rank(first), rank(last)) == [[0, 1], [0, 1]]
 
     run(main)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from pydantic import Field, TypeAdapter, ValidationError
@@ -15,7 +16,7 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.config.settings import MAX_FILE_BYTES, Settings, check_settings, load_settings
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.wire.control import EvaluationRequest, Status, Welcome
+from gradbus.runtime.wire import control
 
 
 class Program(Settings):
@@ -112,6 +113,13 @@ def test_the_processes_own_environment_is_read_by_default(monkeypatch: pytest.Mo
     assert load_settings(Program).federated.rounds == 7
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_options_may_be_given_before_the_choice_that_they_are_of(turned: bool) -> None:
+    overrides = ["federated.training.optimizer=adamw", "federated.training.optimizer.weight_decay=0.5"]
+    chosen = loaded(overrides=overrides[::-1] if turned else overrides).federated.training.optimizer
+    assert (chosen.name, chosen.options) == ("adamw", {"weight_decay": 0.5})
+
+
 def test_text_and_json_are_both_taken_as_values_of_an_override() -> None:
     program = loaded(overrides=["bus.job=my job", 'bus.peers=["10.0.0.1"]', "federated.checkpoint.dir=runs/a=b"])
     assert program.bus.job == "my job"
@@ -188,17 +196,16 @@ OUT_OF_RANGE = [
     ("rounds", 1_000_001),
     ("clients__num", 0),
     ("clients__min", 0),
-    ("clients__min", 100_001),
     ("round__quorum", 0.0),
     ("round__quorum", 1.01),
     ("round__grace_s", -1.0),
     ("round__timeout_s", 0.0),
     ("round__timeout_s", float("inf")),
-    ("round__timeout_s", float("nan")),
-    ("round__timeout_s", 1e10),
-    ("evaluation__timeout_s", 1e10),
-    ("clients__heartbeat_s", 0.001),
+    ("round__timeout_s", 1.1e9),
+    ("evaluation__timeout_s", 1.1e9),
+    ("clients__heartbeat_s", 0.009),
     ("clients__heartbeat_s", 3601.0),
+    ("round__timeout_s", float("nan")),
     ("round__max_attempts", 0),
     ("training__subset_size", -1),
     ("training__epochs", 0),
@@ -227,26 +234,35 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_was_found(key: st
         check_settings(FederatedConfig, values, where="test")
 
 
+def test_what_a_setting_may_be_the_wire_takes() -> None:
+    """A Controller with a value that it cannot send would end at its first client."""
+    longest = FederatedConfig(
+        clients={"heartbeat_s": 3600.0, "dead_after_s": 1e9}, round={"timeout_s": 1e9}, evaluation={"timeout_s": 1e9},
+    )  # fmt: skip
+    shortest = FederatedConfig(clients={"heartbeat_s": 0.01})
+    for name, values in {
+        "heartbeat_s": [longest.clients.heartbeat_s, shortest.clients.heartbeat_s],
+        "round_s": [longest.round.timeout_s], "remaining_s": [longest.evaluation.timeout_s],
+    }.items():  # fmt: skip
+        hints = [get_type_hints(kind, vars(control), include_extras=True) for kind in get_args(control.Body)]
+        of_wire = [hint[name] for hint in hints if name in hint]
+        assert of_wire, name
+        for one, value in itertools.product(of_wire, values):
+            TypeAdapter(one).validate_python(value)
+
+
 @pytest.mark.parametrize(
-    ("key", "message", "field"),
+    ("metric", "set_to", "best"),
     [
-        ("clients.heartbeat_s", Welcome, "heartbeat_s"),
-        ("clients.min", Status, "minimum"),
-        ("clients.num", Welcome, "num_clients"),
-        ("round.timeout_s", Welcome, "round_s"),
-        ("round.timeout_s", Status, "remaining_s"),
-        ("evaluation.timeout_s", EvaluationRequest, "remaining_s"),
+        ("eval_loss", None, "min"), ("accuracy", None, "max"), ("accuracy", "min", "min"), ("rmse", "max", "max"),
+        ("client.accuracy", None, "max"), ("client.accuracy.median", None, "max"), ("client.accuracy.std", None, "min"),
+        ("client.loss.max", None, "min"),
     ],
-)
-def test_what_a_setting_may_be_has_room_in_the_message_that_carries_it(key: str, message: Any, field: str) -> None:
-    group, name = key.split(".")
-    bounds = TypeAdapter(FederatedConfig.model_fields[group].annotation).json_schema()["properties"][name]
-    bounds = next((one for one in bounds.get("anyOf", ()) if "maximum" in one), bounds)  # or null
-    carried = TypeAdapter(get_type_hints(message, include_extras=True)[field])
-    least, most = bounds.get("minimum", bounds.get("exclusiveMinimum")), bounds["maximum"]
-    assert [carried.validate_python(value) for value in (least, most)] == [least, most]
-    now_s = 12345.678  # what is left until a deadline is rounded
-    assert carried.validate_python(most + now_s - now_s) == pytest.approx(most)
+)  # fmt: skip
+def test_the_best_of_a_metric_is_what_its_setting_says_or_else_what_is_known_of_it(
+    metric: str, set_to: Any, best: str
+) -> None:
+    assert FederatedConfig().mode_of(metric, set_to) == best
 
 
 def test_more_clients_cannot_be_needed_than_there_are() -> None:

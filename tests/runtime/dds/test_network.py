@@ -104,6 +104,35 @@ def test_datagrams_that_no_network_carries_are_refused(size: int) -> None:
         NetworkConfig(datagram_bytes=size)
 
 
+@pytest.mark.parametrize(
+    ("element", "named"),
+    [
+        ("<Tracing><OutputFile>/tmp/ä.log</OutputFile></Tracing>", "'/tmp/ä.log' in <OutputFile>"),
+        ("<Tracing><OutputFile>/tmp/&#228;.log</OutputFile></Tracing>", "'/tmp/ä.log' in <OutputFile>"),
+        ('<Discovery><Peers><Peer Address="höst"/></Peers></Discovery>', "'höst' in <Peer>"),
+        ("<General><Größe>1</Größe></General>", "'Größe' in <Größe>"),
+    ],
+)
+def test_what_is_not_ascii_in_a_users_document_is_an_error_that_says_where_it_stands(element: str, named: str) -> None:
+    error = refused(f"<CycloneDDS><Domain>{element}</Domain></CycloneDDS>")
+    assert error.startswith(f"CYCLONEDDS_URI: Cyclone DDS takes ASCII characters alone, got {named}. Write it in ASCII")
+
+
+def test_a_comment_of_a_users_document_may_have_any_characters() -> None:
+    build_xml(NetworkConfig(), user_document="<CycloneDDS><!-- größer --><Domain/></CycloneDDS>").encode("ascii")
+
+
+def test_octets_of_the_environment_that_are_no_text_are_an_error_that_names_the_variable() -> None:
+    document = b"<CycloneDDS><Domain><Discovery><Tag>\xff</Tag></Discovery></Domain></CycloneDDS>"
+    assert refused(document.decode("utf-8", "surrogateescape")).startswith("CYCLONEDDS_URI is not UTF-8 text")
+
+
+@pytest.mark.parametrize("address", ["höst", "10.0.0.1\udcff", "10.0.0.1\x01"])
+def test_a_peer_that_is_no_ascii_text_is_an_error_that_names_the_setting(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"peers \(bus\.peers\): .*Name the machine by its IP address"):
+        NetworkConfig(peers=("10.0.0.2", address))
+
+
 def test_the_lease_is_long_where_the_kernel_tells_of_deaths_and_shorter_on_a_network_unless_it_is_given() -> None:
     assert text(built(NetworkConfig()), "Discovery/LeaseDuration") == "60s"
     assert text(built(NetworkConfig(profile="network")), "Discovery/LeaseDuration") == "10s"
