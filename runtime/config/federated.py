@@ -304,7 +304,8 @@ class EvaluationSettings(Settings):
     maximize: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
         default=["accuracy", "auc", "f1", "iou", "precision", "r2", "recall"]
     )
-    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst."""
+    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst, and
+    what `early_stop` and `checkpoint.keep_best` take for better."""
     cross_site: bool = False
     """Whether at the end of the run each client's last local model is evaluated on each client's data. Only models of
     clients that agree, by `client.share_model`, are shown to others."""
@@ -454,10 +455,13 @@ class FederatedConfig(Settings):
         if self.downlink_codec.options.get("version", 2) != 2:
             raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
-        if self.early_stop.patience is not None:
-            self._check_metric("early_stop.patience", self.early_stop.metric)
-        if self.checkpoint.keep_best is not None:
-            self._check_metric("checkpoint.keep_best", self.checkpoint.keep_best)
+        stop, best = self.early_stop, self.checkpoint
+        if stop.patience is not None:
+            self._check_metric("early_stop.patience", stop.metric)
+            self._check_mode_of("early_stop.mode", stop.metric, stop.mode)
+        if best.keep_best is not None:
+            self._check_metric("checkpoint.keep_best", best.keep_best)
+            self._check_mode_of("checkpoint.best_mode", best.keep_best, best.best_mode)
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
@@ -482,6 +486,14 @@ class FederatedConfig(Settings):
                 raise ValueError(f"{key} needs evaluations by clients for {metric}: set evaluation.every to 1 or more")
         elif not self.eval_every:
             raise ValueError(f"{key} needs evaluations: set eval_every to 1 or more")
+
+    def _check_mode_of(self, key: str, metric: str, mode: str | None) -> None:
+        """Raises ValueError: small values are looked for of a metric of which large ones are good."""
+        if mode == "min" and self.mode_of(metric, None) == "max":
+            raise ValueError(
+                f"{key} is min, and evaluation.maximize says that large values of {metric} are good: leave {key} out, "
+                f"or the metric out of evaluation.maximize"
+            )
 
     def _check_mode(self) -> None:
         """Raises ValueError: a setting that has no meaning in this mode."""
