@@ -84,7 +84,7 @@ class ClientsSettings(Settings):
     docs/trees.md. The settings below are then of the sites."""
     num: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of clients that are expected. null: unknown; the run starts with `min`."""
-    min: Annotated[int, Field(ge=1)] = 1
+    min: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Least number of updates that make a round once its deadline has passed, and least number of clients to start
     with."""
     start_timeout_s: Duration = 120.0

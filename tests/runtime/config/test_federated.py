@@ -196,6 +196,7 @@ OUT_OF_RANGE = [
     ("rounds", 1_000_001),
     ("clients__num", 0),
     ("clients__min", 0),
+    ("clients__min", 100_001),
     ("round__quorum", 0.0),
     ("round__quorum", 1.01),
     ("round__grace_s", -1.0),
