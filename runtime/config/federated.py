@@ -29,8 +29,18 @@ from gradbus.runtime.config.settings import (
     Settings,
 )
 
+
+def _in_64_bits(value: Any) -> Any:
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise ValueError("expected a number of at most 64 bits, which is what a message has room for")
+    return value
+
+
 ClientOptions = Annotated[
-    dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=256)]],
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[bool | int | float | Annotated[str, Field(max_length=256)], AfterValidator(_in_64_bits)],
+    ],
     Field(max_length=32),
 ]
 """Options of a client rule and of an optimizer, which travel to the clients."""
@@ -41,8 +51,8 @@ def _can_travel(options: Mapping[str, Any], what: str) -> None:
         TypeAdapter(ClientOptions).validate_python(options)
     except ValidationError:
         raise ValueError(
-            f"options of {what} travel to the clients: expected at most 32, each true, false, a number, or a text of "
-            f"at most 256 characters"
+            f"options of {what} travel to the clients: expected at most 32, each true, false, a number, of 64 bits "
+            f"if it is an integer, or a text of at most 256 characters"
         ) from None
 
 
