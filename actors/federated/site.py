@@ -48,6 +48,8 @@ from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelReq
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Message, TrainCmd
 
+FROM_ABOVE = {"rounds", "seed", "training", "codec", "exchange", "share", "early_stop"}
+"""The settings that at a site are those of the level above."""
 ENDLESS = 1_000_000  # rounds: the level above ends the run
 LAST_MODEL_S = 2.0  # at the end of the run, so long the last model is waited for
 
@@ -427,12 +429,18 @@ async def _until_heard(bus: Bus) -> None:
                 return
 
 
+def not_its_own(config: FederatedConfig) -> dict[str, Any]:
+    """What of a site's settings the level above decides, as ``exclude`` of a pydantic model: the rest, written down, is
+    a configuration that a site starts with."""
+    of_round = {"timeout_s"} - config.round.model_fields_set
+    return {**dict.fromkeys(FROM_ABOVE, True), "round": of_round}
+
+
 def check_site(config: FederatedConfig, upstream: UpstreamConfig) -> None:
     """Raises ConfigError: these rules are not for a site."""
     if upstream.site is None:
         raise ConfigError("upstream.site is missing: each site of a level has a number of its own")
-    from_above = {"rounds", "seed", "training", "codec", "exchange", "share", "early_stop"}
-    if given := sorted(config.model_fields_set & from_above):
+    if given := sorted(config.model_fields_set & FROM_ABOVE):
         raise ConfigError(
             f"federated.{', federated.'.join(given)}: at a site, the level above decides this. Set it at the top "
             f"level, and leave it out here"

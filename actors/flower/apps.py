@@ -86,7 +86,7 @@ def parse_overrides(texts: list[str]) -> dict[str, Value]:
         )
     for key, value in overrides.items():
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            raise ConfigError(f"--run-config {key}={value}: an integer has at most 64 bits, from -2^63 to 2^63 - 1")
+            raise ConfigError(f"--run-config {key}: an integer has at most 64 bits, from -2^63 to 2^63 - 1")
     return overrides
 
 

@@ -369,8 +369,8 @@ class ParameterServer:
             meta, tensors = self._own.get(rank) or self._own.get(first, ({}, {}))
             more = {"is_own": rank in self._own, "run_id": f"{self._run_id:016x}", "kept": dict(meta)}
             replies[rank] = Message(
-                "start", self._clocks.start, updates=self._clocks.updates, packed=packed, meta=more,
-                state={**tensors, **self._frozen},
+                "start", self._clocks.start, updates=self._clocks.updates, lr=self._shard.optimizer.lr, packed=packed,
+                meta=more, state={**tensors, **self._frozen},
             )  # fmt: skip
         self._own = {}
         return replies

@@ -325,7 +325,7 @@ class ParameterServerWorker:
         parts = [zip(own, split(reply.packed, own), strict=True) for own, reply in came]
         put(self._training.trained, itertools.chain.from_iterable(parts))
         for group in self._training.optimizer.optimizer.param_groups:
-            group["lr"] = replies[0].lr or group["lr"]  # of the server's, for callbacks and reports
+            group["lr"] = replies[0].lr  # of the server's, for callbacks and reports
 
     def _buffers(self) -> dict[str, Tensor]:
         return {f"buffer/{name}": buffer for name, buffer in self.model.named_buffers()}

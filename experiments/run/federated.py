@@ -11,7 +11,7 @@ from typing import Any
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
 from gradbus.actors.federated.combinations import check_choices, check_combination
 from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
-from gradbus.actors.federated.site import check_site
+from gradbus.actors.federated.site import check_site, not_its_own
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.report.followed import FollowedJob
@@ -53,7 +53,9 @@ async def run_controller(
     def opened() -> None:
         nonlocal is_ours
         is_ours = True
-        run.write_config(file.model_copy(update={"federated": config, "run_dir": run.path}).model_dump(mode="json"))
+        in_force = file.model_copy(update={"federated": config, "run_dir": run.path})
+        exclude = {} if file.upstream.site is None else {"federated": not_its_own(config)}
+        run.write_config(in_force.model_dump(mode="json", exclude=exclude))
 
     if is_ours:
         opened()

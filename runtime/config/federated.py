@@ -29,8 +29,18 @@ from gradbus.runtime.config.settings import (
     Settings,
 )
 
+
+def _in_64_bits(value: Any) -> Any:
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise ValueError("expected a number of at most 64 bits, which is what a message has room for")
+    return value
+
+
 ClientOptions = Annotated[
-    dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=256)]],
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[bool | int | float | Annotated[str, Field(max_length=256)], AfterValidator(_in_64_bits)],
+    ],
     Field(max_length=32),
 ]
 """Options of a client rule and of an optimizer, which travel to the clients."""
@@ -41,8 +51,8 @@ def _can_travel(options: Mapping[str, Any], what: str) -> None:
         TypeAdapter(ClientOptions).validate_python(options)
     except ValidationError:
         raise ValueError(
-            f"options of {what} travel to the clients: expected at most 32, each true, false, a number, or a text of "
-            f"at most 256 characters"
+            f"options of {what} travel to the clients: expected at most 32, each true, false, a number, of 64 bits "
+            f"if it is an integer, or a text of at most 256 characters"
         ) from None
 
 
@@ -84,7 +94,7 @@ class ClientsSettings(Settings):
     docs/trees.md. The settings below are then of the sites."""
     num: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of clients that are expected. null: unknown; the run starts with `min`."""
-    min: Annotated[int, Field(ge=1)] = 1
+    min: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Least number of updates that make a round once its deadline has passed, and least number of clients to start
     with."""
     start_timeout_s: Duration = 120.0
@@ -304,7 +314,8 @@ class EvaluationSettings(Settings):
     maximize: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
         default=["accuracy", "auc", "f1", "iou", "precision", "r2", "recall"]
     )
-    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst."""
+    """Metrics of which a large value is good; of all others a small one is. It decides which clients are the worst, and
+    what `early_stop` and `checkpoint.keep_best` take for better."""
     cross_site: bool = False
     """Whether at the end of the run each client's last local model is evaluated on each client's data. Only models of
     clients that agree, by `client.share_model`, are shown to others."""
@@ -454,10 +465,13 @@ class FederatedConfig(Settings):
         if self.downlink_codec.options.get("version", 2) != 2:
             raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
-        if self.early_stop.patience is not None:
-            self._check_metric("early_stop.patience", self.early_stop.metric)
-        if self.checkpoint.keep_best is not None:
-            self._check_metric("checkpoint.keep_best", self.checkpoint.keep_best)
+        stop, best = self.early_stop, self.checkpoint
+        if stop.patience is not None:
+            self._check_metric("early_stop.patience", stop.metric)
+            self._check_mode_of("early_stop.mode", stop.metric, stop.mode)
+        if best.keep_best is not None:
+            self._check_metric("checkpoint.keep_best", best.keep_best)
+            self._check_mode_of("checkpoint.best_mode", best.keep_best, best.best_mode)
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
@@ -482,6 +496,14 @@ class FederatedConfig(Settings):
                 raise ValueError(f"{key} needs evaluations by clients for {metric}: set evaluation.every to 1 or more")
         elif not self.eval_every:
             raise ValueError(f"{key} needs evaluations: set eval_every to 1 or more")
+
+    def _check_mode_of(self, key: str, metric: str, mode: str | None) -> None:
+        """Raises ValueError: small values are looked for of a metric of which large ones are good."""
+        if mode == "min" and self.mode_of(metric, None) == "max":
+            raise ValueError(
+                f"{key} is min, and evaluation.maximize says that large values of {metric} are good: leave {key} out, "
+                f"or the metric out of evaluation.maximize"
+            )
 
     def _check_mode(self) -> None:
         """Raises ValueError: a setting that has no meaning in this mode."""

@@ -307,13 +307,7 @@ def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], 
     for step in path[:-1]:
         inner = values.setdefault(step, {})
         kind = _field_type(kind, step)
-        if kind is Choice and isinstance(inner, str):
-            inner = values[step] = {"name": inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"{_short('.'.join(path))}: {_short(step)!r} is not a section")
         values = inner
-    before = values.get(path[-1])
-    is_choice = isinstance(value, str) and _field_type(kind, path[-1]) is Choice
-    if is_choice and isinstance(before, dict) and "name" not in before:
-        value = {"name": value, **before}  # options that were given before the choice that they are of
-    values[path[-1]] = value
+    _merge(kind, values, {path[-1]: value})  # options may have been given before the choice that they are of

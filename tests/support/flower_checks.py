@@ -195,7 +195,8 @@ def refusals() -> None:
         (".", [], "is no Flower app"),
         ("numpy-app", ["--run-config", "rounds=5"], "has no key 'rounds' in [tool.flwr.app.config]; it has learning"),
         ("numpy-app", ["--run-config", "5"], "expected keys and values"),
-        ("numpy-app", ["--run-config", f"num-server-rounds={1 << 63}"], "an integer has at most 64 bits"),
+        ("numpy-app", ["--run-config", f"num-server-rounds={1 << 63}"], "num-server-rounds: an integer has at most 64"),
+        ("numpy-app", ["--run-config", f"num-server-rounds=0x{'f' * 5000}"], "num-server-rounds: an integer has at"),
     ):
         ended = CliRunner().invoke(command_line, ["flower", "run", str(APPS / app), *options])
         assert ended.exit_code == 2, ended.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,21 @@ def test_a_run_ends_after_so_many_evaluations_that_were_no_better() -> None:
 
 def test_any_metric_of_the_evaluation_may_decide_and_may_be_one_that_grows() -> None:
     assert ends_after(EarlyStopSettings(patience=1, metric="f1", mode="max"), 0.1, 0.2, 0.15, metric="f1") == 3
+
+
+@pytest.mark.parametrize(
+    ("rules", "key"),
+    [
+        ({"early_stop": {"patience": 1, "metric": "accuracy", "mode": "min"}}, "early_stop.mode"),
+        ({"checkpoint": {"keep_best": "client.auc.median", "best_mode": "min"}}, "checkpoint.best_mode"),
+    ],
+)
+def test_small_values_of_a_metric_of_which_large_ones_are_good_are_refused_as_what_to_look_for(
+    rules: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is min.*evaluation.maximize"):
+        FederatedConfig(evaluation={"every": 1}, **rules)  # type: ignore[arg-type]
+    FederatedConfig(evaluation={"every": 1, "maximize": []}, **rules)  # type: ignore[arg-type]
 
 
 def test_a_metric_that_there_is_not_is_named_with_those_that_there_are() -> None:

@@ -269,6 +269,19 @@ def test_a_callback_of_one_worker_ends_the_run_of_all_at_the_same_step() -> None
     assert len(set(watcher.rates)) > 1
 
 
+class Halts(OwnOptimizer):
+    """From its third step on the learning rate is 0."""
+
+    def make_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: float(steps < 2))
+
+
+def test_a_learning_rate_of_zero_is_reported_as_such() -> None:
+    watcher = Watcher(3)
+    serve(Halts(), parallel={"max_steps": 4}, callbacks=[(watcher,), ()]).succeeded()
+    assert watcher.rates == [0.1, 0.0, 0.0, 0.0]
+
+
 def test_one_server_gets_a_gradient_of_each_worker_a_step_and_more_servers_share_it() -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 16, bias=False), nn.ReLU(), nn.Linear(16, 10, bias=False))

@@ -78,6 +78,26 @@ def test_rules_that_are_not_for_a_site_are_refused_before_its_data_are_looked_fo
     assert ended.code == ExitCode.CONFIG
 
 
+@pytest.mark.parametrize("own_deadline", [{}, {"timeout_s": 100.0}])
+def test_a_site_starts_again_from_the_configuration_that_it_has_written(
+    own_deadline: dict[str, float], invoke: Any, domain: int, configs: Path, tmp_path: Path
+) -> None:
+    settings = json.loads((configs / "tree-site.conf.json").read_text(encoding="utf-8"))
+    settings["bus"]["domain"] = settings["upstream"]["bus"]["domain"] = domain
+    settings["upstream"]["timeout_s"] = 0.5  # there is no level above
+    settings["task"] |= {"data": "glyphs", "data_options": {"train": 40, "test": 20}}
+    settings["federated"]["round"] = own_deadline
+    (tmp_path / "site.json").write_text(json.dumps(settings), encoding="utf-8")
+    run = tmp_path / "run"
+    first = invoke("controller", tmp_path / "site.json", "--run-dir", run)
+    again = invoke("controller", run / "config.json")
+    assert (first.code, again.code) == (ExitCode.NOBODY_CAME, ExitCode.NOBODY_CAME), first.err + again.err
+    written = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    assert written["federated"]["clients"]["num"] == 2
+    assert "timeout_s" not in written["federated"]["round"] or own_deadline
+    assert load(ControllerFile, run / "config.json").federated.round.timeout_s == own_deadline.get("timeout_s", 300.0)
+
+
 def test_a_site_without_protection_is_allowed_to_be_on_both_of_its_buses(
     invoke: Any, configs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

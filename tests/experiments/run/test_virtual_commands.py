@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Forked
@@ -85,6 +86,18 @@ def test_ids_that_are_none_are_refused_in_one_line(root: Path, variables: dict[s
     _, errors = process.communicate()
     assert process.returncode == ExitCode.CONFIG
     assert errors.strip() == "gradbus host: --ids: ids '5-3': expected an ascending range up to 2147483647"
+
+
+@pytest.mark.parametrize("port", [9100, None])
+def test_a_host_that_is_given_a_port_for_metrics_says_that_it_serves_none(
+    port: int | None, invoke: Any, configs: Path
+) -> None:
+    wrong = ("--ids", "5-3")  # which ends it before it starts anything
+    ended = invoke("host", configs / "client.conf.json", *wrong, "--set", f"metrics.port={json.dumps(port)}")
+    assert ended.code == ExitCode.CONFIG
+    lines = [line for line in (ended.out + ended.err).splitlines() if "metrics not served" in line]
+    assert len(lines) == (port is not None)
+    assert all("9100" in line and "metrics.port" in line for line in lines)
 
 
 @pytest.mark.parametrize("full", [True, False])

@@ -114,6 +114,27 @@ def test_a_choice_is_given_by_its_name_or_with_options_and_another_one_drops_tho
     assert config == DataParallelConfig(algorithm=algorithm)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.algorithm=dgc", "parallel.algorithm.density=0.1"],
+        ['parallel.algorithm={"name": "dgc"}', "parallel.algorithm.density=0.1"],
+        ["parallel.timeouts.join_s=3", 'parallel.timeouts={"collective_s": 4}'],
+    ],
+)
+def test_in_which_order_overrides_are_given_makes_no_difference(overrides: list[str]) -> None:
+    one, other = (
+        load_settings(Program, environment={}, overrides=given).parallel for given in (overrides, overrides[::-1])
+    )
+    assert one == other != DataParallelConfig()
+    assert one.algorithm.options == ({"density": 0.1} if one.algorithm.name == "dgc" else {})
+
+
+def test_of_two_names_on_one_command_line_the_later_one_counts_without_the_options_of_the_first() -> None:
+    overrides = ["parallel.algorithm=dgc", "parallel.algorithm.density=0.1", "parallel.algorithm=dense"]
+    assert load_settings(Program, environment={}, overrides=overrides).parallel == DataParallelConfig()
+
+
 def test_a_name_alone_means_the_same_in_a_program() -> None:
     again = DataParallelConfig(algorithm=DataParallelConfig(algorithm={"name": "dgc", "warmup": [0.5]}).algorithm)
     assert again.algorithm.options == {"warmup": (0.5,)}

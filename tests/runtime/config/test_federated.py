@@ -196,6 +196,7 @@ OUT_OF_RANGE = [
     ("rounds", 1_000_001),
     ("clients__num", 0),
     ("clients__min", 0),
+    ("clients__min", 100_001),
     ("round__quorum", 0.0),
     ("round__quorum", 1.01),
     ("round__grace_s", -1.0),
@@ -270,12 +271,14 @@ def test_more_clients_cannot_be_needed_than_there_are() -> None:
     assert "clients: min (3) is more than num (2)" in text
 
 
-@pytest.mark.parametrize("value", [[1], {"a": 1}, "x" * 257, None])
+@pytest.mark.parametrize("value", [[1], {"a": 1}, "x" * 257, None, 1 << 64])
 def test_options_of_a_rule_are_refused_where_they_could_not_travel_to_the_clients(value: Any) -> None:
     text = refused(FederatedConfig, values={"training": {"rule": {"name": "mine:Rule", "mu": value}}})
     assert "training.rule: options of a rule travel to the clients" in text
-    rule = FederatedConfig(training={"rule": {"name": "mine:Rule", "mu": 0.5, "on": True}}).training.rule
-    assert rule.options == {"mu": 0.5, "on": True}
+    values = {"training": {"rule": "mine:Rule", "from_round": {2: {"mu": value}}}}
+    assert "training.from_round.2" in refused(FederatedConfig, values=values)
+    rule = FederatedConfig(training={"rule": {"name": "mine:Rule", "mu": 0.5, "on": True, "n": 1 << 63}}).training.rule
+    assert rule.options == {"mu": 0.5, "on": True, "n": 1 << 63}
 
 
 def test_models_go_to_the_clients_in_the_newer_format() -> None:
