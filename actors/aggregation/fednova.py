@@ -21,13 +21,15 @@ from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.runtime.choices import Options
 from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import ConfigError
 
 
 class FedNovaOptions(Options):
     """Options of FedNova."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Momentum of the clients' SGD, such as `task.momentum`."""
+    """Momentum of the clients' SGD: what `training.optimizer.momentum` is, or `task.momentum` where the task brings the
+    optimizer."""
 
 
 class FedNova(FedAvg):
@@ -48,6 +50,16 @@ class FedNova(FedAvg):
     def check(self, config: FederatedConfig) -> None:
         limits = config.limits
         self._times = limits.cap_times_median if limits.cap_samples == "median" else None
+        optimizer = config.training.optimizer
+        if optimizer.name == "task":
+            return  # only the client knows it
+        momentum = float(optimizer.options.get("momentum", 0.0))
+        if optimizer.name != "sgd" or momentum != self._momentum or optimizer.options.get("nesterov"):
+            raise ConfigError(
+                f"strategy fednova divides by how far steps of SGD with momentum {self._momentum:g} go, and the clients "
+                f"have federated.training.optimizer {optimizer.name} with {dict(optimizer.options) or 'its defaults'}: "
+                f"choose sgd without nesterov, and set its momentum and federated.strategy.momentum to the same value"
+            )
 
     def begin(self, round_id: int, base: Tensor) -> None:
         super().begin(round_id, base)

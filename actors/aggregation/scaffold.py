@@ -52,6 +52,12 @@ class Scaffold(WithBuffers):
         if config.clients.num is None:
             raise ConfigError("strategy scaffold divides by the number of all clients: set federated.clients.num")
         self._num_clients = config.clients.num
+        optimizer = config.training.optimizer.name
+        if optimizer not in ("task", "sgd"):
+            raise ConfigError(
+                f"strategy scaffold takes the way of a client, divided by its steps and rate, for a mean gradient, "
+                f"which it is with SGD alone, and federated.training.optimizer is {optimizer}: set it to sgd"
+            )
 
     def broadcast(self) -> Tensor:
         return self._control

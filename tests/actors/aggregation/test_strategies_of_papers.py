@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from gradbus.actors.aggregation.qfedavg import QFedAvg
 from gradbus.actors.aggregation.scaffold import Scaffold
 from gradbus.actors.aggregation.strategies import FedAdagrad, FedYogi, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.actors.federated.combinations import check_combination
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 
@@ -84,6 +86,28 @@ def test_fednova_divides_each_update_by_the_reach_of_its_steps(momentum: float) 
         effective += samples / 100 * a
     strategy.finish(weights)
     assert_close(weights, base + effective * mean)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "fits"),
+    [
+        ("fednova", "task", True),
+        ("fednova", {"name": "sgd"}, True),
+        ("fednova", {"name": "sgd", "momentum": 0.9}, False),
+        ({"name": "fednova", "momentum": 0.9}, {"name": "sgd", "momentum": 0.9}, True),
+        ({"name": "fednova", "momentum": 0.9}, {"name": "sgd", "momentum": 0.9, "nesterov": True}, False),
+        ("fednova", "adamw", False),
+        ("scaffold", {"name": "sgd"}, True),
+        ("scaffold", "adamw", False),
+    ],
+)
+def test_a_strategy_that_counts_steps_of_sgd_refuses_another_optimizer_at_the_start(
+    strategy: Any, optimizer: Any, fits: bool
+) -> None:
+    training = {"optimizer": optimizer, "rule": "scaffold" if strategy == "scaffold" else "plain"}
+    config = FederatedConfig(strategy=strategy, training=training, clients={"num": 2})
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="federated.training.optimizer"):
+        check_combination(config)
 
 
 def test_fednova_refuses_an_update_that_does_not_say_how_many_steps_it_took() -> None:
