@@ -56,8 +56,8 @@ class FedNova(FedAvg):
         momentum = float(optimizer.options.get("momentum", 0.0))
         if optimizer.name != "sgd" or momentum != self._momentum or optimizer.options.get("nesterov"):
             raise ConfigError(
-                f"strategy fednova divides by how far steps of SGD with momentum {self._momentum:g} go, and the clients "
-                f"have federated.training.optimizer {optimizer.name} with {dict(optimizer.options) or 'its defaults'}: "
+                f"strategy fednova divides by how far steps of SGD with momentum {self._momentum:g} go, and the "
+                f"clients have federated.training.optimizer {optimizer.name} with {dict(optimizer.options) or 'its defaults'}: "
                 f"choose sgd without nesterov, and set its momentum and federated.strategy.momentum to the same value"
             )
 
