@@ -583,6 +583,11 @@ class ElasticWorker(Worker):
         elif not self._are_equal:
             await self._count_votes()  # at once: so others come and go where the exchange has made weights equal
 
+    def _note_step(self) -> None:
+        """As a Worker does. A rank that gets no data yet is in no step: so observers tell it from the others."""
+        if self._group.rank not in self._follows:
+            super()._note_step()
+
     def _vote(self, name: str, step: int) -> None:
         if name == "step" and not self._is_vote_due(step):
             return

@@ -416,7 +416,7 @@ class Worker:
     async def _one_step(self, plan: EpochPlan) -> None:
         position, clock, started_s = self._position, self._clock, time.perf_counter()
         self._probe.reached("before_step", position.step + 1)
-        self._group.at_step(position.step, position.epoch)
+        self._note_step()
         with self.profile.step(position.step) as measured:
             applied = await self._stepper.step(plan, position, measured)
         position.step += 1
@@ -434,6 +434,10 @@ class Worker:
             await self._compare()
         if self._config.report_every_steps and position.step % self._config.report_every_steps == 0:
             await self._tell()
+
+    def _note_step(self) -> None:
+        """Note for observers in which step this rank is."""
+        self._group.at_step(self._position.step, self._position.epoch)
 
     async def _drain(self) -> None:
         """Apply what is on its way."""

@@ -150,11 +150,11 @@ class Observer:
                 "controllers": len(self.controllers),
                 "clients": self._clients(None if newest is None else newest.body, now_s),
             }
-        if self.elastic:
-            found["elastic"] = _elastic(self.elastic)
         groups = sorted({group for group, _ in (*self.ranks, *self.forming)})
         if groups:
             found["groups"] = [self._group(group, now_s) for group in groups]
+        if self.elastic:
+            found["elastic"] = _elastic(self.elastic, found.get("groups", ()))
         return found
 
     def _clients(self, status: Status | None, now_s: float) -> list[dict[str, Any]]:
@@ -180,11 +180,20 @@ class Observer:
         return {"group": name, "world": world, "ranks": ranks}
 
 
-def _elastic(processes: Mapping[int, _Received]) -> dict[str, Any]:
-    """Return who is in the newest generation that a process knows, and who is not."""
+def _elastic(processes: Mapping[int, _Received], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return who is in the newest generation that a process knows, and who is not. Ranks that are in no step, while
+    others are, get a copy of the state: that is noted in ``groups``, too."""
     newest: GroupView = max((received.body for received in processes.values()), key=lambda view: view.generation)
+    name = f"{newest.group}_{newest.generation}"
+    ranks = [rank for group in groups if group["group"] == name for rank in group["ranks"] if "step" in rank]
+    trains = any(rank["step"] >= 0 for rank in ranks)
+    copying = [rank for rank in ranks if trains and rank["step"] < 0 and rank["rank"] < len(newest.numbers)]
+    for rank in copying:
+        if rank["state"] == "works":
+            rank["state"] = "gets its copy"
     return {
         "group": newest.group, "generation": newest.generation, "members": newest.numbers,
+        "copying": sorted(newest.numbers[rank["rank"]] for rank in copying),
         "waiting": sorted(set(processes) - set(newest.numbers)),
         "silent": sorted(set(newest.numbers) - set(processes)),
         "leaving": sorted(number for number, received in processes.items() if received.body.leaving),
@@ -365,10 +374,11 @@ def _controller_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _elastic_line(found: Mapping[str, Any]) -> str:
-    members = ranges(sorted(found["members"]))
+    members = ranges(sorted({*found["members"]} - {*found["copying"]}))
     parts = [f"elastic group {found['group']}: generation {found['generation']}, processes {members} take part"]
     if not found["generation"]:
         parts = [f"elastic group {found['group']}: waits for its first generation"]
+    parts += [f"gets its copy: {ranges(found['copying'])}"] if found["copying"] else []
     parts += [f"{what} {ranges(found[what])}" for what in ("waiting", "leaving", "silent") if found[what]]
     return "; ".join(parts)
 

@@ -474,13 +474,18 @@ def test_others_make_steps_while_a_copy_is_on_its_way_and_weights_are_equal_when
 ) -> None:
     copies = SlowCopies(monkeypatch)
     trained: list[bool] = []  # in each step of the one that joins
+    is_in_step: list[bool] = []  # the same, as its status has it
 
     def scene(cast: Cast) -> None:
         in_world: list[int] = []
 
+        def on_joined(report: Any) -> None:
+            trained.append(not math.isnan(report.loss))
+            is_in_step.append(cast.ranks[4].worker._group._membership.reporter.position.step >= 0)
+
         def on_first(report: Any) -> bool:
             if report.step == 3:
-                cast.later(cast.start, 4, on_step=lambda report: trained.append(not math.isnan(report.loss)))
+                cast.later(cast.start, 4, on_step=on_joined)
                 cast.wait_for_a_joiner()
             if report.world == 2:
                 in_world.append(report.step)
@@ -493,6 +498,7 @@ def test_others_make_steps_while_a_copy_is_on_its_way_and_weights_are_equal_when
     ranks = play(place, scene, epochs=LONG, **settings)
     assert ranks[0].error is ranks[4].error is None
     assert trained[:4] == [False] * 4  # it got no data before it had the state
+    assert is_in_step == trained
     assert ranks[4].worker.step == ranks[0].worker.step
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)
     assert ranks[0].reports[-1].params_hash == ranks[4].reports[-1].params_hash
