@@ -55,10 +55,11 @@ class FedNova(FedAvg):
             return  # only the client knows it
         momentum = float(optimizer.options.get("momentum", 0.0))
         if optimizer.name != "sgd" or momentum != self._momentum or optimizer.options.get("nesterov"):
+            has = dict(optimizer.options) or "its defaults"
             raise ConfigError(
                 f"strategy fednova divides by how far steps of SGD with momentum {self._momentum:g} go, and the "
-                f"clients have federated.training.optimizer {optimizer.name} with {dict(optimizer.options) or 'its defaults'}: "
-                f"choose sgd without nesterov, and set its momentum and federated.strategy.momentum to the same value"
+                f"clients have federated.training.optimizer {optimizer.name} with {has}: choose sgd without nesterov, "
+                f"and set its momentum and federated.strategy.momentum to the same value"
             )
 
     def begin(self, round_id: int, base: Tensor) -> None:

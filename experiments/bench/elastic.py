@@ -371,13 +371,8 @@ def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
     python = torchft_python()
     if not python.exists():
         print(
-<<<<<<< HEAD
-            f"no column of torchft: no {python}. It comes with 'make setup-integrations', or set {TORCHFT_PYTHON} to "
-            f"the Python of an environment that has torchft", file=sys.stderr,
-=======
             f"no column of torchft: there is no {python}. It comes with 'make setup-integrations', or set "
             f"{TORCHFT_PYTHON} to the Python of an environment that has torchft", file=sys.stderr,
->>>>>>> op8
         )  # fmt: skip
         return
     script = Path(__file__).with_name("torchft_commit.py")
