@@ -34,6 +34,22 @@ def check_choices(config: FederatedConfig) -> None:
     CLIENT_SCHEDULES.options(config.training.schedule)
     check_selection(config, make_selector(config.selection))
     _check_evaluation(config)
+    _check_modes(config)
+
+
+def _check_modes(config: FederatedConfig) -> None:
+    """Raises ConfigError: small values are looked for of a metric of which large ones are good. Not when settings are
+    read: earlier versions have written "min" down where nothing was set."""
+    stop, best = config.early_stop, config.checkpoint
+    for key, metric, mode in (
+        ("early_stop.mode", stop.metric if stop.patience is not None else None, stop.mode),
+        ("checkpoint.best_mode", best.keep_best, best.best_mode),
+    ):
+        if metric is not None and mode == "min" and config.mode_of(metric, None) == "max":
+            raise ConfigError(
+                f"federated.{key} is min, and evaluation.maximize says that large values of {metric} are good: leave "
+                f"{key} out, or the metric out of evaluation.maximize"
+            )
 
 
 def _check_evaluation(config: FederatedConfig) -> None:

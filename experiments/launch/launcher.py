@@ -44,8 +44,8 @@ class Launch:
     ``command`` gets the rank, and whether it is started again. A variable that is None is removed. ``grace_s``: between
     the request to end and the kill. ``name``: of a rank, for people. ``goes_on_without``: whether the others go on when
     these ranks have failed. ``restarts``: how often ranks that something has killed are started again in all.
-    ``ends_together``: whether the run has ended for all ranks when one of them ends well, so that nobody goes on
-    without one that fails after that. ``program``: the command of ``gradbus`` that says so.
+    ``ends_together``: whether ranks that have come to the end of the run end at about the same time, so that nobody
+    goes on without one that fails then. ``program``: the command of ``gradbus`` that says so.
     """
 
     world: int
@@ -267,14 +267,15 @@ class Launcher:
         """The first rank that has failed by itself when the run was over, so that nobody goes on without it.
 
         With an error of its checkpoints a rank ends before the first generation or at the end of the run, never in
-        between; at the end it may exit before those that end well.
+        between; at the end it may exit before those that end well. Any other failure is one of the end if it comes
+        last: one that ends well may have left while the others train.
         """
-        is_over = False
-        for end in self._ends if self._launch.ends_together else ():
+        ends = self._ends if self._launch.ends_together else []
+        is_over = not any(rank.running for rank in self._ranks)
+        for number, end in enumerate(ends, 1):
             is_own = end.code > 0 and not end.was_asked and not end.is_consequence and end.code != ExitCode.NOBODY_CAME
-            if is_own and (is_over or end.code == ExitCode.CHECKPOINT):
+            if is_own and (end.code == ExitCode.CHECKPOINT or (is_over and number == len(ends))):
                 return end
-            is_over |= end.code == 0
         return None
 
     @property

@@ -186,7 +186,7 @@ def _elastic(processes: Mapping[int, _Received], groups: Sequence[Mapping[str, A
     newest: GroupView = max((received.body for received in processes.values()), key=lambda view: view.generation)
     name = f"{newest.group}_{newest.generation}"
     ranks = [rank for group in groups if group["group"] == name for rank in group["ranks"] if "step" in rank]
-    trains = any(rank["step"] >= 0 for rank in ranks)
+    trains = newest.generation > 1 and any(rank["step"] >= 0 for rank in ranks)  # in the first one nobody has a state
     copying = [rank for rank in ranks if trains and rank["step"] < 0 and rank["rank"] < len(newest.numbers)]
     for rank in copying:
         if rank["state"] == "works":

@@ -127,8 +127,8 @@ class RawEndpoints:
         self._hand_over()
 
     async def close(self) -> None:
-        """Take readers and writers out of DDS. Returns when it is done, or when the receive thread has ended. They go
-        also if whoever waits for that is cancelled."""
+        """Take readers and writers out of DDS. Returns when it is done, when the receive thread has ended, or after
+        some seconds. They go also if whoever waits for that is cancelled."""
         self.refuse_writes()
         removed = self._hand_over()
         if removed is None:
@@ -137,7 +137,7 @@ class RawEndpoints:
             async with asyncio.timeout(_REMOVAL_S):
                 await removed.wait()
         except TimeoutError:
-            return  # the receive thread has ended meanwhile: the bus takes everything with it
+            return  # the receive thread has ended, and the bus takes all with it; or a write does not end
 
     def _hand_over(self) -> asyncio.Event | None:
         """Have the receiver delete all. Returns what tells of it; None: it does not, or there is nothing."""

@@ -229,9 +229,13 @@ class Receiver:
             self.on_new_readers()
 
         def delete() -> None:
-            delete_together(readers, writers)
-            for _, then in removals:
-                then()
+            try:
+                delete_together(readers, writers)
+            except Exception as error:  # of DDS; who waits for the others must not wait for ever
+                log.error("readers or writers not deleted", reason=repr(error))
+            finally:
+                for _, then in removals:
+                    then()
 
         # Not here: it takes up to some seconds, and this may be the thread of an event loop that waits inline.
         deletion = threading.Thread(target=delete, name="gradbus-delete", daemon=True)

@@ -309,7 +309,7 @@ class GenerationAgreement:
         """Numbers of those that the first generation is not made without."""
         there = {self.me.number, *(member.number for member in self._fresh)}
         missing = [number for number in range(self._founders) if number not in there]
-        needed = [number for number in missing if number not in self._lost_founders]
+        needed = [number for number in missing if not number or number not in self._lost_founders]  # 0 alone founds
         return needed if self._founders - len(missing) >= self.min_world else missing
 
     @property

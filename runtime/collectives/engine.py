@@ -28,7 +28,7 @@ MAX_NAME_BYTES_ON_WIRE = 244  # the most that is 4 beyond a multiple of 16 and f
 MAX_EARLY_FRAMES = 131_072  # half of them, at the default size, may be eager payloads; the others are RTS frames
 _MAX_REFUSED = 4096  # keys remembered of which frames were dropped
 _MAX_NAMES = 65_536  # names whose calls are counted, of what all ranks call
-_MIN_PAIR_NAMES = 256  # of messages from one rank to another, whatever the world
+_MIN_PAIR_NAMES = 4096  # of messages from one rank to another, whatever the world
 
 _SHARED = int(Flags.SHARED)
 

@@ -468,10 +468,8 @@ class FederatedConfig(Settings):
         stop, best = self.early_stop, self.checkpoint
         if stop.patience is not None:
             self._check_metric("early_stop.patience", stop.metric)
-            self._check_mode_of("early_stop.mode", stop.metric, stop.mode)
         if best.keep_best is not None:
             self._check_metric("checkpoint.keep_best", best.keep_best)
-            self._check_mode_of("checkpoint.best_mode", best.keep_best, best.best_mode)
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
@@ -496,14 +494,6 @@ class FederatedConfig(Settings):
                 raise ValueError(f"{key} needs evaluations by clients for {metric}: set evaluation.every to 1 or more")
         elif not self.eval_every:
             raise ValueError(f"{key} needs evaluations: set eval_every to 1 or more")
-
-    def _check_mode_of(self, key: str, metric: str, mode: str | None) -> None:
-        """Raises ValueError: small values are looked for of a metric of which large ones are good."""
-        if mode == "min" and self.mode_of(metric, None) == "max":
-            raise ValueError(
-                f"{key} is min, and evaluation.maximize says that large values of {metric} are good: leave {key} out, "
-                f"or the metric out of evaluation.maximize"
-            )
 
     def _check_mode(self) -> None:
         """Raises ValueError: a setting that has no meaning in this mode."""

@@ -307,6 +307,8 @@ def _put(kind: type[BaseModel] | None, values: dict[str, Any], path: list[str], 
     for step in path[:-1]:
         inner = values.setdefault(step, {})
         kind = _field_type(kind, step)
+        if kind is Choice and isinstance(inner, str):
+            inner = values[step] = {"name": inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"{_short('.'.join(path))}: {_short(step)!r} is not a section")
         values = inner

@@ -206,7 +206,9 @@ class Writer:
             ended.clear()  # before the look: what ends after it sets it again
             if not self._writing:
                 break
-            if not ended.wait(until_s - time.monotonic()):
+            if (
+                not ended.wait(until_s - time.monotonic()) and self._writing
+            ):  # another deletion may have taken the event
                 with contextlib.suppress(Exception):  # it is the host's
                     log.error(
                         "writer not deleted",
@@ -494,9 +496,9 @@ class Participant:
         self._is_open = False
         for entity in reversed(self._made):
             if entity is self._subscriber:
-                delete_together([one for one in self._endpoints if isinstance(one, Reader)], [])
+                delete_together([one for one in self._endpoints.copy() if isinstance(one, Reader)], [])
             if entity is self._publisher:
-                delete_together([], [one for one in self._endpoints if isinstance(one, Writer)])
+                delete_together([], [one for one in self._endpoints.copy() if isinstance(one, Writer)])
                 if any(isinstance(one, Writer) for one in self._endpoints):
                     return  # a thread is in a write: what it uses must stay
             domains.delete(entity)

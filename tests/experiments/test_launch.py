@@ -170,20 +170,28 @@ ENDS = """
 def wait_for(path):
     while not os.path.exists(path): time.sleep(0.005)
 """
+LEAVES = """
+if rank == 0: wait_for("known"); sys.exit(12)
+if rank == 2: wait_for("known of two")
+"""
 
 
 @pytest.mark.parametrize(
-    ("code", "end", "said"),
+    ("world", "code", "end", "said"),
     [
-        ("sys.exit(6) if rank == 0 else wait_for('known')", 6, ["failed with exit code 6", "failed with exit code 6"]),
-        ("if rank == 0: wait_for('known'); sys.exit(12)", 12, ["failed with exit code 12"]),
-        ("sys.exit(13) if rank == 0 else wait_for('known')", 0, ["failed with exit code 13; the others go on"]),
-        ("if rank == 0: wait_for('known'); os.kill(os.getpid(), signal.SIGKILL)", 0, []),
+        (2, "sys.exit(6) if rank == 0 else wait_for('known')", 6, 2 * ["failed with exit code 6"]),
+        (2, "if rank == 0: wait_for('known'); sys.exit(12)", 12, ["failed with exit code 12"]),
+        (2, "sys.exit(13) if rank == 0 else wait_for('known')", 0, ["failed with exit code 13; the others go on"]),
+        (2, "if rank == 0: wait_for('known'); os.kill(os.getpid(), signal.SIGKILL)", 0, []),
+        (3, LEAVES, 0, ["failed with exit code 12; the others go on"]),
     ],
-    ids=["of its checkpoints, before the others end", "after them", "while they train", "killed after them"],
+    ids=[
+        "of its checkpoints, before the others end", "after them", "while they train", "killed after them",
+        "while one trains and another has left",
+    ],
 )  # fmt: skip
 def test_a_rank_that_fails_when_the_run_is_over_decides_the_exit_code_of_those_that_go_on_without_one(
-    tmp_path: Path, code: str, end: int, said: list[str]
+    tmp_path: Path, world: int, code: str, end: int, said: list[str]
 ) -> None:
     more = "goes_on_without=lambda ranks: len(ranks) < 2, ends_together=True, "
     program = LAUNCH.replace("grace_s=grace_s, ", f"grace_s=grace_s, {more}")
@@ -192,12 +200,13 @@ def test_a_rank_that_fails_when_the_run_is_over_decides_the_exit_code_of_those_t
         """
     launcher = Launcher(launch)
     running = asyncio.create_task(launcher.run())
-    while not launcher.ended_s:  # then one has exited, and what there is to say is said
-        await asyncio.sleep(0.005)
-    open("known", "w").close()
+    for number, name in enumerate(("known", "known of two"), 1):
+        while len(launcher.ended_s) < number and not running.done():  # then what there is to say of it is said
+            await asyncio.sleep(0.005)
+        open(name, "w").close()
     return await running""",
     )
-    options = json.dumps([2, 20.0, HEAD + ENDS + code, 0.0, 0])
+    options = json.dumps([world, 20.0, HEAD + ENDS + code, 0.0, 0])
     launched = subprocess.run(
         [sys.executable, "-P", "-c", program, options], capture_output=True, text=True, cwd=tmp_path, timeout=30,
         check=False,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.early_stop import EarlyStop
 from gradbus.actors.federated.report import RoundReport
 from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig
@@ -42,6 +43,10 @@ def test_any_metric_of_the_evaluation_may_decide_and_may_be_one_that_grows() -> 
     assert ends_after(EarlyStopSettings(patience=1, metric="f1", mode="max"), 0.1, 0.2, 0.15, metric="f1") == 3
 
 
+def check_modes_of(evaluation: dict[str, Any], rules: dict[str, Any]) -> None:
+    check_choices(FederatedConfig(evaluation=evaluation, **rules))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("rules", "key"),
     [
@@ -53,8 +58,8 @@ def test_small_values_of_a_metric_of_which_large_ones_are_good_are_refused_as_wh
     rules: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{key} is min.*evaluation.maximize"):
-        FederatedConfig(evaluation={"every": 1}, **rules)  # type: ignore[arg-type]
-    FederatedConfig(evaluation={"every": 1, "maximize": []}, **rules)  # type: ignore[arg-type]
+        check_modes_of({"every": 1}, rules)
+    check_modes_of({"every": 1, "maximize": []}, rules)
 
 
 def test_a_metric_that_there_is_not_is_named_with_those_that_there_are() -> None:

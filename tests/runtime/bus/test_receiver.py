@@ -18,7 +18,7 @@ from group_node import joined
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.runtime.bus import raw_endpoints
+from gradbus.runtime.bus import raw_endpoints, receiver
 from gradbus.runtime.bus import wait_loop as wait_loop_module
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import WaitLoop
@@ -257,5 +257,26 @@ def test_a_group_ends_with_the_thread_of_its_bus_and_leaves_at_once(
                 left_s = time.monotonic()
             assert time.monotonic() - left_s < 20.0  # nobody waits for the thread to take the readers away
         await other
+
+    run(main)
+
+
+def test_a_group_is_closed_also_where_dds_does_not_delete_what_it_had(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 50.0)  # so that whoever waits for it in vain is known by it
+
+    def fails(*endpoints: object) -> None:
+        raise DDSException(-1, "no")
+
+    async def main() -> None:
+        async with gradbus.connect(**place) as bus:
+            port = bus.raw_endpoints()
+            port.open_writer(collective_topic("g"))
+            monkeypatch.setattr(receiver, "delete_together", fails)
+            with capture_logs() as lines:
+                async with asyncio.timeout(40.0):
+                    await port.close()
+            assert "readers or writers not deleted" in [line["event"] for line in lines]
 
     run(main)

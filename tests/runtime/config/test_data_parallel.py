@@ -119,6 +119,7 @@ def test_a_choice_is_given_by_its_name_or_with_options_and_another_one_drops_tho
     [
         ["parallel.algorithm=dgc", "parallel.algorithm.density=0.1"],
         ['parallel.algorithm={"name": "dgc"}', "parallel.algorithm.density=0.1"],
+        ['parallel={"algorithm": "dgc"}', "parallel.algorithm.density=0.1"],
         ["parallel.timeouts.join_s=3", 'parallel.timeouts={"collective_s": 4}'],
     ],
 )
