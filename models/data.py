@@ -82,10 +82,10 @@ class DataSplit:
                 count = min(len(part), _DIGEST_SAMPLES)
                 some = part.subset(torch.arange(count) * len(part) // count).to("cpu")
                 for tensor in (some.images, some.labels):
-                    told = tensor
+                    hashed = tensor
                     if tensor.is_floating_point():
-                        told = (10 * tensor.double().reshape(count, -1).mean(1)).round().to(torch.int64)
-                    digest.update(told.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                        hashed = (10 * tensor.double().reshape(count, -1).mean(1)).round().to(torch.int64)
+                    digest.update(hashed.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
