@@ -127,6 +127,8 @@ def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
         config.codec.name not in MASKED_CODECS,
         f"codec {config.codec.name} of version 1: what is masked is a difference, in a format of its own. Leave "
         f"codec.version out": config.codec.name != "fp32" and config.codec.options.get("version", 2) == 1,
+        "training.from_round has a density, and all updates of a run share positions here. Leave it out":
+        bool(config.training.given_from("density")),
         "limits.clip_norm limits a single update, and the controller sees none. Leave it out, or use privacy.name = "
         "central, whose clients clip their updates themselves": config.limits.clip_norm is not None,
         "evaluation.cross_site shows the models of single clients. Leave it out": config.evaluation.cross_site,

@@ -167,7 +167,7 @@ class Controller:
             return size_of(
                 self._strategy.masked_grid.count(self._model.dim)
             )  # of a first round: later ones are shorter
-        longest = int(CODECS.make(self._config.codec).max_bytes(self._model.dim))
+        longest = int(CODECS.make(self._config.longest_codec).max_bytes(self._model.dim))
         return longest + updates.overhead_bytes(self._strategy.sections)
 
     def _wire(self) -> None:
@@ -494,7 +494,7 @@ class Controller:
             if self._probe.history.on:
                 await self._compute.run(self._note_command, round_)
             command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected | round_.silent)
-            self._admission.steps_per_sample = self._steps_per_sample(command)
+            self._limit_steps(command)
             self._receiver.timing.commanded()
             with tolerate_write_timeout("command", round_id):
                 await self._publish_terms(terms)
@@ -586,9 +586,20 @@ class Controller:
         changed = training.changes(round_id)
         return dataclasses.replace(command, **{key: changed[key] for key in IN_COMMAND if key in changed})
 
-    def _steps_per_sample(self, command: TrainCmd) -> int:
-        """Most optimizer steps that a client may announce for each of its samples."""
-        return self._config.training.steps or STEPS_PER_SAMPLE * command.epochs
+    def _work(self, command: TrainCmd) -> list[tuple[int, int]]:
+        """Epochs and steps, 0 for as many as the epochs have, of the rounds whose updates count in this one."""
+        return self._config.training.work(command.round_id - self._admission.max_staleness, command.round_id)
+
+    def _limit_steps(self, command: TrainCmd) -> None:
+        """Set the numbers of optimizer steps that a client may announce: as many as were asked for, or, where rounds
+        are counted in epochs, so many for each of its samples."""
+        work = self._work(command)
+        asked = {steps for _, steps in work if steps}
+        proportional = self._config.asynchronous.proportional_steps
+        self._admission.steps = range(1, max(asked) + 1) if proportional else asked
+        self._admission.steps_per_sample = STEPS_PER_SAMPLE * max(
+            (epochs for epochs, steps in work if not steps), default=0
+        )
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
         attempt = 0 if self._masked is None else self._masked.number

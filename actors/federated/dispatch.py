@@ -21,7 +21,6 @@ from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
 from gradbus.runtime.choices import CODECS
-from gradbus.runtime.config.federated import IN_COMMAND
 from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import (
@@ -287,11 +286,12 @@ class Dispatcher:
         training, has_hosts = self._context.config.training, self._registry.has_hosts
         if not training.has_terms and not self.fetch_models and not has_hosts and not attempt:
             return None
-        options = {key: value for key, value in training.changes(round_id).items() if key not in IN_COMMAND}
         named = format_ids(participants) if self.fetch_models or has_hosts or attempt else ""
         if len(named) > MAX_CHARS and not self.fetch_models:
             named = ""  # all are asked; updates of those that may not take part are refused
-        return RoundTerms(self._context.run_id, round_id, options, named, held=held, attempt=attempt)
+        return RoundTerms(
+            self._context.run_id, round_id, training.terms_of(round_id), named, held=held, attempt=attempt
+        )  # fmt: skip
 
     async def note_speeds(self, speeds: Mapping[int, float]) -> None:
         """Give clients steps in proportion to these, in steps a second: one whose number changes is welcomed anew."""

@@ -45,9 +45,11 @@ _OF_RULE, _OF_OPTIMIZER, _OF_OWN_OPTIMIZER = "rule.", "optimizer.", "own_optimiz
 log = get_logger("client")
 
 
-def codec_of(welcome: Welcome) -> Codec:
-    """The codec of the updates, with those of the announced options that it takes."""
-    options = {"version": welcome.codec_version, "density": welcome.density, "chunk_elems": welcome.chunk_elems}
+def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None) -> Codec:
+    """The codec of the updates, with those of the announced options that it takes; ``terms``: of the round, as
+    :func:`.client_optimizer.split_terms` finds them, which may have another density."""
+    density = (terms or {}).get("density", welcome.density)
+    options = {"version": welcome.codec_version, "density": density, "chunk_elems": welcome.chunk_elems}
     return codecs.get(welcome.codec, **{key: options[key] for key in CODECS.options_of(welcome.codec).model_fields})
 
 
@@ -208,7 +210,7 @@ class LocalTraining:
             raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {training.steps}")
         self._model.check_frozen()
         end = rule.finish(self._keep_local_model(welcome.run_id))
-        codec = codec_of(welcome)
+        codec = codec_of(welcome, terms)
         self._feeds_back = welcome.masked and not codec.lossless
         residual_before = self._residual_before(inputs, kept)
         change, facts = None, _finite(getattr(outcome, "metrics", {})) | _finite(end.metrics)

@@ -133,9 +133,9 @@ class RelayingController(Controller):
         assert self.command is not None, "no round begins before the level above has commanded one"
         return replace(self.command, round_id=round_id)
 
-    def _steps_per_sample(self, command: TrainCmd) -> int:
+    def _work(self, command: TrainCmd) -> list[tuple[int, int]]:
         steps = self.terms.options.get("training.steps")
-        return steps if type(steps) is int and steps > 0 else super()._steps_per_sample(command)
+        return [(command.epochs, steps if type(steps) is int and steps > 0 else 0)]
 
 
 class SiteController(RelayingController):

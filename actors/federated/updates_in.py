@@ -14,7 +14,7 @@ import dataclasses
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -89,7 +89,8 @@ class UpdateAdmission:
     """Decides which uploads are admitted. Pure: no bus, no clock, no tensors.
 
     Attributes:
-        steps_per_sample: most optimizer steps that the open round allows for each announced sample: one for each epoch.
+        steps: numbers of optimizer steps that the open round asks for, where it is counted in them.
+        steps_per_sample: most optimizer steps that it allows for each announced sample, where it is counted in epochs.
         max_staleness: rounds by which the base of an update may be behind that of the open round.
     """
 
@@ -105,6 +106,7 @@ class UpdateAdmission:
         self._max_bytes = max_bytes
         self.budget_bytes = budget_bytes
         self._max_samples = max_samples
+        self.steps: Container[int] = ()
         self.steps_per_sample = MAX_STEPS
         self.max_staleness = 0
 
@@ -121,9 +123,10 @@ class UpdateAdmission:
             return UpdateRefusal("unexpected", f"client {client_id} is {why} in this round")
         if not 1 <= request.num_samples <= self._max_samples:
             return UpdateRefusal("samples", f"{request.num_samples} samples are out of range", True)
-        if request.steps > self.steps_per_sample * request.num_samples:
+        if request.steps > self.steps_per_sample * request.num_samples and request.steps not in self.steps:
             text = f"{request.steps} steps on {request.num_samples} samples: at most {self.steps_per_sample} for each"
-            return UpdateRefusal("steps", text, True)
+            asked = f"{request.steps} steps, which is not what was asked for"
+            return UpdateRefusal("steps", text if self.steps_per_sample else asked, True)
         if not 0 < request.total_bytes <= self._max_bytes:
             text = f"{request.total_bytes} bytes, at most {self._max_bytes} with this codec and model"
             return UpdateRefusal("oversized", text, True)

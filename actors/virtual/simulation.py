@@ -180,7 +180,7 @@ def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
     dim = FlatModel(task.build_model(), Sharing.of(config)).dim
     if not sample_cap(make_strategy(config, dim), config).is_settled:
         asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
-        check_room(asked, int(CODECS.make(config.codec).max_bytes(dim)))
+        check_room(asked, int(CODECS.make(config.longest_codec).max_bytes(dim)))
 
 
 def simulate(

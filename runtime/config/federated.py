@@ -145,6 +145,12 @@ IN_COMMAND: Mapping[str, TypeAdapter[Any]] = {
 }
 """Settings of a round that its command has fields for."""
 
+IN_TERMS: Mapping[str, TypeAdapter[Any]] = {
+    "steps": TypeAdapter(Annotated[int, Field(ge=0, le=0x7FFF_FFFF)]),
+    "density": TypeAdapter(Annotated[float, Field(gt=0, le=1)]),
+}
+"""Settings of a round that go with its command, as ``training.KEY`` of its options."""
+
 
 class AsynchronousSettings(Settings):
     """Rounds without waiting, with `mode` = `asynchronous`; see docs/asynchronous.md."""
@@ -196,19 +202,42 @@ class TrainingSettings(Settings):
     each client has to name it as `client.rule`, too, as a client imports nothing that the network names."""
 
     from_round: Annotated[dict[Annotated[int, Field(ge=1)], ClientOptions], Field(max_length=1000)] = Field(default={})
-    """Settings that change while the run goes on: by round, from which on they hold, values of `epochs`, `subset_size`,
-    `lr`, `seed`, and of options of the rule, as in `{"1": {"epochs": 5}, "20": {"epochs": 1}}`. An `lr` given here is
-    in place of the schedule's."""
+    """Settings that change while the run goes on: by round, from which on they hold, values of `epochs`, `steps`,
+    `subset_size`, `lr`, `seed`, of `density`, which is that of `codec`, and of options of the rule, as in
+    `{"1": {"epochs": 5}, "20": {"epochs": 1}}`. Of `epochs` and `steps` the one that was set last holds. An `lr` given
+    here is in place of the schedule's."""
 
     def changes(self, round_id: int) -> dict[str, Any]:
         """What `from_round` has for this round: of each setting the newest value."""
         before = [self.from_round[at] for at in sorted(self.from_round) if at <= round_id]
-        return {key: value for changed in before for key, value in changed.items()}
+        found: dict[str, Any] = {}
+        for changed in before:
+            if "epochs" in changed and (self.steps or "steps" in found):
+                found["steps"] = 0  # rounds are counted in epochs from here on
+            found.update(changed)
+        return found
+
+    def terms_of(self, round_id: int) -> dict[str, Any]:
+        """What clients are sent of :meth:`changes` beside the command of the round."""
+        changed = {key: value for key, value in self.changes(round_id).items() if key not in IN_COMMAND}
+        return {f"training.{key}" if key in IN_TERMS else key: value for key, value in changed.items()}
+
+    def given_from(self, key: str) -> list[Any]:
+        """The values that `from_round` has for a setting, in the order of their rounds."""
+        return [self.from_round[at][key] for at in sorted(self.from_round) if key in self.from_round[at]]
+
+    def work(self, first: int, last: int) -> list[tuple[int, int]]:
+        """What is asked of a client in these rounds, both included: epochs and steps, where 0 steps are as many as the
+        epochs have."""
+        rounds = {max(1, first), *(at for at in self.from_round if first < at <= last)}
+        changed = [self.changes(round_id) for round_id in rounds]
+        return [(one.get("epochs", self.epochs), one.get("steps", self.steps)) for one in changed]
 
     @property
     def has_terms(self) -> bool:
         """Whether some round has settings that a TrainCmd has no field for."""
-        return any(set(changed) - IN_COMMAND.keys() for changed in self.from_round.values())
+        rounds_in_steps = self.steps and self.given_from("epochs")
+        return bool(rounds_in_steps) or any(set(changed) - IN_COMMAND.keys() for changed in self.from_round.values())
 
     @model_validator(mode="after")
     def _changes_fit(self) -> TrainingSettings:
@@ -218,11 +247,15 @@ class TrainingSettings(Settings):
         rule = {} if is_own else CLIENT_RULES.options_of(self.rule.name).model_fields
         for at, changed in self.from_round.items():
             for key, value in changed.items():
-                if key in IN_COMMAND:
-                    IN_COMMAND[key].validate_python(value)
+                if (known_type := IN_COMMAND.get(key) or IN_TERMS.get(key)) is not None:
+                    known_type.validate_python(value, strict=True)
                 elif key not in rule and not is_own:
-                    known = ", ".join([*IN_COMMAND, *rule])
+                    known = ", ".join([*IN_COMMAND, *IN_TERMS, *rule])
                     raise ValueError(f"from_round {at}: there is no {key!r} that can change; there are {known}")
+            if changed.get("steps") and "epochs" in changed:
+                raise ValueError(
+                    f"from_round {at}: epochs and steps, where a round is counted in one: give one of them"
+                )
             if own := {key: value for key, value in changed.items() if key in rule}:
                 CLIENT_RULES.check({**self.rule.options, **own, "name": self.rule.name})
         return self
@@ -238,9 +271,10 @@ class TrainingSettings(Settings):
         ):  # not what is set: it may be written down
             raise ValueError(f"epochs is {self.epochs}, and steps {self.steps}: give one of them")
         own_epochs = [self.rule.options, *self.from_round.values()]
-        if self.steps and any(changed.get("own_epochs") for changed in own_epochs):
+        steps = next(filter(None, [self.steps, *self.given_from("steps")]), 0)
+        if steps and any(changed.get("own_epochs") for changed in own_epochs):
             raise ValueError(
-                f"rule.own_epochs and steps ({self.steps}): the personal model takes as many steps as the global one. "
+                f"rule.own_epochs and steps ({steps}): the personal model takes as many steps as the global one. "
                 f"Give one of them"
             )
         if self.keep_optimizer and self.optimizer.name == "task":
@@ -465,6 +499,13 @@ class FederatedConfig(Settings):
         if self.downlink_codec.options.get("version", 2) != 2:
             raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
+        density = self.training.given_from("density")
+        if density and "density" not in CODECS.options_of(self.codec.name).model_fields:
+            having = [name for name in CODECS.table if "density" in CODECS.options_of(name).model_fields]
+            raise ValueError(
+                f"training.from_round: density is that of a sparse codec, and codec is {self.codec.name}. Set codec to "
+                f"{' or '.join(having)}, or leave density out"
+            )
         stop, best = self.early_stop, self.checkpoint
         if stop.patience is not None:
             self._check_metric("early_stop.patience", stop.metric)
@@ -479,6 +520,15 @@ class FederatedConfig(Settings):
                         f"alone: set it at the sites, whose clients it is for"
                     )
         return self
+
+    @property
+    def longest_codec(self) -> Choice:
+        """The codec of the updates with the largest density of all rounds, of which no update is longer."""
+        given = self.training.given_from("density")
+        if not given:
+            return self.codec
+        density = max(CODECS.options(self.codec)["density"], *given)
+        return Choice.model_validate({**self.codec.model_dump(), "density": density})
 
     def mode_of(self, metric: str, mode: Literal["min", "max"] | None) -> Literal["min", "max"]:
         """Whether a small value of a metric is good, or a large one; ``mode``: what its setting says."""
@@ -522,6 +572,13 @@ class FederatedConfig(Settings):
             )
         if own.proportional_steps and not self.training.steps:
             raise ValueError("asynchronous.proportional_steps needs rounds in steps: set training.steps")
+        if own.proportional_steps and any(
+            key in one for one in self.training.from_round.values() for key in ("steps", "epochs")
+        ):
+            raise ValueError(
+                "asynchronous.proportional_steps gives each client steps of its own, up to training.steps: leave steps "
+                "and epochs out of training.from_round"
+            )
         if not own.repeats and self.clients.num is not None and own.buffer > self.clients.num:
             raise ValueError(
                 f"asynchronous.buffer ({own.buffer}) is never full: without asynchronous.repeats each of the "

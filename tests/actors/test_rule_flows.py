@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import os
 import time
@@ -16,6 +17,8 @@ from dds_domains import new_domain
 from torch import nn
 
 import gradbus
+from gradbus import codecs
+from gradbus.actors.federated.local_training import LocalTraining
 from gradbus.actors.federated.rules.base import RoundEnd
 from gradbus.actors.federated.rules.scaffold import ControlVariates
 from gradbus.models.task import EvalResult, TrainResult
@@ -39,9 +42,9 @@ class Quadratic:
     def prepare(self, client_id: int, num_clients: int) -> None:
         pass
 
-    def train(self, model: Any, *, lr: float, epochs: int, **_: Any) -> TrainResult:
+    def train(self, model: Any, *, lr: float, epochs: int, steps: int = 0, **_: Any) -> TrainResult:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        for _step in range(STEPS * epochs):
+        for _step in range(steps or STEPS * epochs):
             optimizer.zero_grad()
             loss = 0.5 * (model.weight - self.target).square().sum()
             loss.backward()
@@ -104,19 +107,40 @@ def test_scaffold_runs_with_its_control_variates_up_and_down() -> None:
 
 
 def test_settings_of_a_round_reach_the_clients_with_its_command() -> None:
-    changes = {2: {"epochs": 2, "mu": 0.0}, 3: {"lr": 0.1}}
+    changes = {2: {"epochs": 2, "mu": 0.0}, 3: {"lr": 0.1}, 4: {"steps": 1}, 6: {"epochs": 1}}
     config = gradbus.FederatedConfig(
-        rounds=3, clients={"num": 1},
+        rounds=6, clients={"num": 1},
         training={"lr": LR, "rule": {"name": "fedprox", "mu": 1.0}, "from_round": changes},
     )  # fmt: skip
     found, _ = run(config, [2.0])
     w = 1.0
-    for lr, steps, mu in ((LR, STEPS, 1.0), (LR, 2 * STEPS, 0.0), (0.1, 2 * STEPS, 0.0)):
+    for lr, steps, mu in (
+        (LR, STEPS, 1.0), (LR, 2 * STEPS, 0.0), (0.1, 2 * STEPS, 0.0), (0.1, 1, 0.0), (0.1, 1, 0.0), (0.1, STEPS, 0.0),
+    ):  # fmt: skip
         y = w
         for _step in range(steps):
             y -= lr * (y - 2.0 + mu * (y - w))
         w = y
     np.testing.assert_allclose(found.numpy(), np.full(WIDTH, w), atol=1e-5)
+
+
+def test_epochs_of_a_later_round_are_in_place_of_steps() -> None:
+    config = gradbus.FederatedConfig(
+        rounds=2, clients={"num": 1}, training={"lr": LR, "steps": 1, "from_round": {2: {"epochs": 1}}}
+    )
+    found, _ = run(config, [2.0])
+    np.testing.assert_allclose(found.numpy(), np.full(WIDTH, 2 - (1 - LR) ** (1 + STEPS)), atol=1e-5)
+
+
+def test_the_density_of_a_round_is_that_of_the_updates() -> None:
+    config = gradbus.FederatedConfig(
+        rounds=3, clients={"num": 1}, codec={"name": "s4", "density": 0.3},
+        training={"lr": LR, "from_round": {2: {"density": 1.0}, 3: {"density": 0.5}}},
+    )  # fmt: skip
+    _, reports = run(config, [2.0])
+    codec = codecs.get("s4", density=1.0)
+    few, all_of_them, some = (report.bytes_up for report in reports)
+    assert few < some < all_of_them <= codec.max_bytes(WIDTH)
 
 
 def test_a_run_without_accuracy_ends_early_and_its_clients_end_at_once() -> None:
@@ -151,6 +175,31 @@ def test_clients_that_leave_out_a_section_or_lie_about_their_steps_are_struck(mo
 
 
 @pytest.mark.parametrize(
+    ("training", "claimed", "reason"),
+    [
+        ({}, {"num_samples": 10**12}, "samples"), ({}, {"steps": 17 * STEPS}, "steps"),
+        ({"steps": 4}, {"steps": 5}, "steps"), ({"steps": 4}, {"steps": 1}, "steps"),
+        ({"from_round": {1: {"steps": 4}}}, {"steps": 5}, "steps"),
+    ],
+)  # fmt: skip
+def test_a_client_that_announces_what_cannot_be_is_struck(
+    monkeypatch: pytest.MonkeyPatch, training: dict[str, Any], claimed: dict[str, int], reason: str
+) -> None:
+    honest = LocalTraining.train
+
+    def train(self: LocalTraining, inputs: Any, *others: Any) -> Any:
+        update = honest(self, inputs, *others)
+        lies = claimed if update.key.sender == 1 else {}
+        return dataclasses.replace(update, request=dataclasses.replace(update.request, **lies))
+
+    monkeypatch.setattr(LocalTraining, "train", train)
+    config = gradbus.FederatedConfig(rounds=1, clients={"num": 2}, training={"lr": LR, **training})
+    _, (report,) = run(config, [1.0, 2.0])
+    assert report.clients == (0,)
+    assert {strike.client_id: strike.reason for strike in report.strikes} == {1: reason}
+
+
+@pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"strategy": "scaffold"}, "set the rule to scaffold"),
@@ -159,6 +208,14 @@ def test_clients_that_leave_out_a_section_or_lie_about_their_steps_are_struck(mo
         ({"strategy": "scaffold", "training": {"rule": "scaffold"}, "downlink_codec": "q8"}, "may not be rounded"),
         ({"strategy": "scaffold", "training": {"rule": "scaffold"}, "limits": {"clip_norm": 1.0}}, "clip_norm"),
         ({"clients": {"kind": "sites"}, "training": {"rule": "fedprox", "from_round": {2: {"mu": 1}}}}, "sites"),
+        ({"clients": {"kind": "sites"}, "training": {"from_round": {2: {"steps": 1}}}}, "sites"),
+        (
+            {
+                "clients": {"num": 2, "min": 2}, "codec": "sq8", "secure_aggregation": {"enabled": True},
+                "training": {"from_round": {2: {"density": 0.5}}},
+            },
+            "share positions",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_work_together_is_refused_at_the_start(settings: dict[str, Any], text: str) -> None:
@@ -170,7 +227,35 @@ def test_what_cannot_work_together_is_refused_at_the_start(settings: dict[str, A
     assert text in str(error)
 
 
-@pytest.mark.parametrize("changes", [{1: {"epohs": 2}}, {1: {"epochs": 0}}, {0: {"epochs": 1}}, {1: {"mu": -1}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {1: {"epohs": 2}}, {1: {"epochs": 0}}, {1: {"epochs": "2"}}, {0: {"epochs": 1}}, {1: {"mu": -1}},
+        {1: {"steps": -1}}, {1: {"steps": 2.5}}, {1: {"steps": 2, "epochs": 2}}, {1: {"density": 0.5}},
+    ],
+)  # fmt: skip
 def test_a_setting_of_a_round_that_cannot_be_is_refused(changes: Any) -> None:
     with pytest.raises(ConfigError):
         gradbus.FederatedConfig(training={"rule": "fedprox", "from_round": changes})
+
+
+@pytest.mark.parametrize("density", [0, 1.5, True])
+def test_a_density_that_cannot_be_is_refused(density: Any) -> None:
+    gradbus.FederatedConfig(codec="sq8", training={"from_round": {1: {"density": 0.5}}})
+    with pytest.raises(ConfigError):
+        gradbus.FederatedConfig(codec="sq8", training={"from_round": {1: {"density": density}}})
+
+
+def test_steps_of_a_round_are_refused_where_each_client_has_its_own() -> None:
+    settings = {"mode": "asynchronous", "asynchronous": {"proportional_steps": True}}
+    with pytest.raises(ConfigError, match="leave steps and epochs out"):
+        gradbus.FederatedConfig(**settings, training={"steps": 4, "from_round": {2: {"steps": 2}}})
+
+
+def test_an_update_from_an_earlier_model_may_have_the_steps_of_its_round() -> None:
+    training = gradbus.FederatedConfig(
+        training={"steps": 9, "from_round": {3: {"steps": 4}, 5: {"epochs": 2}}}
+    ).training
+    assert set(training.work(2, 5)) == {(1, 9), (1, 4), (2, 0)}
+    assert set(training.work(4, 4)) == {(1, 4)}
+    assert set(training.work(-7, 1)) == {(1, 9)}
