@@ -221,7 +221,7 @@ def virtual(
 
     add_current_directory_to_path()
     screen = Screen(live=live, level=log_level, style=log_style)
-    own = settings_of(overrides, run_dir=run_dir)
+    own = settings_of(overrides, run_dir=run_dir, clients=clients)
     options = VirtualOptions(clients, fraction, processes, ray, gpus, full_traceback)
     controller_run(config, own, data_root, screen, loop, virtual=options)
 

@@ -116,3 +116,15 @@ def test_a_demo_has_its_files_where_its_settings_say_unless_the_option_says_othe
     assert plan(DemoOptions(data="glyphs", overrides=settings)).run_dir == tmp_path / "set"
     own = plan(DemoOptions(data="glyphs", overrides=settings, run_dir=tmp_path / "own"))
     assert own.run_dir == own.controller.run_dir == tmp_path / "own"
+
+
+def test_the_clients_of_the_command_line_count_before_the_settings_are_checked(
+    invoke: Any, root: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "two.json"
+    file.write_text(json.dumps({"federated": {"clients": {"num": 2, "min": 2}}}), "utf-8")
+    more = ["--set", "federated.clients.min=5", "--set", "federated.clients.kind=sites"]
+    refused = invoke("virtual", file, "--clients", "5", *more)
+    assert "belong to one controller" in refused.err  # of sites, and not that 5 are more than the 2 of the file
+    refused = invoke("virtual", file, "--clients", "4", *more)
+    assert "min (5) is more than num (4)" in refused.err
