@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradbus import codecs
-from gradbus.codecs import CodecError, Parsed
+from gradbus.codecs import Codec, CodecError, Parsed
 from gradbus.codecs.wire import Payload, as_view
 
 MODEL = "model"
@@ -81,11 +81,13 @@ def join(sections: Sequence[tuple[str, bytes]]) -> bytes:
     return b"".join([_HEADER.pack(MAGIC, VERSION, len(sections), 0), table, *(content for _, content in sections)])
 
 
-def overhead_bytes(others: Mapping[str, int]) -> int:
-    """Bytes that an update has beside the model's section, where these are expected, in float32, with their lengths."""
+def overhead_bytes(others: Mapping[str, int], codec: Codec | None = None) -> int:
+    """Most bytes that an update has beside the model's section, where these are expected, with their lengths, in this
+    codec or in float32."""
     if not others:
         return 0
-    bodies = sum(codecs.get("fp32").max_bytes(dim) for dim in others.values())
+    plain = codecs.get("fp32")
+    bodies = sum(max(plain.max_bytes(dim), (codec or plain).max_bytes(dim)) for dim in others.values())
     return _HEADER.size + (1 + len(others)) * _ENTRY.size + bodies
 
 

@@ -17,6 +17,7 @@ from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Hex64, Meta,
 from gradbus.runtime.errors import CheckpointError
 
 RESIDUAL = "residual"  # of the codec
+SECTION_RESIDUAL = "section_residual."  # of the codec of the sections beside the model's, by their names
 PERSONAL = "personal."  # tensors of the model that are not shared
 OWN_MODEL = "own_model."  # of a rule that trains a second model, such as Ditto: all that training changes
 _RELEASED = "released"

@@ -179,6 +179,11 @@ def _check_rule(config: FederatedConfig, strategy: Strategy) -> None:
             f"federated.training.rule is {chosen!r}, and federated.strategy {strategy.name} needs {needs}: set the "
             f"rule to {fitting or 'one of your own that makes these'}, or use another strategy"
         )
+    if config.section_codec.name != "fp32" and not strategy.sections:
+        raise ConfigError(
+            f"federated.section_codec is {config.section_codec.name}, and updates for strategy {strategy.name} hold "
+            f"the model alone, whose codec is federated.codec. Leave section_codec out"
+        )
     if strategy.broadcast() is not None and config.downlink_codec.name != "fp32":
         raise ConfigError(
             f"federated.downlink_codec is {config.downlink_codec.name}, and strategy {strategy.name} sends more "

@@ -168,7 +168,7 @@ class Controller:
                 self._strategy.masked_grid.count(self._model.dim)
             )  # of a first round: later ones are shorter
         longest = int(CODECS.make(self._config.longest_codec).max_bytes(self._model.dim))
-        return longest + updates.overhead_bytes(self._strategy.sections)
+        return longest + updates.overhead_bytes(self._strategy.sections, CODECS.make(self._config.section_codec))
 
     def _wire(self) -> None:
         """Make all parts. Called on the loop, once the job is this controller's."""

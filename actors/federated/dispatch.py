@@ -268,11 +268,8 @@ class Dispatcher:
         await self._publisher.announce_to(client.client_id)
 
     def _options(self, client_id: int) -> dict[str, Any]:
-        config = self._context.config
-        terms = config.training.sent_terms(config.mode, config.asynchronous.repeats)
-        if client_id in self._steps:
-            terms["training.steps"] = self._steps[client_id]
-        return {**config.training.sent_options(), **self._context.state.terms(), **terms}
+        own = {"training.steps": self._steps[client_id]} if client_id in self._steps else {}
+        return {**self._context.config.sent_options(), **self._context.state.terms(), **own}
 
     def round_terms(
         self, round_id: int, participants: Collection[int], *, held: bool, attempt: int = 0

@@ -16,7 +16,15 @@ from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
-from gradbus.actors.federated.client_state import OWN_MODEL, PERSONAL, RESIDUAL, ClientStateStore, own_tensors, part_of
+from gradbus.actors.federated.client_state import (
+    OWN_MODEL,
+    PERSONAL,
+    RESIDUAL,
+    SECTION_RESIDUAL,
+    ClientStateStore,
+    own_tensors,
+    part_of,
+)
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
@@ -30,6 +38,7 @@ from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.optimization.deferred_compiler import defer_compiler
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
@@ -51,6 +60,14 @@ def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None) -> Codec:
     density = (terms or {}).get("density", welcome.density)
     options = {"version": welcome.codec_version, "density": density, "chunk_elems": welcome.chunk_elems}
     return codecs.get(welcome.codec, **{key: options[key] for key in CODECS.options_of(welcome.codec).model_fields})
+
+
+def section_codec_of(terms: Mapping[str, Any]) -> Codec:
+    """The codec of what an update holds beside the model. Raises ConfigError: this client has none like that."""
+    try:
+        return CODECS.make(Choice.model_validate(CODECS.check(parse_json(str(terms.get("section_codec", '"fp32"'))))))
+    except ValueError as error:
+        raise ConfigError(f"the controller chose a codec of sections that this client cannot make: {error}") from None
 
 
 class NonFiniteResult(ValueError):
@@ -226,7 +243,8 @@ class LocalTraining:
         self._check(encoded, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
-        payload = updates.join([(updates.MODEL, encoded), *self._encode_sections(end.sections)])
+        sections, residuals = self._encode_sections(end.sections, section_codec_of(terms), kept)
+        payload = updates.join([(updates.MODEL, encoded), *sections])
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
@@ -240,7 +258,7 @@ class LocalTraining:
             residual_norm=-1.0 if self._feeds_back else 0.0 if residual is None else l2_norm(residual),
             steps=num_steps, metrics=facts,
         )  # fmt: skip
-        state = {**_to_keep(end, residual, optimizer_state), **own, **self._personal()}
+        state = {**_to_keep(end, residual, optimizer_state), **residuals, **own, **self._personal()}
         update = EncodedUpdate(key, request, payload, state)
         # One that is to be masked stays in this process alone until it is.
         self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
@@ -405,9 +423,20 @@ class LocalTraining:
             return float(found(self._model.module, client_id=self._identity.sender))
 
     @staticmethod
-    def _encode_sections(sections: Mapping[str, Tensor]) -> list[tuple[str, bytes]]:
+    def _encode_sections(
+        sections: Mapping[str, Tensor], codec: Codec, kept: Mapping[str, Tensor]
+    ) -> tuple[list[tuple[str, bytes]], dict[str, Tensor]]:
+        """The sections beside the model's by name, and what to keep: with a lossy codec their residuals."""
+        encoded, residuals = [], {}
         try:
-            return [(name, codecs.get("fp32").encode(vector)) for name, vector in sections.items()]
+            for name, vector in sections.items():
+                if codec.lossless:
+                    payload = codec.encode(vector, is_delta=True)
+                else:
+                    key = SECTION_RESIDUAL + name
+                    payload, residuals[key] = codecs.residual_step(vector, kept.get(key), codec, is_delta=True)
+                encoded.append((name, payload))
+            return encoded, residuals
         except NonFiniteError as error:
             raise NonFiniteResult(
                 NON_FINITE_MODEL, f"training made {', '.join(sections)} non-finite: {error}"

@@ -110,7 +110,8 @@ def settings_of(
 ) -> list[str]:
     """Options as overrides of settings, behind those of ``--set``: the last one is the strongest.
 
-    ``resume``: the name of the setting, and the option. ``clients``: how many a run has. A path like ``2024`` stays a text.
+    ``resume``: the name of the setting, and the option. ``clients``: how many a run has. A path like ``2024`` stays a
+    text.
     """
     texts = {"run_dir": run_dir, **(trackers._asdict() if trackers is not None else {})}
     key, wanted = resume

@@ -478,6 +478,9 @@ class FederatedConfig(Settings):
     the sum of their updates. `local`: each client adds it to its own. See docs/privacy.md."""
     codec: Annotated[Choice, CODECS] = CODECS.default
     """Codec of the clients' updates; see docs/codecs.md."""
+    section_codec: Annotated[Choice, CODECS] = CODECS.default
+    """Codec of what updates hold beside the model, such as the control variates of scaffold, of version 2. What a lossy
+    one leaves out is sent later, as with `codec`."""
     downlink_codec: Annotated[Choice, CODECS] = CODECS.default
     """Codec of the global model on its way to the clients, of version 2. A lossy one sends differences."""
     selection: Annotated[Choice, SELECTORS] = SELECTORS.default
@@ -496,8 +499,9 @@ class FederatedConfig(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> FederatedConfig:
-        if self.downlink_codec.options.get("version", 2) != 2:
-            raise ValueError("downlink_codec.version must be 2: the first one cannot hold differences of every codec")
+        for key, codec in (("downlink_codec", self.downlink_codec), ("section_codec", self.section_codec)):
+            if codec.options.get("version", 2) != 2:
+                raise ValueError(f"{key}.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
         density = self.training.given_from("density")
         if density and "density" not in CODECS.options_of(self.codec.name).model_fields:
@@ -520,6 +524,13 @@ class FederatedConfig(Settings):
                         f"alone: set it at the sites, whose clients it is for"
                     )
         return self
+
+    def sent_options(self) -> dict[str, Any]:
+        """What clients are sent of `training` and of the codec of sections with their Welcome."""
+        terms = self.training.sent_terms(self.mode, self.asynchronous.repeats)
+        if self.section_codec.name != "fp32":
+            terms["training.section_codec"] = self.section_codec.model_dump_json()
+        return {**self.training.sent_options(), **terms}
 
     @property
     def longest_codec(self) -> Choice:

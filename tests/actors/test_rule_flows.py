@@ -84,11 +84,13 @@ def run(
     return asyncio.run(main())
 
 
-def test_scaffold_runs_with_its_control_variates_up_and_down() -> None:
+@pytest.mark.parametrize(("codec", "error"), [("fp32", 1e-5), ("q8", 1e-2), ("q4", 1e-2)])
+def test_scaffold_runs_with_its_control_variates_up_and_down(codec: str, error: float) -> None:
     targets = (2.0, -1.0)
     config = gradbus.FederatedConfig(
-        rounds=3, clients={"num": 2, "min": 2}, strategy="scaffold", training={"lr": LR, "rule": "scaffold"}
-    )
+        rounds=3, clients={"num": 2, "min": 2}, strategy="scaffold", training={"lr": LR, "rule": "scaffold"},
+        section_codec=codec,
+    )  # fmt: skip
     found, reports = run(config, targets)
     w, c, own = 1.0, 0.0, [0.0, 0.0]
     for _ in range(3):
@@ -102,7 +104,7 @@ def test_scaffold_runs_with_its_control_variates_up_and_down() -> None:
             changes.append(change)
             own[i] += change
         w, c = w + sum(moves) / 2, c + sum(changes) / 2
-    np.testing.assert_allclose(found.numpy(), np.full(WIDTH, w), atol=1e-5)
+    np.testing.assert_allclose(found.numpy(), np.full(WIDTH, w), atol=error)
     assert [report.clients for report in reports] == [(0, 1)] * 3
 
 
@@ -208,6 +210,7 @@ def test_a_client_that_announces_what_cannot_be_is_struck(
         ({"strategy": "scaffold", "training": {"rule": "scaffold"}, "downlink_codec": "q8"}, "may not be rounded"),
         ({"strategy": "scaffold", "training": {"rule": "scaffold"}, "limits": {"clip_norm": 1.0}}, "clip_norm"),
         ({"clients": {"kind": "sites"}, "training": {"rule": "fedprox", "from_round": {2: {"mu": 1}}}}, "sites"),
+        ({"section_codec": "q8"}, "hold the model alone"),
         ({"clients": {"kind": "sites"}, "training": {"from_round": {2: {"steps": 1}}}}, "sites"),
         (
             {

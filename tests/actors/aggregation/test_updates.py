@@ -87,3 +87,6 @@ def test_the_bound_on_bytes_is_that_of_the_longest_update() -> None:
     plain = codecs.get("q8").encode(torch.ones(5))
     assert len(message()) <= len(plain) + updates.overhead_bytes(OTHERS)
     assert updates.overhead_bytes({}) == 0
+    dense = codecs.get("s4", density=1.0)  # longer than float32, which a client may send all the same
+    assert updates.overhead_bytes({"a": 1000}, dense) > updates.overhead_bytes({"a": 1000})
+    assert updates.overhead_bytes({"a": 1000}, codecs.get("q8")) == updates.overhead_bytes({"a": 1000})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,44 @@ def test_scaffold_corrects_its_steps_and_keeps_its_variate_over_a_restart(tmp_pa
             client.training.close()
             client = Client("scaffold", directory=tmp_path)
     client.training.close()
+
+
+@pytest.mark.parametrize("codec", [{"name": "q8"}, {"name": "s4", "density": 0.5}])
+def test_a_section_goes_out_in_its_codec_and_what_that_leaves_out_goes_out_later(
+    tmp_path: Path, codec: dict[str, Any]
+) -> None:
+    named = {"training.section_codec": json.dumps(codec)}
+    client, server = Client("scaffold", directory=tmp_path, **named), torch.tensor([0.1, -0.4])
+    received, state = np.zeros(2), {}
+    for round_id in (1, 2, 3):
+        update = client.train(round_id, BASE, server)
+        parsed = updates.parse(update.payload, expected_dim=2, others={"control": 2})
+        assert parsed.others["control"].codec == codec["name"]
+        assert parsed.model.codec == "fp32"
+        received += values_of(parsed.others["control"])
+        client.counts(round_id, update)
+        state = update.state
+        variate, unsent = state["rule.control"].numpy(), state["section_residual.control"].numpy()
+        np.testing.assert_allclose(received + unsent, variate, atol=1e-5)
+        client.training.close()
+        client = Client("scaffold", directory=tmp_path, **named)
+    assert np.abs(state["section_residual.control"].numpy()).max() > 0
+    client.training.close()
+
+
+def values_of(section: codecs.Parsed) -> Any:
+    found = np.zeros(section.dim)
+    for block in section.blocks():
+        where = block.indices.numpy() if section.is_sparse else slice(block.start, block.start + block.values.numel())
+        found[where] = block.values.numpy()
+    return found
+
+
+def test_a_codec_of_sections_that_this_client_does_not_have_is_named() -> None:
+    for wrong in ('"zstd"', '{"name": "q8", "level": 3}', "{"):
+        client = Client("scaffold", **{"training.section_codec": wrong})
+        with pytest.raises(ConfigError, match="codec of sections that this client cannot make"):
+            client.train(1, BASE, torch.zeros(2))
 
 
 def delta_equal(one: EncodedUpdate, other: EncodedUpdate) -> bool:
