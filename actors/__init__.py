@@ -1,7 +1,8 @@
 """The actors: a controller and its clients, workers, and the pure decision objects beside them."""
 
+from gradbus.actors.aggregation.adaptive import FedAdam
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from gradbus.actors.aggregation.strategies import FedAdam, FedAvg, FedAvgM, Strategy
+from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
 from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
 from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts

@@ -1,5 +1,11 @@
-"""Delayed Nesterov momentum, for updates that come one by one (Liu et al., Asynchronous Local-SGD Training for Language
-Modeling, 2024, arXiv:2401.09135, Algorithm 3 with c = 0)."""
+"""Delayed Nesterov momentum, for updates that come one by one.
+
+Liu et al., Asynchronous Local-SGD Training for Language Modeling, 2024 (arXiv:2401.09135), Algorithm 3: with each
+pseudo-gradient g ``w <- w + lr g / N``, and after every N of them, whose sum is D, ``m <- b m + D / N`` and
+``w <- w + lr b m``. Differs from the paper: c, the share of the momentum that each update would have, is always 0, its
+default there; a round may have several updates, which count as their mean, weighted by samples and staleness, times
+their number, and the momentum changes at the end of a round in which N have come.
+"""
 
 from __future__ import annotations
 

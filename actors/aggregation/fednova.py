@@ -4,7 +4,8 @@ Wang et al., Tackling the Objective Inconsistency Problem, NeurIPS 2020 (arXiv:2
 ``w <- w + tau_eff sum p_i Delta_i / ||a_i||_1`` with ``p_i`` the share of samples and ``tau_eff = sum p_i ||a_i||_1``.
 For SGD ``||a_i||_1`` is the number of steps K; with momentum m it is ``(K - m (1 - m^K) / (1 - m)) / (1 - m)``.
 Differs from the paper: no proximal term in ``a_i``, and no momentum at the server; and as the number of steps is the
-client's word, in ``tau_eff`` it counts as at most `limits.cap_times_median` times the median, where samples do.
+client's word, in ``tau_eff`` it counts as at most `limits.cap_times_median` times the median, where samples do. With
+`training.steps` a client that announces another number than it was asked for is struck.
 """
 
 from __future__ import annotations

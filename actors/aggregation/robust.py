@@ -6,6 +6,10 @@
                        nearest others
     MultiKrum          mean of the m updates that are best in that sense  the same
 
+Differs from the papers: what is combined are the changes of the model that clients trained for a round, where there
+they are gradients at one model; f is a number where TrimmedMean has a share of the clients; and MultiKrum has
+m = n - f - 2, unless `strategy.keep` says otherwise, where it is a parameter.
+
 All updates weigh alike, as the number of samples cannot be checked. The controller holds n models in place of one sum,
 which :meth:`Robust.check` bounds before a run starts. Updates are taken in the order of ids, so their order of arrival
 changes no bit.

@@ -65,7 +65,9 @@ def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None) -> Codec:
 def section_codec_of(terms: Mapping[str, Any]) -> Codec:
     """The codec of what an update holds beside the model. Raises ConfigError: this client has none like that."""
     try:
-        return CODECS.make(Choice.model_validate(CODECS.check(parse_json(str(terms.get("section_codec", '"fp32"'))))))
+        given = CODECS.check(parse_json(str(terms.get("section_codec", '"fp32"'))))
+        codec: Codec = CODECS.make(Choice.model_validate(given))
+        return codec
     except ValueError as error:
         raise ConfigError(f"the controller chose a codec of sections that this client cannot make: {error}") from None
 

@@ -1,4 +1,8 @@
-"""The loss of the global model on a client's data, before it trains: what q-FedAvg needs to know."""
+"""The loss of the global model on a client's data, before it trains: what q-FedAvg needs to know.
+
+Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020 (arXiv:1905.10497), Algorithm 2: ``F_k(w)``.
+Differs from the paper: in nothing.
+"""
 
 from __future__ import annotations
 

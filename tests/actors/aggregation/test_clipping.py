@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.aggregation.adaptive import FedAdam
 from gradbus.actors.aggregation.clipping import LimitedStrategy, clipped, within_limits
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.robust import CoordinateMedian
-from gradbus.actors.aggregation.strategies import FedAdam, FedAvg
+from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.codecs import DenseBlock, Parsed
 from gradbus.runtime.config.federated import FederatedConfig

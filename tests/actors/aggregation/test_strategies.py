@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.strategies import FedAdam, FedAvg, FedAvgM, Strategy
+from gradbus.actors.aggregation.adaptive import FedAdam
+from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig

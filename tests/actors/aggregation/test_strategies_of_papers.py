@@ -15,13 +15,14 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation import updates
+from gradbus.actors.aggregation.adaptive import FedAdagrad, FedYogi
 from gradbus.actors.aggregation.bulyan import Bulyan
 from gradbus.actors.aggregation.clipping import scaled
 from gradbus.actors.aggregation.fednova import FedNova
 from gradbus.actors.aggregation.geometric_median import GeometricMedian
 from gradbus.actors.aggregation.qfedavg import QFedAvg
 from gradbus.actors.aggregation.scaffold import Scaffold
-from gradbus.actors.aggregation.strategies import FedAdagrad, FedYogi, Strategy
+from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.combinations import check_combination
 from gradbus.runtime.config.federated import FederatedConfig
