@@ -157,23 +157,31 @@ def test_a_run_without_accuracy_ends_early_and_its_clients_end_at_once() -> None
     assert max(ended_s) < 2.0
 
 
-def test_clients_that_leave_out_a_section_or_lie_about_their_steps_are_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_whose_sections_are_not_those_of_the_strategy_or_whose_steps_cannot_be_are_struck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     honest = ControlVariates.finish
 
     def finish(self: ControlVariates, local: torch.Tensor) -> RoundEnd:
-        if float(local[0]) > 3:  # of the client whose target is 50
-            return RoundEnd()
-        if float(local[0]) < -3:
+        end, about = honest(self, local), round(float(local[0]) / 10)
+        if about == 4:
             self.steps = 1_000_000
-        return honest(self, local)
+        sections = {
+            1: {}, 2: {"control": torch.zeros(WIDTH + 1)}, 3: {**end.sections, "another": torch.zeros(WIDTH)},
+            5: {"another": torch.zeros(WIDTH)}, 6: {"control": torch.full((WIDTH,), 1e30)},
+        }.get(about, end.sections)  # fmt: skip
+        return dataclasses.replace(end, sections=sections)
 
     monkeypatch.setattr(ControlVariates, "finish", finish)
     config = gradbus.FederatedConfig(
-        rounds=1, clients={"num": 3}, strategy="scaffold", training={"lr": LR, "rule": "scaffold"}
+        rounds=1, clients={"num": 7}, strategy="scaffold", training={"lr": LR, "rule": "scaffold"}
     )
-    _, (report,) = run(config, [1.0, 50.0, -50.0])
+    far = 1 / (1 - (1 - LR) ** STEPS)  # of which a client goes a part in its steps
+    _, (report,) = run(config, [1.0, *(1 + (10 * about - 1) * far for about in range(1, 7))])
     assert report.clients == (0,)
-    assert {strike.client_id: strike.reason for strike in report.strikes} == {1: "malformed", 2: "steps"}
+    assert {strike.client_id: strike.reason for strike in report.strikes} == {
+        1: "malformed", 2: "oversized", 3: "oversized", 4: "steps", 5: "malformed", 6: "refused"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
