@@ -16,6 +16,7 @@ from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
 from gradbus.experiments.report.metric_parts import (
+    accuracy_columns,
     client_columns,
     client_tiles,
     metric_columns,
@@ -253,7 +254,7 @@ def rounds_table(reports: Sequence[RoundReport]) -> PageTable:
         column("round", [r.round_id for r in reports]),
         updates._replace(cells=[f"{cell}/{r.expected}" for cell, r in zip(updates.cells, reports, strict=True)]),
         column("loss", [r.loss for r in reports], digits=4),
-        column("accuracy", [r.accuracy for r in reports], unit="%", factor=0.01, digits=2),
+        *accuracy_columns(reports),
         column("test loss", [r.eval_loss for r in reports], digits=4),
         *metric_columns([r.metrics for r in reports]),
         *client_columns(reports),

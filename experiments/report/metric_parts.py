@@ -64,6 +64,14 @@ def client_columns(reports: Sequence[RoundReport]) -> list[Column]:
     return [*metric_columns(of_all, " of clients"), column("evaluated by", answered)]
 
 
+def accuracy_columns(reports: Sequence[Evaluated]) -> list[Column]:
+    """A column of the accuracy, unless the task has other metrics alone."""
+    shares = [report.accuracy for report in reports]
+    if set(shares) == {None} and any(report.metrics for report in reports):
+        return []
+    return [column("accuracy", shares, unit="%", factor=0.01, digits=2)]
+
+
 def metric_columns(of_reports: Sequence[Mapping[str, float]], suffix: str = "") -> list[Column]:
     """A column for each metric that some report has."""
     names = dict.fromkeys(name for metrics in of_reports for name in metrics)

@@ -10,7 +10,7 @@ from gradbus.experiments.amounts import duration, size
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
-from gradbus.experiments.report.metric_parts import metric_columns, quality_name, quality_tiles
+from gradbus.experiments.report.metric_parts import accuracy_columns, metric_columns, quality_name, quality_tiles
 from gradbus.experiments.report.page import (
     Page,
     PageFigure,
@@ -144,7 +144,7 @@ def epochs_table(reports: Sequence[EpochReport]) -> PageTable:
         column("epoch", [r.epoch + 1 for r in reports]),
         column("step", [r.step for r in reports]),
         column("loss", [r.loss for r in reports], digits=4),
-        column("accuracy", [r.accuracy for r in reports], unit="%", factor=0.01, digits=2),
+        *accuracy_columns(reports),
         column("test loss", [r.eval_loss for r in reports], digits=4),
         *metric_columns([r.metrics for r in reports]),
         *metric_columns([r.train_metrics for r in reports], " (training)"),

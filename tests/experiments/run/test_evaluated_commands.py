@@ -125,6 +125,7 @@ def test_the_run_is_judged_by_its_metrics_everywhere(run_dir: tuple[Path, str], 
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     for text in ("rmse and loss over rounds", "What clients find", "of each model on the data of each", NOT_SHARED):
         assert text in page
+    assert '<th scope="col" class="number">accuracy<' not in page
     followed = Following(path, "federated")
     followed.refresh()
     assert "rmse" in row_of("run", followed).cells[4]
