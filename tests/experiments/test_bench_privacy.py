@@ -69,19 +69,19 @@ def test_rounds_to_a_target_are_counted_and_runs_that_are_there_are_not_trained_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = argparse.Namespace(out=tmp_path / "d.json")
-    ways = {"FedAvg": DriftMethod("fedavg"), "SCAFFOLD": DriftMethod("scaffold", "scaffold")}
-    monkeypatch.setattr(drift, "METHODS", ways)
+    fedavg = {"FedAvg": DriftMethod("fedavg")}
+    ways = {**fedavg, "SCAFFOLD": DriftMethod("scaffold", "scaffold")}
     few: dict[str, Any] = {"clients": 3, "alpha": 100.0, "data": "glyphs"}
     missed = DriftSetting(target=1.1, rounds=2, **few)
-    figures = list(drift.measure(chosen, missed, 1))
+    figures = list(drift.measure_setting(chosen, missed, ways, 1))
     assert [one.samples for one in figures] == [(2.0,), (2.0,)]
     assert [one.note for one in figures] == ["1 of 1 without it, after 2 rounds"] * 2
-    monkeypatch.setattr(drift, "METHODS", {"FedAvg": ways["FedAvg"]})
-    (reached,) = drift.measure(chosen, DriftSetting(target=0.01, rounds=2, **few), 1)
-    assert (reached.samples, reached.note) == ((1.0,), "")
-    monkeypatch.setattr(drift, "METHODS", ways)
+    reached = DriftSetting(target=0.01, rounds=2, count=2, epochs=2, **few)
+    (figure,) = drift.measure_setting(chosen, reached, fedavg, 1)
+    assert (figure.samples, figure.note) == ((1.0,), "")
+    assert "2 of 3 clients, 2 epochs" in figure.name
     monkeypatch.setattr(drift, "Processes", None)
-    assert list(drift.measure(chosen, missed, 1)) == figures
+    assert list(drift.measure_setting(chosen, missed, ways, 1)) == figures
 
 
 @pytest.mark.slow
