@@ -117,7 +117,7 @@ def accuracy_key(recipe: Recipe, setting: TrainingSetting, data: str, seed: int)
     """Return what decides the accuracy, as text: a result is kept by it."""
     fields = {name: value for name, value in asdict(recipe).items() if name in _DECIDES}
     if recipe.predicts_weights:
-        fields["predicts_weights"] = True
+        fields["predicts_weights"] = "own gradients"  # true: results of a prediction by the momentum alone
     return json.dumps({**fields, **asdict(setting), "data": data, "seed": seed}, sort_keys=True)
 
 
