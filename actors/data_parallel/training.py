@@ -20,13 +20,13 @@ from gradbus.actors.data_parallel.callbacks import StepReport
 from gradbus.actors.data_parallel.exchange import StepExchange
 from gradbus.actors.data_parallel.metrics import MetricSums, combined
 from gradbus.actors.data_parallel.optimization import RunOptimizer
-from gradbus.actors.data_parallel.prediction import check_prediction, weights_ahead
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of
 from gradbus.runtime.algorithms.live_weights import write_weights
+from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from gradbus import models
 from gradbus.actors.data_parallel.buckets import assign_buckets
 from gradbus.actors.data_parallel.optimization import RunOptimizer
-from gradbus.actors.data_parallel.prediction import weights_ahead
 from gradbus.codecs.base import are_finite
 from gradbus.experiments.bench.recipes import Recipe
 from gradbus.experiments.simulate.lockstep import Lockstep, reduced
 from gradbus.models.text import TextTask
 from gradbus.runtime.algorithms.base import Algorithm, Place, Scope, Step, TensorBucket, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.live_weights import apply_result, write_weights
+from gradbus.runtime.algorithms.prediction import weights_ahead
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 

@@ -11,8 +11,8 @@ import torch
 from ddp_scene import data, make_task, small_mlp, succeeded, train
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.prediction import weights_ahead
 from gradbus.models import ClassificationTask
+from gradbus.runtime.algorithms.prediction import weights_ahead
 from gradbus.runtime.errors import ConfigError
 
 LATE: dict[str, Any] = {"delay_steps": 1, "predicts_weights": True, "epochs": 2, "hash_every": 1}
@@ -125,8 +125,8 @@ def test_a_gradient_that_is_not_finite_does_not_spoil_the_steps_after_it() -> No
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({}, "parallel.delay_steps=1"),
-        ({"delay_steps": 1, "algorithm": "async-averaging"}, "parallel.delay_steps=1"),
+        ({}, "set delay_steps=1"),
+        ({"delay_steps": 1, "algorithm": "async-averaging"}, "set delay_steps=1"),
         ({"delay_steps": 1, "optimizer": {"name": "adamw", "lr": 0.001}}, "steps of SGD.*got AdamW and dense"),
         ({"delay_steps": 1, "algorithm": "qadam", "optimizer": {"name": "sgd", "momentum": 0.0}}, "got SGD and qadam"),
         ({"delay_steps": 1, "algorithm": "dgc"}, "steps of SGD.*got DgcSgd and dgc"),

@@ -32,11 +32,11 @@ from gradbus.runtime.errors import ConfigError
 def check_prediction(optimizer: torch.optim.Optimizer, algorithm: Algorithm, delay_steps: int) -> None:
     """Refuse what cannot be foretold. Raises ConfigError: with the reason."""
     if not delay_steps or algorithm.scope == "weights":
-        raise ConfigError("parallel.predicts_weights is for gradients that come late: set parallel.delay_steps=1")
+        raise ConfigError("predicts_weights is for gradients that come late: set delay_steps=1")
     if algorithm.makes_steps or type(optimizer) is not torch.optim.SGD:
         raise ConfigError(
-            f"parallel.predicts_weights follows the steps of SGD: set parallel.optimizer to sgd, and an algorithm that "
-            f"leaves them to it; got {type(optimizer).__name__} and {algorithm.choice}"
+            f"predicts_weights follows the steps of SGD: take torch.optim.SGD as the optimizer, and an algorithm that "
+            f"leaves the steps to it; got {type(optimizer).__name__} and {algorithm.choice}"
         )
 
 
@@ -45,12 +45,12 @@ def weights_ahead(optimizer: torch.optim.Optimizer, late: Sequence[Mapping[Tenso
     """Have the parameters of an SGD as they will be inside the block, and as they were after it.
 
     Args:
-        late: gradients of this rank that are still to be applied, by parameter, for each step, oldest first.
+        late: gradients of this rank that are still to be applied, of the same parameters for each step, oldest first.
     """
     before: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for group in optimizer.param_groups if late else ():
-            for parameter in filter(lambda one: one.requires_grad, group["params"]):
+            for parameter in filter(late[0].__contains__, group["params"]):
                 momentum = optimizer.state.get(parameter, {}).get("momentum_buffer")
                 ahead = _ahead(group, parameter.detach(), momentum, [step[parameter] for step in late])
                 before.append((parameter, parameter.data))
