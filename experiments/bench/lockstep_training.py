@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -70,6 +71,7 @@ class LockstepTraining:
     Attributes:
         models: of the ranks; one for all of them where replicas are equal.
         lockstep: with what has been sent so far.
+        coding_s: processor time of the programs of a rank, and of the sums between them, so far.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class LockstepTraining:
         settings."""
         self.world = world
         self.lockstep = Lockstep(world)
+        self.coding_s = 0.0
         self.algorithms: list[Algorithm] = [
             make_algorithm(recipe.algorithm, Place(rank, world), recipe.options) for rank in range(world)
         ]
@@ -237,7 +240,9 @@ class LockstepTraining:
             algorithm.commit()
 
     def _exchange(self, buckets: Sequence[TensorBucket], step: Step) -> None:
+        began_s = time.thread_time()
         self.lockstep.run([one.exchange(bucket, step) for one, bucket in zip(self.algorithms, buckets, strict=True)])
+        self.coding_s += (time.thread_time() - began_s) / self.world
         if not are_finite([bucket.flat for bucket in buckets]):
             raise NotFinite(f"step {step.number}: what the ranks have exchanged has NaN or infinity in it")
         for rank, bucket in enumerate(buckets if len(self.models) == 1 else ()):
