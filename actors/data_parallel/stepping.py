@@ -216,7 +216,7 @@ class GradientStepper(Stepper):
 
     async def step(self, plan: EpochPlan, position: Position, profile: StepProfile) -> list[TrainingStep]:
         step = self._newest = self._training.new_step(plan, position)
-        step.steps_before = len(self._queue)
+        step.late = [before.own for before, _ in self._queue if before.own is not None]
         self._opened(step.exchange)
         await self._compute.run(self._compute_gradients, step, profile)
         self._on_sent(step)

@@ -20,13 +20,13 @@ from gradbus.actors.data_parallel.callbacks import StepReport
 from gradbus.actors.data_parallel.exchange import StepExchange
 from gradbus.actors.data_parallel.metrics import MetricSums, combined
 from gradbus.actors.data_parallel.optimization import RunOptimizer
-from gradbus.actors.data_parallel.prediction import check_prediction, weights_ahead
 from gradbus.actors.data_parallel.replicas import model_tensors
 from gradbus.actors.data_parallel.state import Position, restore_model, tensors_below
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of
 from gradbus.runtime.algorithms.live_weights import write_weights
+from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group
@@ -144,7 +144,10 @@ class TrainingStep:
 
     Attributes:
         number, epoch: count from 0. active: ranks with data. batches: of this rank. memory: which set of it is used.
-        exchange: its programs. steps_before: that are still to be applied when its gradients are computed.
+        exchange: its programs.
+        own: where weights are predicted, the gradients of this rank by parameter, before they are exchanged; None: they
+            are not finite, or there are none. late: those of steps that are still to be applied when the gradients of
+            this one are computed, oldest first.
         loss: sum over this rank's batches, on the device of the model. weight: of this rank's mean gradient.
         gradients: the buckets.
         is_finite: whether loss and gradients of this rank are, as far as is known.
@@ -171,7 +174,8 @@ class TrainingStep:
     loss: Tensor
     weight: float = 1.0
     gradients: Sequence[TensorBucket] = ()
-    steps_before: int = 0
+    own: Mapping[Tensor, Tensor] | None = None
+    late: Sequence[Mapping[Tensor, Tensor]] = ()
     is_finite: bool = True
     skipped_by: tuple[int, ...] | None = None
     skipped_in_row: int = 0
@@ -243,8 +247,7 @@ class ShardTraining:
         self.optimizer = RunOptimizer(config, self._task, self.model, self.trained, self.algorithm)
         self.delay_steps = self.algorithm.check_delay(config.delay_steps)
         if config.predicts_weights:
-            is_of_weights = self.algorithm.scope == "weights"
-            check_prediction(self.optimizer.optimizer, self.delay_steps, exchanges_weights=is_of_weights)
+            check_prediction(self.optimizer.optimizer, self.algorithm, self.delay_steps)
         self._finite_names = [f"parameter/{name}" for name in self.trained] + [
             f"buffer/{name}" for name, buffer in self.model.named_buffers()
             if buffer.is_floating_point() and are_finite([buffer])
@@ -343,8 +346,7 @@ class ShardTraining:
         self._on_bucket, self._step = on_bucket, step
         self._unfinished = step
         self._loss_is_finite: Tensor | None = None
-        ahead = step.steps_before if self._config.predicts_weights else 0
-        with profile.span("compute"), weights_ahead(self.optimizer.optimizer, ahead):
+        with profile.span("compute"), weights_ahead(self.optimizer.optimizer, step.late):
             step.gradients = self._gradients.begin(step.memory)
             self._buffers[step.memory].keep()
             for number in range(step.batches):
@@ -369,6 +371,15 @@ class ShardTraining:
                 torch.autograd.backward(loss if divisor == 1 else loss / divisor)
         with profile.span("encode"):
             self._gradients.flush()
+            if self._config.predicts_weights and step.batches and self.own_is_finite(step):
+                step.own = self._own_gradients()
+
+    def _own_gradients(self) -> dict[Tensor, Tensor]:
+        """A copy of the gradients of this rank, clipped as the mean will be."""
+        own = {parameter: parameter.grad.clone() for parameter in self.trained.values() if parameter.grad is not None}
+        if self.optimizer.clip_norm is not None and not self.algorithm.clips:
+            _clip(list(own.values()), self.optimizer.clip_norm)
+        return own
 
     def _launch(self, bucket: TensorBucket) -> None:
         if self._looks:

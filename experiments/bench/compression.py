@@ -42,6 +42,7 @@ from gradbus.runtime.dds import malloc
 _MODELS: dict[str, Callable[..., nn.Module]] = {"CNN": models.mnist_cnn, "MLP": models.mnist_mlp}
 _TIMED_AGAINST = "powersgd rank 4"  # what ByteGrad is said to be half as fast again as
 _WARM_UP_STEPS = 8
+_CODING_STEPS = 8  # two exchanges of those that have one in four steps
 _SAMPLES = 512  # generated digits: what a step costs does not depend on them
 _SMALL_LR = 1e-6  # where only bytes and times count: Adam hardly warmed up diverges
 _OF_CHANCE = 0.1  # accuracy of a training that has diverged
@@ -117,7 +118,7 @@ def accuracy_key(recipe: Recipe, setting: TrainingSetting, data: str, seed: int)
     """Return what decides the accuracy, as text: a result is kept by it."""
     fields = {name: value for name, value in asdict(recipe).items() if name in _DECIDES}
     if recipe.predicts_weights:
-        fields["predicts_weights"] = True
+        fields["predicts_weights"] = "own gradients"  # true: results of a prediction by the momentum alone
     return json.dumps({**fields, **asdict(setting), "data": data, "seed": seed}, sort_keys=True)
 
 
@@ -331,6 +332,8 @@ def measure_time(chosen: argparse.Namespace) -> Iterator[Measurement]:
                 coding, limit = [times.coding for times in found], recipe.most_coding if plan.seeds > 1 else None
                 against = ("its step", [times.step_apart for times in found])
                 yield measurement(f"{name}, coding", "ms", coding, against=against, at_most=limit)
+            alone, note = _coding_alone(recipe, setting), "in lockstep, without the work of sending"
+            yield measurement(f"{name}, processor time of coding", "ms", alone, note=note)
         title = TORCH_POWERSGD.title
         yield measurement(
             f"{setting.name}: gloo DDP, step", "ms", steps["gloo DDP"], against=("dense", steps[recipes[0].title])
@@ -371,6 +374,19 @@ def _times_of(recipe: Recipe, setting: TrainingSetting) -> StepTimes:
     apart = steps_of(_timed(setting, {**config, "overlap": False}), _WARM_UP_STEPS)
     coding = sum(1e3 * typical(statistics.mean, apart[name]) for name in ("encode_s", "decode_s"))
     return StepTimes(step, wait, coding, 1e3 * typical(max, apart["step_s"]))
+
+
+def _coding_alone(recipe: Recipe, setting: TrainingSetting) -> list[float]:
+    """Return milliseconds of processor time that the programs of a rank take in each step: of the algorithm alone,
+    where the coding of processes has what else their cores do meanwhile."""
+    steady = replace(recipe, options={**recipe.options, **recipe.steady}, lr=_SMALL_LR)
+    training = LockstepTraining(steady, _timed(setting, {}).task(), setting.world)
+    taken: list[float] = []
+    for number in range(_WARM_UP_STEPS + _CODING_STEPS):
+        before_s = training.coding_s
+        training.step(number)
+        taken.append(1e3 * (training.coding_s - before_s))
+    return taken[_WARM_UP_STEPS:]
 
 
 def _times_on_gloo(setting: TrainingSetting, powersgd_rank: int | None) -> StepTimes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,13 +21,13 @@ from torch import Tensor, nn
 from gradbus import models
 from gradbus.actors.data_parallel.buckets import assign_buckets
 from gradbus.actors.data_parallel.optimization import RunOptimizer
-from gradbus.actors.data_parallel.prediction import weights_ahead
 from gradbus.codecs.base import are_finite
 from gradbus.experiments.bench.recipes import Recipe
 from gradbus.experiments.simulate.lockstep import Lockstep, reduced
 from gradbus.models.text import TextTask
 from gradbus.runtime.algorithms.base import Algorithm, Place, Scope, Step, TensorBucket, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.live_weights import apply_result, write_weights
+from gradbus.runtime.algorithms.prediction import weights_ahead
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
@@ -57,10 +58,11 @@ class TrainingOutcome(NamedTuple):
 
 class _Late(NamedTuple):
     """Holds what a step is still to change, as ``[model][bucket]``: gradients; of weights, as they were, and the
-    result."""
+    result. ``own``: where weights are predicted, the gradients of each rank by parameter; None: it had no data."""
 
     step: Step
     flats: list[list[Tensor]]
+    own: list[Mapping[Tensor, Tensor] | None]
 
 
 class LockstepTraining:
@@ -69,6 +71,7 @@ class LockstepTraining:
     Attributes:
         models: of the ranks; one for all of them where replicas are equal.
         lockstep: with what has been sent so far.
+        coding_s: processor time of the programs of a rank, and of the sums between them, so far.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class LockstepTraining:
         settings."""
         self.world = world
         self.lockstep = Lockstep(world)
+        self.coding_s = 0.0
         self.algorithms: list[Algorithm] = [
             make_algorithm(recipe.algorithm, Place(rank, world), recipe.options) for rank in range(world)
         ]
@@ -170,11 +174,13 @@ class LockstepTraining:
             return torch.zeros(())
         model = self.models[rank % len(self.models)]
         model.train()
-        gradients.attach(self._of(rank))
-        optimizer = self._optimizers[rank % len(self.models)].optimizer
-        with weights_ahead(optimizer, len(self._late) if self._predicts else 0):
+        parameters, optimizer = self._of(rank), self._optimizers[rank % len(self.models)].optimizer
+        gradients.attach(parameters)
+        with weights_ahead(optimizer, [own for late in self._late if (own := late.own[rank]) is not None]):
             loss = self._task.loss(model, batch)
             torch.autograd.backward(loss)
+        if self._predicts:
+            gradients.own = {one: one.grad.clone() for one in parameters.values() if one.grad is not None}
         return loss.detach()
 
     def _step_of_gradients(self, step: Step) -> None:
@@ -186,7 +192,8 @@ class LockstepTraining:
             self._take_steps(step)
             return
         gradients = self._gradients[: len(self.models)]
-        self._late.append(_Late(step, [[bucket.flat.clone() for bucket in one.buckets] for one in gradients]))
+        flats = [[bucket.flat.clone() for bucket in one.buckets] for one in gradients]
+        self._late.append(_Late(step, flats, [one.own for one in self._gradients]))
         self._apply_before(step.number + 1 - self._delay)
 
     @torch.no_grad()
@@ -206,14 +213,14 @@ class LockstepTraining:
                 write_weights(self._of(rank), bucket.flat)
             if self._delay:
                 both = [[old, bucket.flat] for bucket, old in zip(buckets, before, strict=True)]
-                self._late.append(_Late(step, both[: len(self.models)]))
+                self._late.append(_Late(step, both[: len(self.models)], [None] * self.world))
         if is_early:
             self._take_steps(step)
 
     def _apply_before(self, number: int | None) -> None:
         """Apply the late results of steps before this one; None: all."""
         while self._late and (number is None or self._late[0].step.number < number):
-            step, flats = self._late.popleft()
+            step, flats, _ = self._late.popleft()
             if self.algorithms[0].scope == "weights":
                 for rank, (before, result) in enumerate(flats):
                     apply_result(self._of(rank), self.algorithms[rank], step, result, before)
@@ -233,7 +240,9 @@ class LockstepTraining:
             algorithm.commit()
 
     def _exchange(self, buckets: Sequence[TensorBucket], step: Step) -> None:
+        began_s = time.thread_time()
         self.lockstep.run([one.exchange(bucket, step) for one, bucket in zip(self.algorithms, buckets, strict=True)])
+        self.coding_s += (time.thread_time() - began_s) / self.world
         if not are_finite([bucket.flat for bucket in buckets]):
             raise NotFinite(f"step {step.number}: what the ranks have exchanged has NaN or infinity in it")
         for rank, bucket in enumerate(buckets if len(self.models) == 1 else ()):
@@ -257,7 +266,13 @@ class LockstepTraining:
 
 
 class _Gradients:
-    """The buckets of one rank. ``p.grad`` is a view of one of them, as with the Worker."""
+    """The buckets of one rank. ``p.grad`` is a view of one of them, as with the Worker.
+
+    Attributes:
+        own: a copy, by parameter, where weights are predicted; None without data.
+    """
+
+    own: Mapping[Tensor, Tensor] | None = None
 
     def __init__(self, parameters: Mapping[str, Tensor], scope: Scope, config: DataParallelConfig) -> None:
         if scope == "step":
@@ -272,6 +287,7 @@ class _Gradients:
         ]
 
     def zero(self) -> None:
+        self.own = None
         for bucket in self.buckets:
             bucket.flat.zero_()
 

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
 from gradbus.runtime.algorithms.replicas import check_replicas
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.logs import get_logger
@@ -37,7 +39,8 @@ log = get_logger("torch")
 
 def with_algorithm(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], name: str, *,
-    process_group: dist.ProcessGroup | None = None, delay_steps: int | None = None, hash_every: int = 0, **options: Any,
+    process_group: dist.ProcessGroup | None = None, delay_steps: int | None = None, predicts_weights: bool = False,
+    hash_every: int = 0, **options: Any,
 ) -> AlgorithmHook:  # fmt: skip
     """Have a model trained with an algorithm of data-parallel training.
 
@@ -60,6 +63,10 @@ def with_algorithm(
         optimizers: all that change its parameters.
         name: of the algorithm, or ``package.module:Name``. options: of the algorithm.
         process_group, delay_steps, hash_every: see :class:`AlgorithmHook`.
+        predicts_weights: whether, with late gradients, a rank computes its own at the weights to come, as far as it
+            knows them: after the late steps, made with its own gradients in place of their mean. For SGD. The
+            parameters have these weights from a forward pass, in which gradients are computed, until the optimizers
+            step.
 
     Returns:
         The hook, with ``state_dict()`` and ``load_state_dict()``, to be saved by each rank.
@@ -74,6 +81,8 @@ def with_algorithm(
         module.named_parameters(), name, options, optimizers=list(optimizers), delay_steps=delay_steps,
         process_group=process_group or (None if ddp is None else ddp.process_group), hash_every=hash_every,
     )  # fmt: skip
+    if predicts_weights:
+        hook.predict_weights(model)
     if ddp is not None and ddp.find_unused_parameters and hook.delay_steps:
         hook.close()
         raise ConfigError(
@@ -106,6 +115,7 @@ class _Run:
         counts: whether the algorithm has committed it; it is concluded when this is decided.
         is_applied: whether the optimizers have stepped since.
         tensors: where it is applied later, the means that have come of it, by name. ended: when all this is known.
+        own: where weights are predicted, the gradients of this rank, by name.
     """
 
     epoch: int = 0
@@ -119,6 +129,7 @@ class _Run:
     is_applied: bool = False
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ended: Future[None] = field(default_factory=Future)
+    own: dict[str, Tensor] = field(default_factory=dict)
 
 
 class AlgorithmHook:
@@ -166,6 +177,9 @@ class AlgorithmHook:
         self._programs = AlgorithmPrograms(process_group)
         self._place = self._programs.place
         self._optimizers = list(optimizers)
+        self._predicts = False
+        self._ahead = ExitStack()  # when it is closed the parameters have the weights of all ranks
+        self._is_ahead = False
         try:
             self.algorithm: Final[Algorithm] = make_algorithm(name, self._place, options)
             if delay_steps is not None and (not isinstance(delay_steps, int) or delay_steps < 0):
@@ -253,6 +267,37 @@ class AlgorithmHook:
         """A forward or backward pass begins: what the optimizers do next is another step."""
         self._is_new_pass = True
 
+    def predict_weights(self, model: nn.Module) -> None:
+        """From now on have weights that are predicted, see :func:`with_algorithm`, in the forward passes of a model.
+
+        Raises:
+            ConfigError: gradients do not come late, or an optimizer is not SGD.
+        """
+        try:
+            for optimizer in self._optimizers:
+                check_prediction(optimizer, self.algorithm, self.delay_steps)
+        except ConfigError:
+            self.close()
+            raise
+        self._predicts = True
+        self._registered.append(model.register_forward_pre_hook(self._go_ahead))
+
+    def _go_ahead(self, module: nn.Module, *_: Any) -> None:
+        """A forward pass begins: have the weights to come until the next step, if gradients are computed."""
+        if not (module.training and torch.is_grad_enabled()):
+            self._go_back()
+        elif not self._is_ahead:
+            self._is_ahead = True
+            late = [run.own for run in self._waiting if are_finite(list(run.own.values()))]
+            by_parameter = [{self._parameters[name]: one for name, one in own.items()} for own in late if own]
+            for optimizer in self._optimizers:
+                self._ahead.enter_context(weights_ahead(optimizer, by_parameter))
+
+    def _go_back(self) -> None:
+        """Have the weights that all ranks have, as they do without a prediction, and after each step."""
+        self._is_ahead = False
+        self._ahead.close()
+
     def drain(self) -> bool:
         """Apply what still waits, where there is a delay; where weights are exchanged take back what does not count.
 
@@ -264,6 +309,7 @@ class AlgorithmHook:
         if self._weights is not None:
             self._weights.drain()
             return False
+        self._go_back()
         if not self._waiting:
             return False
         run = self._waiting.popleft()
@@ -274,6 +320,7 @@ class AlgorithmHook:
 
     def close(self) -> None:
         """Leave the optimizers alone. DDP goes on to call the hook of a model."""
+        self._go_back()
         for handle in self._registered:
             handle.remove()
 
@@ -299,6 +346,8 @@ class AlgorithmHook:
             self._start_run()
         self.dense_bytes += flat.nbytes
         own = flat.clone() if self.delay_steps else flat
+        if self._predicts:
+            self._run.own.update(self._views(bucket, flat.clone()))
         self._ready.append((TensorBucket(bucket.index(), own, self._views(bucket, own)), flat, given))
         if self.algorithm.scope == "bucket" or bucket.is_last():
             job = self._programs.submit(self._exchange, self._run, [one for one, _, _ in self._ready], bucket.is_last())
@@ -428,6 +477,7 @@ class AlgorithmHook:
                 self._before_first_step(self._weights)
                 self._is_new_pass = False
             return
+        self._go_back()
         run = self._run
         if run.is_applied:
             return
@@ -475,6 +525,7 @@ class AlgorithmHook:
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on: tensors, as they are and not copied; numbers and text. Call it between two
         steps. ``torch.load(..., weights_only=True)`` reads it. With the weights where ranks have others."""
+        self._go_back()
         self._programs.call(self._conclude, self._run)  # after which no program runs, either
         waiting = self._late_gradients() if self._weights is None else self._weights.state()
         return {
@@ -492,7 +543,7 @@ class AlgorithmHook:
         for run in self._waiting:
             run.ended.result()
         # Versions that wrote weights here, too, read a number.
-        return [{"number": 0, "counts": run.counts, "tensors": run.tensors} for run in self._waiting]
+        return [{"number": 0, "counts": run.counts, "tensors": run.tensors, "own": run.own} for run in self._waiting]
 
     def _of_rank(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of the model that are this rank's own, by name and by where a saved state has them."""
@@ -506,6 +557,7 @@ class AlgorithmHook:
             ValueError: it is of another algorithm, model or rank, or damaged, here or on another rank; more waits in it
                 than the delay here has room for; or the states of the ranks are of different steps.
         """
+        self._go_back()
         try:
             self._load(state)
         except ValueError as error:
@@ -553,7 +605,8 @@ class AlgorithmHook:
         self._waiting.clear()
         for saved in state["waiting"]:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
-            run = _Run(counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors)
+            own = {name: tensor.clone() for name, tensor in saved.get("own", {}).items()}  # older states have none
+            run = _Run(counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors, own=own)
             run.ended.set_result(None)
             self._waiting.append(run)
 
@@ -573,6 +626,8 @@ class AlgorithmHook:
         for saved in waiting:
             if saved["counts"]:
                 _check_fit("late gradients", saved["tensors"], self._parameters)
+            if saved.get("own"):
+                _check_fit("late gradients of this rank", saved["own"], self._parameters)
 
 
 def _check_fit(kind: str, saved: Any, live: Mapping[str, Tensor]) -> None:

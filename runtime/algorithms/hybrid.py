@@ -1,7 +1,7 @@
 """Hybrid compression: large matrices by PowerSGD, other large tensors by top-k, small ones dense, all at once.
 
-The choice follows from the name and the shape of a tensor, so it is equal on all ranks. The three exchanges run side by
-side: a step waits for two phases, as many as PowerSGD has alone.
+The choice follows from the name and the shape of a tensor, so it is equal on all ranks. The exchanges run side by side,
+and small tensors travel with PowerSGD's: a step waits for two phases, as many as PowerSGD has alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
-from gradbus.runtime.algorithms.parts import mean_of
 from gradbus.runtime.algorithms.powersgd import PowerSGD
 from gradbus.runtime.algorithms.requests import Program, side_by_side
 from gradbus.runtime.algorithms.topk import TopK
@@ -70,9 +69,8 @@ class Hybrid(Algorithm):
         for name, tensor in bucket.tensors.items():
             chosen[self.method_of(name, tensor)][name] = tensor
         yield from side_by_side(
-            self._powersgd.factors(chosen["powersgd"], step),
+            self._powersgd.factors(chosen["powersgd"], chosen["dense"], step),
             self._topk._sparse(chosen["topk"], step),
-            mean_of("dense", chosen["dense"], step.active),
         )
 
     def method_of(self, name: str, tensor: Tensor) -> Method:

@@ -1,10 +1,14 @@
 """PowerSGD: each matrix of gradients is sent as two narrow ones, with error feedback and a warm start.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization", NeurIPS
-2019 (arXiv:1905.13727), algorithms 1 and 2, in the variant of PyTorch's hook (``powerSGD_hook``): Q is made orthonormal
-as well as P, and the error is taken against the mean.
+2019 (arXiv:1905.13727), algorithms 1 and 2, in the variant of PyTorch's hook (``powerSGD_hook``): the error is taken
+against the mean.
 
-    M = G + E;  Q = orthonormal(Q);  P = orthonormal(all_reduce(M Q));  Q = mean(M^T P);  G = P Q^T;  E = M - G
+    M = G + E;  P = orthonormal(all_reduce(M Q));  Q = mean(M^T P);  G = P Q^T;  E = M - G
+
+The hook makes Q orthonormal, too, first. That is left out, as in the paper: it would multiply M Q by a triangular
+matrix, of which Gram-Schmidt leaves nothing in P. Columns of Q are scaled, so that M Q is neither too large nor too
+small for float32.
 
 A tensor is the matrix (shape[0], rest). It is compressed if (rows + columns) * rank * min_rate < rows * columns; the
 others go dense, together with P.
@@ -23,6 +27,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -30,10 +35,10 @@ from torch import Tensor
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import copy_into, flattened, mean_of
-from gradbus.runtime.algorithms.requests import AllReduce, Program, side_by_side
+from gradbus.runtime.algorithms.requests import AllReduce, Program
 
 _TINY = 1e-10  # a column of which so little is left, of its length, depends on those before it: the rest is rounding
-_BLOCK_ELEMS = 1 << 18  # of a product at a time: what is computed twice with stays in the cache
+_BLOCK_ELEMS = 1 << 16  # of a product at a time: what is computed twice with stays in the cache
 _NARROW_ELEMS = 1 << 17  # of a matrix that narrow ones are multiplied by: BLAS takes 1.5 times as long for a whole one
 
 
@@ -78,7 +83,7 @@ class PowerSGD(Algorithm):
             return
         matrices = {name: t for name, t in bucket.tensors.items() if self.rank_of(t.shape) is not None}
         others = {name: tensor for name, tensor in bucket.tensors.items() if name not in matrices}
-        yield from side_by_side(self.factors(matrices, step), mean_of("dense", others, step.active))
+        yield from self.factors(matrices, others, step)
 
     @property
     def largest_rank(self) -> int:
@@ -111,9 +116,11 @@ class PowerSGD(Algorithm):
         return (rows * cut, columns // cut) if rows == short else (rows // cut, columns * cut)
 
     @torch.no_grad()
-    def factors(self, tensors: dict[str, Tensor], step: Step) -> Program[None]:
-        """Replace matrices, those for which :meth:`rank_of` has a rank, by their approximations."""
+    def factors(self, tensors: dict[str, Tensor], others: dict[str, Tensor], step: Step) -> Program[None]:
+        """Replace matrices, those for which :meth:`rank_of` has a rank, by their approximations, and ``others`` by
+        their means: these travel with P, as a request costs more than a few entries."""
         if not tensors:
+            yield from mean_of("dense", others, step.active)
             return
         most = self.rank_at(step)
         ms: dict[str, Tensor] = {}
@@ -125,9 +132,12 @@ class PowerSGD(Algorithm):
             kept = self.memory.find("error", name)
             if kept is not None and kept.shape == m.shape:
                 m += kept
-            qs[name] = orthonormal(self._q(name, min(most, *m.shape), m.shape[1]))
+            qs[name] = self._q(name, min(most, *m.shape), m.shape[1])
         ps = {name: qs[name] @ m.T for name, m in ms.items()}
-        copy_into(ps, (yield AllReduce("p", flattened(ps), "sum")))  # no mean: it is made orthonormal
+        both = {**ps, **others}
+        copy_into(both, (yield AllReduce("p", flattened(both), "sum")))  # no mean of P: it is made orthonormal
+        for other in others.values():
+            other *= 1 / step.active
         ps = {name: orthonormal(p) for name, p in ps.items()}
         qs = {name: narrow_product(ps[name], m) for name, m in ms.items()}
         copy_into(qs, (yield AllReduce("q", flattened(qs), "mean")))
@@ -147,10 +157,9 @@ class PowerSGD(Algorithm):
         return second if first is self.memory.find("error", name) else first
 
     def _q(self, name: str, rank: int, columns: int) -> Tensor:
-        """The Q of the step before, equal on all ranks: shape (rank, columns).
+        """The Q of the step before, equal on all ranks: shape (rank, columns), with 1 as the largest entry of a row.
 
-        Where the rank has changed its last columns are left out, or drawn. Columns of zeros are drawn anew. It may be
-        the kept one itself, which is not to be changed.
+        Where the rank has changed its last columns are left out, or drawn. Columns of zeros are drawn anew.
         """
         kept = self.memory.find("q", name)
         if kept is None or kept.shape[0] != columns:
@@ -159,7 +168,8 @@ class PowerSGD(Algorithm):
         if len(q) != rank:
             q = torch.zeros(rank, columns)
             q[: kept.shape[1]] = kept.T[:rank]
-        is_live = q.abs().amax(1, keepdim=True) > 0
+        largest = q.abs().amax(1, keepdim=True)
+        is_live, q = largest > 0, q / largest
         return q if bool(is_live.all()) else q.where(is_live, self._first_q(name, rank, columns))
 
     def _first_q(self, name: str, rank: int, columns: int) -> Tensor:
@@ -168,28 +178,27 @@ class PowerSGD(Algorithm):
         return torch.randn(rank, columns, generator=torch.Generator().manual_seed(seed))
 
 
-@torch.no_grad()
+@np.errstate(invalid="ignore")  # infinity in the gradients of some rank: NaN comes of it
 def orthonormal(matrix: Tensor) -> Tensor:
     """Make the rows orthonormal from first to last: Gram-Schmidt in float64, in a fixed order.
 
-    A row that depends on those before it becomes zero. Sums over a row are torch's, in float64: processors of other
+    A row that depends on those before it becomes zero. Sums over a row are NumPy's, in float64: processors of other
     kinds differ by far less than a rounding of float32.
 
     Args:
         matrix: float32, shape (rank, n).
     """
-    x = matrix.double()
-    before = torch.linalg.vector_norm(x, dim=1).tolist()
-    for i, row in enumerate(x.unbind(0)):
-        length = math.sqrt(float(torch.dot(row, row)))
+    x = matrix.numpy().astype(np.float64)  # of a few rows: a call of torch takes longer than what it computes
+    before = np.linalg.norm(x, axis=1).tolist()
+    for i, row in enumerate(x):
+        length = math.sqrt(row @ row)
         if not length > _TINY * before[i] and not math.isnan(length):
-            row.zero_()
+            row[:] = 0
             continue
         row /= length
-        if i + 1 < len(x):
-            rest = x[i + 1 :]
-            rest.addr_(torch.mv(rest, row), row, alpha=-1)
-    return x.float()
+        rest = x[i + 1 :]
+        rest -= np.outer(rest @ row, row)
+    return torch.from_numpy(x.astype(np.float32))
 
 
 def narrow_product(p: Tensor, m: Tensor) -> Tensor:
@@ -218,12 +227,11 @@ def approximate(m: Tensor, p: Tensor, q: Tensor, error: Tensor) -> None:
     """
     rows, columns = m.shape
     block = max(1, _BLOCK_ELEMS // max(1, columns))
-    total = torch.empty(min(block, rows), columns)
     for start in range(0, rows, block):
         here = slice(start, min(rows, start + block))
-        total = total[: here.stop - start]
+        total, rest = m[here], error[here]
+        rest.copy_(total)
         torch.mul(p[0, here].unsqueeze(1), q[0], out=total)
         for i in range(1, p.shape[0]):
             total.addcmul_(p[i, here].unsqueeze(1), q[i])
-        torch.sub(m[here], total, out=error[here])
-        m[here] = total
+        rest -= total

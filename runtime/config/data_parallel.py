@@ -122,9 +122,9 @@ class DataParallelConfig(Settings):
     """Number of steps after which what was exchanged is applied. With 1 an exchange goes on while the next step is
     computed, with gradients that are one step old (docs/algorithms.md). null: as the algorithm has it, mostly 0."""
     predicts_weights: bool = False
-    """Whether, with delay_steps, gradients are computed where the momentum takes the weights in the steps that are
-    still to be applied: SGD with momentum loses next to nothing by a delay then. It costs a copy of the weights a step.
-    """
+    """Whether, with delay_steps, a rank computes its gradients at the weights to come, as far as it knows them: after
+    the steps that are still to be applied, made with its own gradients in place of their mean. SGD loses next to
+    nothing by a delay then. It costs a copy of the gradients and one of the weights a step."""
     overlap: bool = True
     """Whether a bucket of gradients is sent as soon as they are there, during the backward pass."""
     bucket_bytes: Annotated[int, Field(ge=1)] = 25 * _MIB

@@ -320,6 +320,46 @@ def late_gradients(place: RankLocation) -> dict[str, Any]:
     return found
 
 
+def late_gradients_at_predicted_weights(place: RankLocation) -> dict[str, Any]:
+    """Weights of a rank that is alone, by its delay; of two together, going on from a saved state, and after a step
+    that is not finite; and those that a model has before its optimizer's step, and in an evaluation."""
+    place.start()
+    found: dict[str, Any] = {}
+    alone = [dist.new_group([rank]) for rank in range(place.world)][place.rank]
+    for delay in (0, 1, 2):
+        training = Training(place.rank)
+        training.model = DistributedDataParallel(net(), process_group=alone, **SMALL_BUCKETS)
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.02, momentum=0.9, nesterov=True)
+        training.hook = with_algorithm(
+            training.model, [training.optimizer], "dense", delay_steps=delay, predicts_weights=delay > 0
+        )
+        found[f"alone {delay}"] = drained(training.steps(6))
+    late = {"delay_steps": 1, "predicts_weights": True}
+    together = Training(place.rank, "powersgd", **late).steps(3)
+    assert together.hook is not None
+    saved = copy.deepcopy((together.model.state_dict(), together.optimizer.state_dict(), together.hook.state_dict()))
+    found["before"] = together.weights
+    together.backward()
+    found["ahead"] = together.weights
+    with torch.no_grad():
+        together.model(batch(0, 0)[0])
+    found["in an evaluation"] = together.weights
+    together.optimizer.step()
+    found["together"] = drained(together.steps(2))
+    again = Training(place.rank, "powersgd", **late)
+    assert again.hook is not None
+    for part, state in zip((again.model, again.optimizer, again.hook), saved, strict=True):
+        part.load_state_dict(state)  # type: ignore[arg-type]
+    again.step_number = 3
+    found["resumed"] = drained(again.steps(3))
+    spoilt = Training(place.rank, "dense", **late).steps(2)
+    spoilt.step(spoilt=place.rank == 1)
+    found["spoilt"] = drained(spoilt.steps(2))
+    assert spoilt.hook is not None
+    found["skipped"] = spoilt.hook.skipped_steps
+    return found
+
+
 def told(hook: AlgorithmHook | None, state: dict[str, Any]) -> str:
     """Why a hook refuses a state."""
     assert hook is not None
@@ -505,6 +545,10 @@ def refusals(place: RankLocation) -> dict[str, str]:
     unused = DistributedDataParallel(net(), find_unused_parameters=True)
     refused("unused", unused, torch.optim.SGD(unused.parameters(), lr=0.1), "dense", delay_steps=1)
     refused("delay", model, sgd, "dense", delay_steps=-1)
+    refused("prediction without a delay", model, sgd, "dense", predicts_weights=True)
+    refused(
+        "prediction of adam", model, torch.optim.Adam(model.parameters()), "dense", delay_steps=1, predicts_weights=True
+    )
     refused("aggregator", model, sgd, "fixed-point", route="ina")
     refused("dtype", DistributedDataParallel(net().double()), sgd, "dense")
     refused("differs", model, sgd, "topk", density=0.1 * (1 + place.rank))

@@ -90,6 +90,22 @@ def test_with_a_delay_a_step_takes_the_gradients_of_an_earlier_one(backend: str)
 
 
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_late_gradients_are_computed_at_weights_that_a_rank_foretells_by_its_own_ones(backend: str) -> None:
+    first, second = late("gradients_at_predicted_weights", backend)
+    for found in (first, second):
+        for delay in (1, 2):  # its own gradients are the mean
+            assert largest_difference(found["alone 0"], found[f"alone {delay}"]) <= 1e-6
+        assert largest_difference(found["ahead"], found["before"]) > 1e-3
+        assert largest_difference(found["in an evaluation"], found["before"]) == 0.0
+        assert largest_difference(found["together"], found["resumed"]) == 0.0
+        assert found["skipped"] == 1
+        assert all(bool(weight.isfinite().all()) for weight in found["spoilt"])
+    assert largest_difference(first["ahead"], second["ahead"]) > 0.0
+    for what in ("together", "spoilt"):
+        assert largest_difference(first[what], second[what]) == 0.0
+
+
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
 def test_means_of_weights_are_applied_after_the_optimizers_step_and_some_steps_later(backend: str) -> None:
     for found in late("weights", backend):
         for delay in (0, 1, 3):
@@ -181,3 +197,5 @@ def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
         assert "find_unused_parameters must be False" in told["unused"]
         assert "in a script the ranks add: set route='direct'" in told["aggregator"]
         assert "delay_steps must be a whole number >= 0, got -1" in told["delay"]
+        assert "set delay_steps=1" in told["prediction without a delay"]
+        assert "got Adam and dense" in told["prediction of adam"]

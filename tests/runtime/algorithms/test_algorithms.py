@@ -17,6 +17,7 @@ from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, 
 from gradbus.runtime.algorithms.parts import entries_of
 from gradbus.runtime.algorithms.powersgd import PowerSGD
 from gradbus.runtime.algorithms.randomk import RandomK
+from gradbus.runtime.algorithms.requests import AllReduce, joined_results, simple_requests
 from gradbus.runtime.errors import ConfigError
 
 SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "matrix": (40, 33), "row": (1, 50), "scalar": ()}
@@ -197,6 +198,19 @@ def test_powersgd_recovers_from_steps_without_a_gradient() -> None:
     for own in (torch.zeros(shapes["w"]), torch.zeros(shapes["w"]), matrix):
         found = ranks.exchange([{"w": own}] * 2)
     assert torch.allclose(found[0]["w"], matrix, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "options"), [("powersgd", {}), ("hybrid", {"small_numel": 100})])
+def test_matrices_and_the_small_tensors_beside_them_take_one_request_a_phase(
+    name: str, options: dict[str, int]
+) -> None:
+    algorithm = make_algorithm(name, Place(0, 1), {"rank": 1, **options})
+    program = algorithm.exchange(bucket_of({"matrix": torch.ones(16, 16), "bias": torch.ones(16)}), Step(0))
+    first = next(program)
+    (p,) = simple_requests(first)
+    assert isinstance(p, AllReduce)
+    second = program.send(joined_results(first, [p.tensor]))
+    assert [(one.name, one.tensor.numel()) for one in (p, *simple_requests(second))] == [("p", 32), ("q", 16)]
 
 
 @pytest.mark.parametrize("scale", [1e-14, 1.0, 1e5])
