@@ -17,10 +17,12 @@ class TrainResult:
         num_samples: distinct samples trained on, whatever the number of epochs: the weight of this update in the mean.
         loss: mean over all samples of all epochs while training; None where there is none, not finite where training
             has diverged.
+        metrics: more numbers of this training by name, at most 32; those that are not finite are left out.
     """
 
     num_samples: int
     loss: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,26 +8,16 @@ rank that has the callback; the model does not change meanwhile.
     on_epoch(report: EpochReport)       after each epoch
     on_end(summary: WorkerSummary)      after the last one; not if the run fails
 
-The first three may return True: all ranks end the run together. What they return is True, False or None, of Python or
-numpy, or one of these in a tensor; else the callback has failed.
+The first three may return True: all ranks end the run together. :class:`gradbus.runtime.callbacks.Callbacks` calls
+them.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from gradbus.runtime.choices import import_object
 from gradbus.runtime.collectives import CollectiveHandle, Group
-from gradbus.runtime.errors import CallbackFailed, ConfigError
-
-METHODS = ("on_step", "on_evaluation", "on_epoch", "on_end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,75 +39,6 @@ class StepReport:
     skipped: bool
     lr: float
     metrics: Mapping[str, float]
-
-
-class Callbacks:
-    """The callbacks of one rank."""
-
-    def __init__(self, given: Sequence[Any], named: Sequence[str]) -> None:
-        """
-        Args:
-            given: objects. named: classes or objects as ``package.module:Name``; classes are called without arguments.
-
-        Raises:
-            ConfigError: one cannot be imported or made, or has none of the methods.
-        """
-        self._all = [(self._name(one), one) for one in given]
-        self._all += [(spec, _imported(spec)) for spec in named]
-        for name, one in self._all:
-            if not any(callable(getattr(one, method, None)) for method in METHODS):
-                raise ConfigError(f"callback {name}: expected an object with some of {', '.join(METHODS)}")
-
-    @staticmethod
-    def _name(one: Any) -> str:
-        return f"{type(one).__module__}:{type(one).__qualname__}"
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
-    @property
-    def follow_steps(self) -> bool:
-        """Return whether a callback is to be called after each step."""
-        return any(callable(getattr(one, "on_step", None)) for _, one in self._all)
-
-    def call(self, method: str, report: Any) -> list[str]:
-        """Call this method of all that have it. Returns the names of those that want the run to end.
-
-        Raises:
-            CallbackFailed: one has raised an exception, or has returned something else than True, False or None.
-        """
-        ending = []
-        for name, one in self._all:
-            function = getattr(one, method, None)
-            if not callable(function):
-                continue
-            try:
-                if _wants_end(function(report)) and method != "on_end":
-                    ending.append(name)
-            except Exception as error:
-                raise CallbackFailed(name, method, error) from error
-        return ending
-
-
-def _wants_end(returned: Any) -> bool:
-    """Raises TypeError: it is neither true, false nor None."""
-    if isinstance(returned, Tensor) and returned.dtype == torch.bool and returned.ndim == 0:
-        return bool(returned)
-    if returned is None or isinstance(returned, bool | np.bool_):
-        return bool(returned)
-    raise TypeError(f"it returned a {type(returned).__name__}, expected True to end the run, else False or None")
-
-
-def _imported(spec: str) -> Any:
-    found = import_object(spec, key="parallel.callbacks")
-    if not inspect.isclass(found):
-        return found
-    try:
-        return found()
-    except Exception as error:
-        raise ConfigError(
-            f"parallel.callbacks {spec!r}: {type(error).__name__}: {error}. It is made without arguments"
-        ) from error
 
 
 _END, _REST, _READY = 1, 2, 4  # bits of a vote

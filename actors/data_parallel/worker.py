@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
-from gradbus.actors.data_parallel.callbacks import Callbacks, StopVotes
+from gradbus.actors.data_parallel.callbacks import StopVotes
 from gradbus.actors.data_parallel.metrics import combined, tally
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
@@ -43,6 +43,7 @@ from gradbus.actors.data_parallel.stepping import GradientStepper, Stepper
 from gradbus.actors.data_parallel.task import DataParallelTask
 from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
 from gradbus.actors.data_parallel.weights import WeightStepper
+from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import Checkpoint, copy_state
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.in_network import join_aggregator
@@ -98,7 +99,7 @@ class Worker:
         self._log = get_logger("worker", rank=group.rank)
         self._probe = Probe(f"rank-{group.rank}", config.history.dir, fail_at=fail_at)
         self._compute = ComputeThread(f"worker-{group.rank}")
-        self._callbacks = Callbacks(callbacks, config.callbacks)
+        self._callbacks = Callbacks("parallel", callbacks, config.callbacks)
         self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
         self._votes_after_steps = self._votes_after_epochs = False  # some rank has callbacks
         self._wants_end = False  # a callback of this rank, since the last vote
@@ -255,7 +256,7 @@ class Worker:
                 "class of the optimizer": type(self._training.optimizer.optimizer).__name__,
             },
             "batches": await self._compute.run(self._training.num_batches, 0),
-            "callbacks": [bool(self._callbacks), self._callbacks.follow_steps],
+            "callbacks": [bool(self._callbacks), self._callbacks.follow("on_step")],
             "layout": describe_layout(self.model),
             "run_id": int.from_bytes(os.urandom(8), "little"),
             "steps": [] if self._state is None else self._state.steps(),
@@ -451,7 +452,7 @@ class Worker:
 
     async def _after_steps(self, applied: Sequence[TrainingStep]) -> None:
         """Call those that follow steps, if there are any. Whether one wants the run to end is said in the next vote."""
-        if applied and self._callbacks.follow_steps:
+        if applied and self._callbacks.follow("on_step"):
             await self._compute.run(self._call_after, applied)
 
     def _call_after(self, applied: Sequence[TrainingStep]) -> None:

@@ -59,6 +59,7 @@ from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import size_of
 from gradbus.actors.secure_aggregation.shamir import BadShares
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
 from gradbus.runtime.compute import ComputeThread
@@ -103,14 +104,15 @@ class Controller:
             strategy: in place of the one that ``config.strategy`` names.
             on_open: called once the job is this controller's and the state is restored: from then on it is this run.
             fail_at: a fail point for tests, ``name:round``; by default from the environment.
-            callbacks: objects as :mod:`.early_stop` describes them, which may end the run.
+            callbacks: objects as :mod:`.early_stop` describes them, which may end the run, beside those that
+                ``config.callbacks`` names.
         """
         check_choices(config)
         self._bus = bus
         self._on_open = on_open
         self._task = task
         self._config = config
-        self._callbacks = callbacks
+        self._callbacks = Callbacks("federated", callbacks, config.callbacks)
         self._given_strategy = strategy
         self._identity = Identity(CONTROLLER, new_incarnation())
         self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
@@ -200,6 +202,8 @@ class Controller:
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed
         )
         self._losses = RoundLosses(self._receiver)
+        if self._callbacks.follow("on_update"):
+            self._receiver.counted = []
         if self._bases is not None:
             self._receiver.bases, admission.max_staleness = self._bases, config.asynchronous.max_staleness
         self._monitor = LivenessMonitor(
@@ -353,6 +357,8 @@ class Controller:
         # It may show that the run had ended: then no clients are waited for.
         await self._amended(await self._evaluation.resumed(self.progress.reports))
         if state.round_id < rounds and not self._stop.reason:
+            if not state.round_id:
+                await self._evaluation.check_metrics()
             await self._wait_for_clients()
             await self._compute.run(state.save_initial)
             with tolerate_write_timeout("model", state.round_id):
@@ -511,6 +517,7 @@ class Controller:
         outcome = round_.verdict(time.monotonic()) or outcome
         if masked is not None and not await self._unmask(masked, outcome):
             outcome = Outcome.TOO_FEW
+        await self._call_on_update()
         if self._selector.partial and round_.open and outcome is not Outcome.TOO_FEW:
             with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
                 await self._publish_terms(self._round_terms(round_id, accepted))
@@ -526,6 +533,7 @@ class Controller:
         while (outcome := round_.verdict(time.monotonic())) is None:
             if masked is not None:
                 masked.check()
+            await self._call_on_update()
             if round_.ready > reached:
                 reached = round_.ready
                 self._probe.reached("mid_collect", round_id)
@@ -535,6 +543,12 @@ class Controller:
                 with tolerate_write_timeout("terms", round_id):
                     await self._publish_terms(terms)
         return outcome
+
+    async def _call_on_update(self) -> None:
+        """Call the callbacks for the updates that count by now."""
+        if counted := self._receiver.counted:
+            self._receiver.counted = []
+            await self._compute.run(self._stop.updates_counted, counted)
 
     def _masked_attempt(self, round_: Round) -> MaskedAttempt | None:
         """The attempt with secure aggregation; None: there is none."""
@@ -625,6 +639,8 @@ class Controller:
             outcome=outcome.value, dropped=self._receiver.take_dropped(), weights_crc32=crc32,
             strikes=state.quarantine.take_new(), marks=self._marks(), epsilon=self._strategy.epsilon,
         )  # fmt: skip
+        if self._callbacks.follow("on_aggregate"):
+            await self._compute.run(self._stop.aggregated, report)
         state.participation.commit(round_id, totals.samples, self._losses.of(round_), totals.loss_of)
         if attempt == 1:  # of another one the time says little: some updates were there when it began
             self._deadline.round_done(round_.answered_s)

@@ -1,19 +1,26 @@
 """When a run ends before its last round: by patience, or because a callback says so. Pure: reports in, a verdict out.
 
 A callback is any object with some of these methods, called on the compute thread of the Controller; those but the last
-may return True, which ends the run: its clients end gracefully, as after all rounds.
+may return True, which ends the run after the round: its clients end gracefully, as after all rounds.
 
     on_round(round_id: int)             before the command of a round
+    on_update(update: Facts)            an update counts: its client, samples, loss and metrics; of a site, its sum
+    on_aggregate(report: RoundReport)   the new model is computed, and neither committed nor published nor evaluated yet
+    on_evaluation(report: RoundReport)  after a round whose model was evaluated, by the Controller or by clients
     on_report(report: RoundReport)      after each round: it is committed, published and, where that is due, evaluated
     on_end(reports: list[RoundReport])  after the last one; not if the run fails
+
+A round that a crash has cut off before its commit is done again, and so are its calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.report import RoundReport
+from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.federated import OF_CLIENTS, EarlyStopSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
@@ -21,8 +28,6 @@ from gradbus.runtime.logs import get_logger
 MAX_NAMED = 8  # metrics in a line of the log
 
 log = get_logger("controller")
-
-METHODS = ("on_round", "on_report", "on_end")
 
 
 def evaluated_metric(report: RoundReport, metric: str, key: str, least_answered: float = 0.0) -> float | None:
@@ -68,14 +73,11 @@ class EarlyStop:
     """
 
     def __init__(
-        self, settings: EarlyStopSettings, callbacks: Sequence[Any], history: Iterable[RoundReport] = (), *,
+        self, settings: EarlyStopSettings, callbacks: Callbacks, history: Iterable[RoundReport] = (), *,
         least_answered: float = 0.0,
     ) -> None:  # fmt: skip
         """Begin after the rounds of ``history``. ``least_answered``: share of the asked clients that has to have found
-        a metric of clients. Raises ConfigError: a callback has none of the methods."""
-        for callback in callbacks:
-            if not any(callable(getattr(callback, method, None)) for method in METHODS):
-                raise ConfigError(f"callback {callback!r}: expected an object with some of {', '.join(METHODS)}")
+        a metric of clients."""
         self._settings = settings
         self._least_answered = least_answered
         self._callbacks = callbacks
@@ -85,7 +87,7 @@ class EarlyStop:
         self.best_round = 0
         self.reason = ""
         for report in history:
-            self.evaluated(report)
+            self._note(report)
 
     def may_begin(self, round_id: int) -> bool:
         """Whether a round is to be commanded, as it is next."""
@@ -93,26 +95,39 @@ class EarlyStop:
             self._call("on_round", round_id)
         return not self.reason
 
+    def updates_counted(self, updates: Iterable[Facts]) -> None:
+        """These updates count in the open round."""
+        for update in updates:
+            self._call("on_update", update)
+
+    def aggregated(self, report: RoundReport) -> None:
+        """The new model of a round is computed."""
+        self._call("on_aggregate", report)
+
     def round_done(self, report: RoundReport) -> None:
         """A round is done. Raises ConfigError: the controller's evaluation lacks the metric."""
-        self.evaluated(report)
+        if report.eval_loss is not None or report.by_clients.asked:
+            self.evaluated(report)
         self._call("on_report", report)
 
     def run_ended(self, reports: list[RoundReport]) -> None:
         """The run has ended gracefully."""
-        for callback in self._callbacks:
-            if (method := getattr(callback, "on_end", None)) is not None:
-                method(reports)
+        self._call("on_end", reports)
 
-    def _call(self, name: str, argument: Any) -> None:
-        for callback in self._callbacks:
-            method = getattr(callback, name, None)
-            if method is not None and method(argument) is True and not self.reason:
-                self.reason = f"{type(callback).__name__}.{name} has ended the run"
+    def _call(self, method: str, argument: Any) -> None:
+        """Raises CallbackFailed: one has raised an exception."""
+        ending = self._callbacks.call(method, argument)
+        if ending and not self.reason:
+            self.reason = f"{ending[0]}.{method} has ended the run"
 
     def evaluated(self, report: RoundReport) -> None:
-        """Note the evaluation of a round, once, where it has one: also of the last round before a resume, which is
-        evaluated after it. Raises ConfigError: it lacks the metric."""
+        """The model of a round was evaluated: also of the last round before a resume, after it. Raises ConfigError: the
+        evaluation lacks the metric."""
+        self._note(report)
+        self._call("on_evaluation", report)
+
+    def _note(self, report: RoundReport) -> None:
+        """Note the evaluation of a round, once, where it has one. Raises ConfigError: it lacks the metric."""
         patience, metric = self._settings.patience, self._settings.metric
         if patience is None or report.round_id <= self._newest:
             return

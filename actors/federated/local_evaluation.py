@@ -21,10 +21,15 @@ from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.user_errors import user_error
-from gradbus.runtime.wire.control import CANDIDATE_ROUNDS, EvaluationRequest, EvaluationResult, Welcome
+from gradbus.runtime.wire.control import (
+    CANDIDATE_ROUNDS,
+    MAX_METRIC_CHARS,
+    MAX_METRICS,
+    EvaluationRequest,
+    EvaluationResult,
+    Welcome,
+)
 
-MAX_METRICS = 32  # that a message has room for
-MAX_NAME_CHARS = 64
 MAX_FAILURE_CHARS = 200
 MAX_SAMPLES = 1 << 40
 NO_METHOD = "its task has no evaluate_local"
@@ -127,6 +132,12 @@ def as_floats(named: Mapping[str, Any] | None) -> dict[str, float]:
     return {str(name): float(value) for name, value in (named or {}).items() if value is not None}
 
 
+def sendable(metrics: Mapping[str, float], others: int = 0) -> dict[str, float]:
+    """The first of these that are finite, as many as a message has room for beside ``others``, with names that fit."""
+    finite = {name[:MAX_METRIC_CHARS]: value for name, value in metrics.items() if math.isfinite(value)}
+    return dict(list(finite.items())[: MAX_METRICS - others])
+
+
 def unreadable(method: str, found: Any, error: Exception) -> TypeError:
     """The error for what this method of a task has returned: it says what is expected."""
     return TypeError(
@@ -145,12 +156,10 @@ def _read(found: Any) -> tuple[int, dict[str, float]]:
     try:
         num_samples = int(found.num_samples)
         known = as_floats({"loss": found.loss, "accuracy": getattr(found, "accuracy", None)})
-        own = as_floats(getattr(found, "metrics", None))
-        known |= {name[:MAX_NAME_CHARS]: value for name, value in own.items()}
+        known |= as_floats(getattr(found, "metrics", None))
     except Exception as error:
         raise unreadable("evaluate_local", found, error) from None
-    finite = {name: value for name, value in known.items() if math.isfinite(value)}
-    return num_samples, dict(list(finite.items())[:MAX_METRICS])
+    return num_samples, sendable(known)
 
 
 @contextlib.contextmanager

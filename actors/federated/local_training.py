@@ -27,6 +27,7 @@ from gradbus.actors.federated.client_state import (
 )
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
+from gradbus.actors.federated.local_evaluation import as_floats, sendable
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
 from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart, make_rule
 from gradbus.actors.federated.sharing import Sharing
@@ -232,11 +233,12 @@ class LocalTraining:
         codec = codec_of(welcome, terms)
         self._feeds_back = welcome.masked and not codec.lossless
         residual_before = self._residual_before(inputs, kept)
-        change, facts = None, _finite(getattr(outcome, "metrics", {})) | _finite(end.metrics)
+        change, facts = None, _finite(end.metrics)
         num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, rule.steps
         if privacy is not None:
             change, noted = self._protected(privacy, inputs, end)
             facts |= noted
+        facts = _announced(outcome, others=len(facts)) | facts
         if self._feeds_back:
             encoded, residual = self._encode_in_full(base, residual_before, change), None
         else:
@@ -572,6 +574,16 @@ def _to_keep(end: RoundEnd, residual: Tensor | None, optimizer: Mapping[str, Ten
     if residual is not None:
         kept[RESIDUAL] = residual
     return {**kept, **optimizer}
+
+
+def _announced(outcome: Any, others: int) -> dict[str, float]:
+    """The metrics of a training that go out beside ``others`` of its rule. Raises TypeError: they cannot be read."""
+    try:
+        return sendable(as_floats(getattr(outcome, "metrics", None)), others)
+    except Exception as error:
+        raise TypeError(
+            f"train has returned metrics that cannot be read ({error}): expected a mapping of names to single numbers"
+        ) from error
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
+from gradbus.actors.federated.early_stop import evaluated_metric
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import as_floats, unreadable
 from gradbus.actors.federated.report import Progress, RoundReport
@@ -31,20 +32,26 @@ def check_evaluation(config: FederatedConfig, model: FlatModel) -> None:
     """Log which tensors are personal. Raises ConfigError: the run is to end by an evaluation that there is not."""
     if not (names := personal_of(model)):
         return
-    stop, best = config.early_stop, config.checkpoint.keep_best
-    for key, metric in (
-        ("early_stop.metric", stop.metric if stop.patience is not None else None), ("checkpoint.keep_best", best),
-    ):  # fmt: skip
-        if metric is not None and not metric.startswith(OF_CLIENTS):
-            raise ConfigError(
-                f"federated.{key}: {metric!r} is of an evaluation by this controller, which has no whole model: "
-                f"{', '.join(names[:_NAMED])} are personal (federated.share). Take one that the clients find with "
-                f"their own, such as {OF_CLIENTS}loss, with federated.evaluation.every"
-            )
+    for key, metric in _metrics_of_controller(config).items():
+        raise ConfigError(
+            f"{key}: {metric!r} is of an evaluation by this controller, which has no whole model: "
+            f"{', '.join(names[:_NAMED])} are personal (federated.share). Take one that the clients find with "
+            f"their own, such as {OF_CLIENTS}loss, with federated.evaluation.every"
+        )
     log.info(
         "personal tensors", tensors=len(names), first=names[:_NAMED], shared_values=model.dim,
         effect="they stay at the clients, which alone can evaluate the model (federated.evaluation)",
     )  # fmt: skip
+
+
+def _metrics_of_controller(config: FederatedConfig) -> dict[str, str]:
+    """The metrics of evaluations by the Controller that decide something, by the keys of their settings."""
+    stop, best = config.early_stop, config.checkpoint.keep_best
+    named = {
+        "federated.early_stop.metric": stop.metric if stop.patience is not None else "",
+        "federated.checkpoint.keep_best": best or "",
+    }
+    return {key: metric for key, metric in named.items() if metric and not metric.startswith(OF_CLIENTS)}
 
 
 class ModelEvaluation:
@@ -65,6 +72,15 @@ class ModelEvaluation:
     def _is_due(self, round_id: int) -> bool:
         every, last = self._context.config.eval_every, self._context.config.rounds
         return bool(every) and self._has_whole_model and (round_id % every == 0 or round_id == last)
+
+    async def check_metrics(self) -> None:
+        """Evaluate the initial model where a setting names a metric of the task, so that a name that is wrong is known
+        before clients train. Raises ConfigError: the evaluation has none of this name."""
+        named = _metrics_of_controller(self._context.config)
+        if set(named.values()) - {"eval_loss"}:  # which each evaluation has
+            found = RoundReport(round_id=0, **await self._context.compute.run(self._evaluate))
+            for key, metric in named.items():
+                evaluated_metric(found, metric, key)
 
     async def after_round(self, round_id: int) -> dict[str, Any]:
         """The quality of the present weights, as this Controller finds it, and the clients at the same time."""

@@ -21,6 +21,7 @@ from gradbus.actors.federated.rounds import Round, RoundTotals
 from gradbus.runtime.wire.control import UploadRequest
 
 MAX_CLIENTS = 64  # of a round, whose timelines are kept: 16 kB in a file of reports
+MAX_CLIENT_METRICS = 8  # of each of them
 ROUND_S = 6  # digits: microseconds
 Moment = Literal["granted", "received", "adding"]
 
@@ -51,6 +52,7 @@ class ClientTimeline:
         wait_s, train_s, encode_s: durations by the client's clock, in this order; the first from the command on.
         update_norm, residual_norm: L2 norms of the difference that training made, and of the codec's residual after
             this update; None where the client reported none.
+        loss, metrics: of the client's training, the first metrics alone; None where there is no loss.
     """
 
     client_id: int
@@ -66,6 +68,8 @@ class ClientTimeline:
     encode_s: float = 0.0
     update_norm: float | None = None
     residual_norm: float | None = None
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def pieces(self) -> list[Piece]:
         """From the command to the sum without a gap, in order; those of no length are left out."""
@@ -157,6 +161,8 @@ class RoundTiming:
             counted_s=now_s - origin_s,
             wait_s=request.wait_s, train_s=request.train_s, encode_s=request.encode_s,
             update_norm=_norm(request.update_norm), residual_norm=_norm(request.residual_norm),
+            loss=request.loss if math.isfinite(request.loss) else None,
+            metrics=dict(list(request.metrics.items())[:MAX_CLIENT_METRICS]),
         )  # fmt: skip
         self._done.append(timeline)
 
@@ -188,6 +194,7 @@ class RoundReport:
         attempt: how often it was tried. outcome: why it ended.
         clients: ids whose updates count; updates: how many. expected: how many took part.
         num_samples: samples trained on, all clients together.
+        train_metrics: what clients announced of their training by name, the mean over samples; of sites there is none.
         loss: mean training loss, weighted by samples; None without one.
         accuracy, eval_loss: of the global model on the test set; None if not evaluated, or the task has none. metrics:
             more numbers of that evaluation, by name.
@@ -248,6 +255,7 @@ class RoundReport:
     staleness: float = 0.0
     max_staleness: int = 0
     epsilon: float | None = None
+    train_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.updates:  # else it is known, also where the ids are not
@@ -270,7 +278,8 @@ class RoundReport:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
             **values, "clients": list(self.clients), "dropped": dict(self.dropped),
-            "metrics": dict(self.metrics), "by_clients": self.by_clients.to_json(),
+            "metrics": dict(self.metrics), "train_metrics": dict(self.train_metrics),
+            "by_clients": self.by_clients.to_json(),
             "strikes": [strike.to_json() for strike in self.strikes],
             "marks": {mark: list(clients) for mark, clients in self.marks.items()},
             "timeline": [client.to_json() for client in self.timeline],
@@ -309,8 +318,9 @@ def round_report(
     started_s, collected_s, aggregated_s = times_s
     return RoundReport(
         round_id=round_.round_id, clients=tuple(sorted(round_.accepted)), expected=round_.wanted,
-        num_samples=totals.num_samples, loss=totals.loss(), bytes_up=totals.bytes_up,
-        bytes_up_shared=totals.bytes_up_shared, train_s=totals.train_s, encode_s=totals.encode_s,
+        num_samples=totals.num_samples, loss=totals.loss(), train_metrics=totals.mean_metrics(),
+        bytes_up=totals.bytes_up, bytes_up_shared=totals.bytes_up_shared,
+        train_s=totals.train_s, encode_s=totals.encode_s,
         wire_s=max(0.0, collected_s - started_s - totals.train_s - totals.encode_s - totals.aggregate_s),
         aggregate_s=totals.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
         command_s=timing.first_command_s - started_s, timeline=timing.timelines(), updates=len(totals.staleness),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from gradbus.actors.aggregation.partial_sum import SumSummary, exact_parts, merged, ranges_of
-from gradbus.runtime.wire.control import UploadRequest
+from gradbus.runtime.wire.control import MAX_METRICS, UploadRequest
 
 CLIENT_LOST = "client lost"
 CLIENT_SILENT = "client silent"
@@ -222,6 +222,7 @@ class RoundTotals:
     staleness: list[int] = field(default_factory=list)  # of each update
     samples: dict[int, int] = field(default_factory=dict)  # of each client, as it announced them
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
+    metrics: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)  # (samples, metrics of the training)
     sums: dict[int, SumSummary] = field(default_factory=dict)  # of each site: what it has reported of its clients
     train_s: float = 0.0
     encode_s: float = 0.0
@@ -248,6 +249,7 @@ class RoundTotals:
         if partial is None:
             self.loss_of[client_id] = request.loss
             self.losses.append((weight, request.loss))
+            self.metrics.append((weight, request.metrics))
         else:
             self.sums[client_id] = partial
         self.train_s = max(self.train_s, request.train_s)
@@ -257,6 +259,17 @@ class RoundTotals:
         """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""
         parts, total = self.loss_parts()
         return math.fsum(parts) / total if total else None
+
+    def mean_metrics(self) -> dict[str, float]:
+        """Return the mean of each metric of the training over the clients that announced it, as :meth:`loss`; of as
+        many metrics as one update may have, by name. Sums of sites have none."""
+        names = sorted({name for _, metrics in self.metrics for name in metrics})[:MAX_METRICS]
+        found = {}
+        for name in names:
+            known = [(samples, one[name]) for samples, one in self.metrics if abs(one.get(name, math.inf)) < 1e100]
+            if total := sum(samples for samples, _ in known):
+                found[name] = math.fsum(samples * value for samples, value in known) / total
+        return found
 
     def loss_parts(self) -> tuple[list[float], int]:
         """Floats whose exact sum is that of samples times loss over all clients, and the number of these samples."""

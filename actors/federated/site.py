@@ -48,7 +48,7 @@ from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelReq
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Message, TrainCmd
 
-FROM_ABOVE = {"rounds", "seed", "training", "codec", "exchange", "share", "early_stop"}
+FROM_ABOVE = {"rounds", "seed", "training", "codec", "exchange", "share", "early_stop", "callbacks"}
 """The settings that at a site are those of the level above."""
 ENDLESS = 1_000_000  # rounds: the level above ends the run
 LAST_MODEL_S = 2.0  # at the end of the run, so long the last model is waited for

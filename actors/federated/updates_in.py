@@ -188,6 +188,7 @@ class UpdateReceiver:
         totals: sums over the updates that count. timing: moments of the round. dropped: what did not count, by reason.
         capped: samples announced by the clients that weigh less in this round.
         masked: the attempt at the open round, with secure aggregation; its updates count once they are unmasked.
+        counted: what was announced of the updates that count, until it is taken; None: nothing takes it.
         bases: of asynchronous rounds, in which what comes between two of them waits for the next; None: of others.
     """
 
@@ -218,6 +219,7 @@ class UpdateReceiver:
         self.dropped: Counter[str] = Counter()
         self.capped: dict[int, int] = {}
         self._rejected_before: Counter[str] = Counter()
+        self.counted: list[Facts] | None = None
         self.bases: Bases | None = None
         self.masked: MaskedAttempt | None = None
         self._masked_updates: dict[int, _MaskedUpdate] = {}  # by client: in the sum of the attempt
@@ -323,6 +325,8 @@ class UpdateReceiver:
         await self._context.compute.run(self._add_unmasked, partial, updates)
         self._counted.update({held.client_id: held.update.key for held in updates})
         self._masked_updates = {}
+        if self.counted is not None:
+            self.counted += [facts_of(one.client_id, one.request, one.weight) for one in updates]
         for held in updates:
             await self._send_receipt(held.update)
 
@@ -478,10 +482,12 @@ class UpdateReceiver:
         self, round_: Round, update: RequestedUpload, weight: int, *, from_memory: bool, partial: SumSummary | None
     ) -> None:
         client_id, request = update.client_id, update.request
+        staleness = round_.staleness(request.round_id)
         self.totals.count(
-            client_id, request, weight, from_memory=from_memory, partial=partial,
-            staleness=round_.staleness(request.round_id),
+            client_id, request, weight, from_memory=from_memory, partial=partial, staleness=staleness
         )  # fmt: skip
+        if self.counted is not None and self.masked is None:  # a masked one may still be lost with its attempt
+            self.counted.append(dataclasses.replace(facts_of(client_id, request, weight), staleness=staleness))
         if weight < request.num_samples:
             log.warning(
                 "samples capped", client=client_id, round=request.round_id, announced=request.num_samples, weight=weight

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.callbacks import Callbacks
 from gradbus.actors.data_parallel.metrics import combined, tally
 from gradbus.actors.data_parallel.replicas import describe_layout
 from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
@@ -38,6 +37,7 @@ from gradbus.actors.parameter_server.server import REPLY, REQUEST
 from gradbus.actors.parameter_server.shard import check_config
 from gradbus.actors.parameter_server.state import FROZEN, state_bytes_of
 from gradbus.runtime.algorithms.replicas import fingerprint
+from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import Checkpoint, copy_state, restore_random_numbers
 from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.compute import ComputeThread
@@ -92,7 +92,7 @@ class ParameterServerWorker:
         self._rank = network.rank
         self._log = get_logger("worker", rank=self._rank)
         self._compute = ComputeThread(f"worker-{self._rank}")
-        self._callbacks = Callbacks(callbacks, config.callbacks)
+        self._callbacks = Callbacks("parallel", callbacks, config.callbacks)
         self._votes = False  # some worker has callbacks
         self._wants_end = False  # a callback of this one, since the last push
         self._is_stopped = False  # callbacks want it
@@ -424,7 +424,7 @@ class ParameterServerWorker:
             self._log.info(
                 "training", step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches)
             )  # fmt: skip
-        if self._callbacks.follow_steps:
+        if self._callbacks.follow("on_step"):
             report = await self._compute.run(training.report_of, step)
             self._wants_end = bool(await self._compute.run(self._callbacks.call, "on_step", report))
 

@@ -204,6 +204,11 @@ def virtual(
     ray: RayAddress = None,
     gpus: Gpus = 0.0,
     run_dir: RunDir = None,
+    tensorboard: TensorBoard = None,
+    mlflow: Mlflow = None,
+    wandb: Wandb = None,
+    metrics_port: MetricsPort = None,
+    resume: Resume = None,
     live: Live = True,
     overrides: Overrides = None,
     data_root: DataRoot = None,
@@ -221,7 +226,14 @@ def virtual(
 
     add_current_directory_to_path()
     screen = Screen(live=live, level=log_level, style=log_style)
-    own = settings_of(overrides, run_dir=run_dir, clients=clients)
+    own = settings_of(
+        overrides,
+        resume=("federated.checkpoint.resume", resume),
+        run_dir=run_dir,
+        trackers=Trackers(tensorboard, mlflow, wandb),
+        clients=clients,
+        metrics_port=metrics_port,
+    )
     options = VirtualOptions(clients, fraction, processes, ray, gpus, full_traceback)
     controller_run(config, own, data_root, screen, loop, virtual=options)
 
@@ -236,6 +248,7 @@ def host(
     processes: Processes = 0,
     ray: RayAddress = None,
     gpus: Gpus = 0.0,
+    metrics_port: MetricsPort = None,
     insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,
@@ -254,7 +267,7 @@ def host(
 
     logs.configure(level=log_level, style=log_style)
     add_current_directory_to_path()
-    own = settings_of(overrides, insecure=insecure)
+    own = settings_of(overrides, metrics_port=metrics_port, insecure=insecure)
     own += ["client.full_traceback=true"] if full_traceback else []
     file = load(ClientFile, config, overrides=own, data_root=data_root)
     check(file.bus)

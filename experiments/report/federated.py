@@ -65,6 +65,10 @@ def page_of(run: RunFiles) -> Page:
                 "training, and of the test set. Bytes are encoded updates and models, up and down together; time "
                 "includes the evaluation.",
             )]),
+            Section(title="Training at the clients", figures=[PageFigure(
+                "client-training", partial(draw.draw_client_training, reports), "Training at each client",
+                f"As the clients announce them. {of_each(reports)}".rstrip(),
+            )]),
             evaluation(run),
             _time(reports),
             Section(title="Bytes", figures=[PageFigure(
@@ -242,9 +246,13 @@ def clients_tables(reports: Sequence[RoundReport]) -> list[PageTable]:
         *(time_column(phase, mean_s(phase)) for phase in phases),
         byte_column("update", [sum(t.num_bytes for t in of_client[i]) / len(of_client[i]) for i in ids]),
     ]
+    return [column_table("clients", columns, "clients", title="Clients: means per round", caption=of_each(reports))]
+
+
+def of_each(reports: Sequence[RoundReport]) -> str:
+    """Return which rounds figures of single clients are of, where these are not all."""
     many = any(report.updates > len(report.timeline) > 0 for report in reports)
-    some = f"Only rounds in which the client was among the {MAX_CLIENTS} that counted last." if many else ""
-    return [column_table("clients", columns, "clients", title="Clients: means per round", caption=some)]
+    return f"Only rounds in which the client was among the {MAX_CLIENTS} that counted last." if many else ""
 
 
 def rounds_table(reports: Sequence[RoundReport]) -> PageTable:
@@ -257,6 +265,7 @@ def rounds_table(reports: Sequence[RoundReport]) -> PageTable:
         *accuracy_columns(reports),
         column("test loss", [r.eval_loss for r in reports], digits=4),
         *metric_columns([r.metrics for r in reports]),
+        *metric_columns([r.train_metrics for r in reports], " in training"),
         *client_columns(reports),
         byte_column("up", [r.bytes_up for r in reports]),
         byte_column("down", [r.bytes_down for r in reports]),

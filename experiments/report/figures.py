@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,7 @@ from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import ClientTimeline, Piece, RoundReport
 from gradbus.experiments.report import style
 from gradbus.experiments.report.style import Look
-from gradbus.experiments.run.live import client_metric_names
+from gradbus.experiments.run.live import MAX_SHOWN_METRICS, client_metric_names
 from gradbus.experiments.rundir.reading import StepSpan
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats
@@ -277,13 +278,31 @@ def draw_bytes(reports: Sequence[RoundReport], *, up: Look, down: Look) -> Figur
     return figure
 
 
+def draw_client_training(reports: Sequence[RoundReport]) -> Figure | None:
+    """Return the loss of each client's training, and the first metrics that it announced."""
+    trained = [client for report in reports for client in report.timeline]
+    names = list(dict.fromkeys(name for client in trained for name in client.metrics))[:MAX_SHOWN_METRICS]
+    if not names and all(client.loss is None for client in trained):
+        return None
+    figure, panels = _new(1, 1 + len(names), height_in=3.3, sharex=True)
+    _client_lines(panels[0], reports, lambda client: client.loss, "training loss")
+    for axes, name in zip(panels[1:], names, strict=True):
+        _client_lines(axes, reports, partial(_metric_of, name), style.plain(plain_line(name)))
+    _legend(figure, panels[0], columns=5)
+    return figure
+
+
+def _metric_of(name: str, client: ClientTimeline) -> float | None:
+    return client.metrics.get(name)
+
+
 def draw_norms(reports: Sequence[RoundReport]) -> Figure | None:
     """Return how far training moved each client's model, and the residual that its codec keeps."""
     if not any(client.update_norm is not None for report in reports for client in report.timeline):
         return None
     figure, (moved, residual) = _new(1, 2, height_in=3.3, sharex=True)
-    _norm_lines(moved, reports, lambda client: client.update_norm)
-    _norm_lines(residual, reports, lambda client: client.residual_norm)
+    _client_lines(moved, reports, lambda client: client.update_norm, "L2 norm")
+    _client_lines(residual, reports, lambda client: client.residual_norm, "L2 norm")
     down = [(float(r.round_id), r.downlink_residual_norm) for r in reports if r.downlink_residual_norm]
     if down:
         _plot(residual, down, color=style.BLACK, linestyle="--", label="controller")
@@ -294,14 +313,16 @@ def draw_norms(reports: Sequence[RoundReport]) -> Figure | None:
     return figure
 
 
-def _norm_lines(axes: Axes, reports: Sequence[RoundReport], norm: Callable[[ClientTimeline], float | None]) -> None:
+def _client_lines(
+    axes: Axes, reports: Sequence[RoundReport], number: Callable[[ClientTimeline], float | None], y: str
+) -> None:
     lines: dict[int, list[tuple[float, float]]] = {}
     for report in reports:
         for client in report.timeline:
-            if (value := norm(client)) is not None:
+            if (value := number(client)) is not None:
                 lines.setdefault(client.client_id, []).append((report.round_id, value))
-    _lines(axes, {f"client {number}": lines[number] for number in sorted(lines)}, "all clients")
-    style.label(axes, x="round", y="L2 norm")
+    _lines(axes, {f"client {client_id}": lines[client_id] for client_id in sorted(lines)}, "all clients")
+    style.label(axes, x="round", y=y)
     style.whole_numbers(axes.xaxis)
 
 

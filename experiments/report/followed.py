@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from gradbus.actors import Client, ElasticWorker, EpochReport, Progress, RoundReport, Worker
 from gradbus.actors.federated.evaluation import ClientEvaluation
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
+from gradbus.actors.virtual.host import ClientHost
+from gradbus.actors.virtual.pool import TrainingPool
 from gradbus.experiments.report.scalars import PHASES
 from gradbus.runtime.bus.bus import Bus
 
@@ -24,8 +26,8 @@ class Totals:
 
     Attributes:
         rounds: reports so far. sums: of their bytes and seconds, by the names of the fields. dropped: by reason.
-        loss: of the newest report. accuracy, eval_loss, metrics by name: of the newest one that was evaluated;
-            by_clients: of the newest one that clients have evaluated.
+        loss, train_metrics: of the newest report. accuracy, eval_loss, metrics by name: of the newest one that was
+            evaluated; by_clients: of the newest one that clients have evaluated.
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class Totals:
         self.accuracy: float | None = None
         self.eval_loss: float | None = None
         self.metrics: Mapping[str, float] = {}
+        self.train_metrics: Mapping[str, float] = {}
         self.by_clients = ClientEvaluation()
 
     def follow(self, reports: Sequence[RoundReport]) -> Totals:
@@ -52,7 +55,7 @@ class Totals:
             for name in _SUMMED:
                 self.sums[name] += getattr(report, name)
             self.dropped.update(report.dropped)
-            self.loss = report.loss
+            self.loss, self.train_metrics = report.loss, report.train_metrics
             if report.eval_loss is not None or report.accuracy is not None:
                 self.accuracy, self.eval_loss, self.metrics = report.accuracy, report.eval_loss, report.metrics
             if report.by_clients.asked:
@@ -120,6 +123,14 @@ class FollowedClient:
 
     def __init__(self) -> None:
         self.client: Client | None = None
+
+
+class FollowedHost:
+    """A process that speaks for virtual clients. ``host``, ``pool``: None: it does not run yet."""
+
+    def __init__(self) -> None:
+        self.host: ClientHost | None = None
+        self.pool: TrainingPool[Any] | None = None
 
 
 class FollowedRank:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gradbus.experiments.report.followed import Measured
+from gradbus.experiments.report.followed import Measured, Totals
 from gradbus.experiments.report.scalars import PHASES
 
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -59,6 +59,9 @@ class JobCollector(Collector):
             ),
             "answered": gauge("evaluation_clients", "Clients whose result counts in the newest evaluation by clients"),
             "loss": gauge("train_loss", "Mean training loss of the newest round, weighted by samples"),
+            "train_metric": gauge(
+                "train_metric", "Metrics of the newest round's training, weighted by samples", "name"
+            ),
             "rounds": counter("rounds", "Committed rounds"),
             "seconds": counter("round_seconds", "Seconds from the command of a round to its published model"),
             "phases": counter(
@@ -69,6 +72,18 @@ class JobCollector(Collector):
             "dropped": counter("updates_dropped", "Updates and frames of rounds that were not counted", "reason"),
             "rejected": counter("samples_rejected", "Samples that were dropped before they became messages", "reason"),
         }
+
+
+def _measure_by_name(put: Callable[..., None], totals: Totals) -> None:
+    """Put what trainings and evaluations have found, by name."""
+    for family, metrics in (("metric", totals.metrics), ("train_metric", totals.train_metrics)):
+        for metric, value in metrics.items():
+            put(family, value, metric)
+    if totals.by_clients.asked:
+        put("answered", totals.by_clients.answered)
+    for metric, found in totals.by_clients.metrics.items():
+        for of, value in found.spread.items():
+            put("by_clients", value, metric, of)
 
 
 def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
@@ -87,13 +102,7 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     ):  # fmt: skip
         if value is not None:  # no sample is better than an invented one
             put(key, value)
-    for metric, value in totals.metrics.items():
-        put("metric", value, metric)
-    if totals.by_clients.asked:
-        put("answered", totals.by_clients.answered)
-    for metric, found in totals.by_clients.metrics.items():
-        for of, value in found.spread.items():
-            put("by_clients", value, metric, of)
+    _measure_by_name(put, totals)
     put("rounds", totals.rounds)
     put("seconds", totals.sums["seconds"])
     for direction in ("up", "down"):

@@ -16,7 +16,7 @@ from gradbus.runtime.logs import get_logger
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
-    from gradbus.experiments.report.followed import FollowedClient, FollowedJob, FollowedRank
+    from gradbus.experiments.report.followed import FollowedClient, FollowedHost, FollowedJob, FollowedRank
 
 _STOP_S = 5.0
 _LAST_PORT = 65_535
@@ -51,6 +51,21 @@ def client_metrics(settings: MetricsSettings, job: str, client_id: int) -> Itera
     from gradbus.experiments.report.process_metrics import ClientCollector
 
     with _served(ClientCollector(job, client_id, followed), settings, settings.port):
+        yield followed
+
+
+@contextlib.contextmanager
+def host_metrics(settings: MetricsSettings, job: str) -> Iterator[FollowedHost]:
+    """Serve the same of a host of virtual clients."""
+    from gradbus.experiments.report.followed import FollowedHost
+
+    followed = FollowedHost()
+    if settings.port is None:
+        yield followed
+        return
+    from gradbus.experiments.report.process_metrics import HostCollector
+
+    with _served(HostCollector(job, followed), settings, settings.port):
         yield followed
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gradbus.actors import ElasticWorker
-from gradbus.experiments.report.followed import FollowedClient, FollowedRank
+from gradbus.actors import ClientSummary, ElasticWorker
+from gradbus.experiments.report.followed import FollowedClient, FollowedHost, FollowedRank
 
 
 class _Families:
@@ -33,6 +33,13 @@ class _Families:
         family = CounterMetricFamily(f"{self._prefix}_{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         self.found.append(family)
+
+    def summary(self, done: ClientSummary, of: str) -> None:
+        """What clients did so far; ``of``: whose updates count."""
+        self.counter("rounds", f"Rounds in which an update of {of} counted", done.rounds)
+        self.counter("updates_refused", "Updates that did not count", done.refused)
+        self.counter("sent_bytes", "Bytes of updates sent, repairs included", done.bytes_up)
+        self.counter("train_seconds", "Seconds of training", done.train_s)
 
     def by_name(self, name: str, text: str, values: dict[str, float]) -> None:
         """A gauge with one more label, the name of each value."""
@@ -57,11 +64,28 @@ class ClientCollector(Collector):
         client = self._followed.client
         families.gauge("up", "1 from the moment that the client has its data", client is not None)
         if client is not None:
-            summary = client.summary
-            families.counter("rounds", "Rounds in which an update of this client counted", summary.rounds)
-            families.counter("updates_refused", "Updates that did not count", summary.refused)
-            families.counter("sent_bytes", "Bytes of updates sent, repairs included", summary.bytes_up)
-            families.counter("train_seconds", "Seconds of training", summary.train_s)
+            families.summary(client.summary, "this client")
+        yield from families.found
+
+
+class HostCollector(Collector):
+    """A host of virtual clients, labelled with its job: sums over its clients."""
+
+    def __init__(self, job: str, followed: FollowedHost) -> None:
+        self._labels = {"job": job}
+        self._followed = followed
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        families = _Families("gradbus_host", self._labels)
+        host, pool = self._followed.host, self._followed.pool
+        families.gauge("up", "1 from the moment that the host speaks for its clients", host is not None)
+        if host is not None and pool is not None:
+            families.summary(host.summary, "a client of this host")
+            families.gauge("processes", "Processes that train its clients", pool.size)
+            families.counter("processes_replaced", "Training processes that died and were replaced", pool.replaced)
         yield from families.found
 
 

@@ -41,6 +41,7 @@ log = get_logger("scalars")
 class Scalars:
     """Holds what a run tells its trackers. A context manager: leaving it writes what is left, for at most 5 s.
 
+    It is a callback, too: of the Controller of a program of your own, of ``gradbus.simulate``, or of a Worker.
     The horizontal axis is the round, or for workers the number of steps done. NaN and infinity are left out.
     """
 
@@ -74,6 +75,14 @@ class Scalars:
             first = new[0].round_id if self._rounds is None else None
             self._put(_Job(first, [(report.round_id, round_values(report)) for report in new]))
         self._rounds = len(reports)
+
+    def on_report(self, report: RoundReport) -> None:
+        """Take the report of a round, as a callback of a Controller."""
+        self._put(_Job(report.round_id, [(report.round_id, round_values(report))]))
+
+    def on_epoch(self, report: EpochReport) -> None:
+        """Take the report of an epoch, as a callback of a Worker."""
+        self.epoch(report)
 
     def begin(self, step: int) -> None:
         """A data-parallel run goes on from this step: what TensorBoard has of an earlier start after it is removed."""
@@ -181,6 +190,7 @@ def round_values(report: RoundReport) -> Values:
         "loss/train": report.loss,
         "loss/eval": report.eval_loss,
         **{f"metrics/{name}": value for name, value in report.metrics.items()},
+        **{f"train/{name}": value for name, value in report.train_metrics.items()},
         **_by_clients(report.by_clients),
         "clients/updates": report.updates,
         "clients/expected": report.expected,

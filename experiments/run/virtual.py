@@ -14,6 +14,8 @@ from gradbus.actors.virtual.pool import TrainingPool
 from gradbus.actors.virtual.simulation import CLIENTS_PREFIX, SimulationOptions, check_first_round, settings_of
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
+from gradbus.experiments.report.followed import FollowedHost
+from gradbus.experiments.report.metrics_server import host_metrics
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.federated import ClientConfig
@@ -84,13 +86,15 @@ class Hosted:
         )
         return cls(bus, task, ids, client, state_dir, options.open_pool(task, settings))
 
-    async def run(self) -> None:
-        """Take part until all rounds are done."""
+    async def run(self, followed: FollowedHost | None = None) -> None:
+        """Take part until all rounds are done. ``followed``: it is told of the host that runs."""
         try:
             async with open_bus(self.bus) as bus:
                 host = ClientHost(
                     bus, self.task, ids=self.ids, pool=self.pool, state_dir=self.state_dir, config=self.client
                 )
+                if followed is not None:
+                    followed.host, followed.pool = host, self.pool
                 summary = await host.run()
             log.info(
                 "clients done", updates=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
@@ -107,8 +111,6 @@ def host_run(
     run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
 ) -> None:
     """``gradbus host``. ``run``: runs a loop to its end."""
-    if file.metrics.port is not None:
-        log.warning("metrics not served", port=file.metrics.port, why="a host of clients has none: metrics.port")
     try:
         ranges: Sequence[range] = parse_ids(ids)
     except ValueError as error:
@@ -121,4 +123,5 @@ def host_run(
             state_dir = stack.enter_context(scratch_folder(CLIENTS_PREFIX))
         every = [client_id for each in ranges for client_id in each]
         hosted = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, options)
-        run(hosted.run)
+        followed = stack.enter_context(host_metrics(file.metrics, file.bus.job))
+        run(lambda: hosted.run(followed))

@@ -324,6 +324,7 @@ def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
             {},
         ),
         "loss": reports[-1].loss if reports else None,
+        "train_metrics": dict(reports[-1].train_metrics) if reports else {},
         **{name: sum(getattr(report, name) for report in reports) for name in sizes},
         **{name: round(sum(getattr(report, name) for report in reports), 3) for name in times},
         "weights_crc32": reports[-1].weights_crc32 if reports else None,

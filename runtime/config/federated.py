@@ -494,6 +494,9 @@ class FederatedConfig(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     secure_aggregation: SecureAggregationSettings = SecureAggregationSettings()
     early_stop: EarlyStopSettings = EarlyStopSettings()
+    callbacks: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=64)] = ()
+    """Classes as package.module:Name, whose objects the controller calls at updates, models, evaluations and rounds;
+    see docs/training.md."""
     checkpoint: InitialCheckpointSettings = InitialCheckpointSettings()
     history: RunHistorySettings = RunHistorySettings()
 

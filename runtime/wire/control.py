@@ -48,8 +48,11 @@ Counts = Annotated[dict[Label, U64], Field(max_length=32)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Attempt = Annotated[int, Field(ge=1, le=0xFFFF_FFFF)]
 Binary = Annotated[bytes, Field(max_length=MAX_BINARY)]
+MAX_METRICS = 32  # that a message has room for
+MAX_METRIC_CHARS = 64  # of the name of one
 Metrics = Annotated[
-    dict[Annotated[str, Field(max_length=64), AfterValidator(plain_line)], Finite], Field(max_length=32)
+    dict[Annotated[str, Field(max_length=MAX_METRIC_CHARS), AfterValidator(plain_line)], Finite],
+    Field(max_length=MAX_METRICS),
 ]
 
 

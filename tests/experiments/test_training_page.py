@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from ddp_scene import succeeded, train
+from dds_domains import new_domain
 from doc_pages import python_blocks
 
+import gradbus
+from gradbus.models import NoopTask
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
@@ -37,6 +40,15 @@ def test_the_regression_of_the_page_learns_as_its_callback_looks_on(names: dict[
     assert last.metrics["rmse"] < 0.5 * first.metrics["rmse"]
     assert last.train_metrics["train rmse"] == pytest.approx(last.loss**0.5, rel=1e-4)
     assert patience.best <= last.loss
+
+
+def test_the_callback_of_a_controller_on_the_page_follows_its_clients(names: dict[str, Any]) -> None:
+    follow = names["FollowClients"]()
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=1)
+    config = gradbus.FederatedConfig(rounds=5, eval_every=0)
+    result = gradbus.simulate(NoopTask(10), 2, config=config, options=options, callbacks=[follow])
+    assert {client_id: len(losses) for client_id, losses in follow.losses.items()} == {0: 1, 1: 1}
+    assert len(result.rounds) == 1  # this task has a loss of 0
 
 
 def test_the_program_of_the_page_runs(

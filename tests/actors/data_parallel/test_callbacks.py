@@ -15,9 +15,9 @@ from regression import INPUTS, SAMPLES, STEPS, TARGETS, Regression
 from torch import Tensor, nn
 
 from gradbus.actors import EpochReport
-from gradbus.actors.data_parallel.callbacks import Callbacks
 from gradbus.actors.data_parallel.metrics import MAX_METRICS, MetricSums, combined
 from gradbus.models import Metric
+from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CallbackFailed, ConfigError
 
@@ -165,14 +165,14 @@ class Returns:
 
 @pytest.mark.parametrize("value", [True, np.True_, torch.tensor(True)], ids=["bool", "numpy", "tensor"])
 def test_true_of_numpy_and_torch_counts(value: Any) -> None:
-    assert len(Callbacks([Returns(value)], []).call("on_step", None)) == 1
+    assert len(Callbacks("parallel", [Returns(value)], []).call("on_step", None)) == 1
 
 
 @pytest.mark.parametrize(
     "value", [None, False, np.False_, torch.tensor(False)], ids=["None", "bool", "numpy", "tensor"]
 )
 def test_false_and_none_let_the_run_go_on(value: Any) -> None:
-    assert Callbacks([Returns(value)], []).call("on_step", None) == []
+    assert Callbacks("parallel", [Returns(value)], []).call("on_step", None) == []
 
 
 @pytest.mark.parametrize("value", [1, "stop", torch.tensor([True, False]), np.array(1.0)], ids=str)
@@ -180,7 +180,7 @@ def test_what_is_neither_true_nor_false_is_an_error_of_the_callback(value: Any) 
     with pytest.raises(
         CallbackFailed, match=r"on_step raised TypeError: it returned a .*, expected True to end the run"
     ):
-        Callbacks([Returns(value)], []).call("on_step", None)
+        Callbacks("parallel", [Returns(value)], []).call("on_step", None)
 
 
 def test_callbacks_are_named_by_the_configuration() -> None:
@@ -202,7 +202,7 @@ def test_callbacks_are_named_by_the_configuration() -> None:
 )
 def test_what_is_no_callback_is_refused(spec: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Callbacks([], [spec])
+        Callbacks("parallel", [], [spec])
     assert text in str(caught.value)
 
 

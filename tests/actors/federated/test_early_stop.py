@@ -11,8 +11,11 @@ import pytest
 from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.early_stop import EarlyStop
 from gradbus.actors.federated.report import RoundReport
+from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig
 from gradbus.runtime.errors import ConfigError
+
+NONE = Callbacks("federated", [], [])
 
 
 def reports_of(*losses: float | None, metric: str = "") -> list[RoundReport]:
@@ -23,7 +26,7 @@ def reports_of(*losses: float | None, metric: str = "") -> list[RoundReport]:
 
 
 def ends_after(settings: EarlyStopSettings, *losses: float | None, metric: str = "") -> int | None:
-    stop = EarlyStop(settings, [])
+    stop = EarlyStop(settings, NONE)
     for report in reports_of(*losses, metric=metric):
         stop.round_done(report)
         if stop.reason:
@@ -69,15 +72,15 @@ def test_a_metric_that_there_is_not_is_named_with_those_that_there_are() -> None
 
 def test_a_resumed_run_remembers_what_it_waited_for() -> None:
     history = reports_of(1.0, 2.0, 3.0)
-    assert not EarlyStop(EarlyStopSettings(patience=3), [], history).reason
-    again = EarlyStop(EarlyStopSettings(patience=2), [], history)
+    assert not EarlyStop(EarlyStopSettings(patience=3), NONE, history).reason
+    again = EarlyStop(EarlyStopSettings(patience=2), NONE, history)
     assert again.reason
     assert again.best_round == 1
 
 
 def test_the_last_round_before_a_resume_counts_when_it_is_evaluated_after_it() -> None:
     *before, last = reports_of(1.0, 2.0, 3.0)
-    resumed = EarlyStop(EarlyStopSettings(patience=2), [], [*before, dataclasses.replace(last, eval_loss=None)])
+    resumed = EarlyStop(EarlyStopSettings(patience=2), NONE, [*before, dataclasses.replace(last, eval_loss=None)])
     assert not resumed.reason
     resumed.evaluated(last)
     assert resumed.reason
@@ -96,7 +99,7 @@ def test_a_callback_sees_rounds_and_reports_and_may_end_the_run() -> None:
             return report.round_id == 2
 
     watching = Watching()
-    stop = EarlyStop(EarlyStopSettings(), [watching])
+    stop = EarlyStop(EarlyStopSettings(), Callbacks("federated", [watching], []))
     for report in reports_of(3.0, 2.0):
         assert stop.may_begin(report.round_id)
         stop.round_done(report)
@@ -108,6 +111,6 @@ def test_a_callback_sees_rounds_and_reports_and_may_end_the_run() -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected an object with some of on_round"):
-        EarlyStop(EarlyStopSettings(), [object()])
+        Callbacks("federated", [object()], [])
     with pytest.raises(ConfigError, match="set eval_every"):
         FederatedConfig(eval_every=0, early_stop={"patience": 1})  # type: ignore[arg-type]

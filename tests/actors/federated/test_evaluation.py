@@ -23,6 +23,7 @@ from gradbus.actors.federated.evaluation import (
     OpenEvaluation,
 )
 from gradbus.actors.federated.report import RoundReport
+from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig, LimitSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import EvaluationResult
@@ -165,7 +166,7 @@ def evaluated(round_id: int, *losses: float) -> RoundReport:
 
 
 def test_a_run_may_end_by_what_its_worst_client_finds() -> None:
-    stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss.max"), ())
+    stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss.max"), Callbacks("federated", [], []))
     for number, losses in enumerate([(1.0, 3.0), (0.5, 3.0), (0.25, 3.5)], start=1):
         assert not stop.reason
         stop.evaluated(evaluated(number, *losses))
@@ -173,14 +174,14 @@ def test_a_run_may_end_by_what_its_worst_client_finds() -> None:
 
 
 def test_an_evaluation_without_any_result_is_none_to_early_stop() -> None:
-    stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.loss"), ())
+    stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.loss"), Callbacks("federated", [], []))
     for number in range(1, 5):
         stop.evaluated(evaluated(number))
     assert not stop.reason
 
 
 def test_a_round_that_is_evaluated_twice_after_a_resume_counts_once() -> None:
-    stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss"), ())
+    stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss"), Callbacks("federated", [], []))
     for _ in range(5):
         stop.evaluated(evaluated(1, 1.0))
     assert not stop.reason
@@ -189,7 +190,7 @@ def test_a_round_that_is_evaluated_twice_after_a_resume_counts_once() -> None:
 def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.rmse"), ())
+    stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.rmse"), Callbacks("federated", [], []))
     for number in range(1, 4):
         stop.evaluated(evaluated(number, 1.0))
     assert not stop.reason
@@ -199,7 +200,7 @@ def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do(
 
 
 def test_losses_that_are_not_there_as_the_model_diverges_end_no_run() -> None:
-    stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss"), ())
+    stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss"), Callbacks("federated", [], []))
     stop.evaluated(evaluated(1, 1.0))
     for number in range(2, 6):
         found = opened(0)
@@ -209,7 +210,9 @@ def test_losses_that_are_not_there_as_the_model_diverges_end_no_run() -> None:
 
 
 def test_a_metric_that_too_few_clients_have_found_decides_nothing() -> None:
-    stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.loss"), (), least_answered=0.5)
+    stop = EarlyStop(
+        EarlyStopSettings(patience=1, metric="client.loss"), Callbacks("federated", [], []), least_answered=0.5
+    )
 
     def round_of(number: int, *losses: float) -> RoundReport:
         found = opened(*range(4))

@@ -127,29 +127,36 @@ def test_a_port_that_is_taken_and_one_that_is_too_high_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_controller_a_client_and_a_rank_serve_what_they_do(
+def test_a_controller_a_client_a_host_and_a_rank_serve_what_they_do(
     fork: Callable[..., Forked], domain: int, tmp_path: Path
 ) -> None:
     """One process each; the ports are read while they run."""
-    ports = {name: free_port() for name in ("controller", "client", "worker")}
+    ports = {name: free_port() for name in ("controller", "client", "host", "worker")}
     files = {name: tmp_path / f"{name}.json" for name in ports}
     bus = {"job": "metrics", "domain": domain}
     task = {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "threads": 1}
-    rules = {"rounds": 1000, "clients": {"min": 1}, "training": {"subset_size": 64}}
+    rules = {"rounds": 1000, "clients": {"num": 3, "min": 1}, "training": {"subset_size": 64}}
     files["controller"].write_text(json.dumps({"bus": bus, "task": task, "federated": rules}))
-    files["client"].write_text(json.dumps({"bus": bus, "task": task}))
+    for name in ("client", "host"):
+        files[name].write_text(json.dumps({"bus": bus, "task": task}))
     parallel = {"epochs": 1000}
     files["worker"].write_text(
         json.dumps({"bus": {**bus, "job": "metrics-ranks"}, "task": task, "parallel": parallel, "world": 1, "rank": 0})
     )
     folder = ("--run-dir", tmp_path / "run")
-    own = {"client": ("--id", 0), "worker": folder, "controller": ("--run-dir", tmp_path / "rounds")}
+    own = {
+        "client": ("--id", 0),
+        "host": ("--ids", "1-2"),
+        "worker": folder,
+        "controller": ("--run-dir", tmp_path / "rounds"),
+    }
     running: dict[str, Forked] = {
         name: fork(name, files[name], "--metrics-port", ports[name], *own[name]) for name in ports
     }
     wanted = {
         "controller": "gradbus_rounds_total",
         "client": "gradbus_client_rounds_total",
+        "host": "gradbus_host_rounds_total",
         "worker": "gradbus_rank_epochs_total",
     }
     for name, metric in wanted.items():

@@ -48,7 +48,12 @@ def source_of(page: Any, figure: str, theme: str) -> str:
 @pytest.mark.parametrize(
     ("name", "figures", "table", "rows"),
     [
-        ("federated", ["learning", "round-times", "timeline-1", "timeline-2", "bytes", "norms"], "rounds", 10),
+        (
+            "federated",
+            ["learning", "client-training", "round-times", "timeline-1", "timeline-2", "bytes", "norms"],
+            "rounds",
+            10,
+        ),
         ("parallel", ["learning", "step-parts", "windows", "step-spans", "bytes"], "epochs", 3),
         ("compared", ["learning", "parts"], "measures", 12),
     ],

@@ -88,16 +88,12 @@ def test_ids_that_are_none_are_refused_in_one_line(root: Path, variables: dict[s
     assert errors.strip() == "gradbus host: --ids: ids '5-3': expected an ascending range up to 2147483647"
 
 
-@pytest.mark.parametrize("port", [9100, None])
-def test_a_host_that_is_given_a_port_for_metrics_says_that_it_serves_none(
-    port: int | None, invoke: Any, configs: Path
-) -> None:
-    wrong = ("--ids", "5-3")  # which ends it before it starts anything
-    ended = invoke("host", configs / "client.conf.json", *wrong, "--set", f"metrics.port={json.dumps(port)}")
-    assert ended.code == ExitCode.CONFIG
-    lines = [line for line in (ended.out + ended.err).splitlines() if "metrics not served" in line]
-    assert len(lines) == (port is not None)
-    assert all("9100" in line and "metrics.port" in line for line in lines)
+def test_a_run_of_virtual_clients_has_trackers(invoke: Any, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    file = root / "experiments" / "configs" / "controller.conf.json"
+    refused = invoke("virtual", file, "--clients", "2", "--tensorboard", tmp_path / "taken")
+    assert refused.code == ExitCode.CONFIG
+    assert "--tensorboard" in refused.err
 
 
 @pytest.mark.parametrize("full", [True, False])

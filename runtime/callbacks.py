@@ -1,0 +1,106 @@
+"""The user's own code at certain points of a run: objects with methods that the run calls by name.
+
+A callback is any object with some of the methods of its kind of run; what they get and when they are called stands with
+what calls them: :mod:`gradbus.actors.federated.early_stop` and :mod:`gradbus.actors.data_parallel.callbacks`. They may
+return True, which ends the run, but for ``on_end``. What they return is True, False or None, of Python or numpy, or one
+of these in a tensor; else the callback has failed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradbus.runtime.choices import import_object
+from gradbus.runtime.errors import CallbackFailed, ConfigError
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "federated": ("on_round", "on_update", "on_aggregate", "on_evaluation", "on_report", "on_end"),
+    "parallel": ("on_step", "on_evaluation", "on_epoch", "on_end"),
+}
+"""What is called, by the section of the settings that names callbacks."""
+
+_PREFIX = "on_"
+
+
+class Callbacks:
+    """The callbacks of one process of a run."""
+
+    def __init__(self, section: str, given: Sequence[Any], named: Sequence[str]) -> None:
+        """
+        Args:
+            section: of :data:`METHODS`.
+            given: objects. named: classes or objects as ``package.module:Name``; classes are called without arguments.
+
+        Raises:
+            ConfigError: one cannot be imported or made, has none of the methods, or has one that nothing calls.
+        """
+        self._all = [(f"{type(one).__module__}:{type(one).__qualname__}", one) for one in given]
+        self._all += [(spec, _imported(spec, f"{section}.callbacks")) for spec in named]
+        for name, one in self._all:
+            _check(name, one, METHODS[section])
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def follow(self, method: str) -> bool:
+        """Return whether a callback has this method."""
+        return any(callable(getattr(one, method, None)) for _, one in self._all)
+
+    def call(self, method: str, argument: Any) -> list[str]:
+        """Call this method of all that have it. Returns the names of those that want the run to end.
+
+        Raises:
+            CallbackFailed: one has raised an exception, or has returned something else than True, False or None.
+        """
+        ending = []
+        for name, one in self._all:
+            function = getattr(one, method, None)
+            if not callable(function):
+                continue
+            try:
+                if _wants_end(function(argument)) and method != "on_end":
+                    ending.append(name)
+            except Exception as error:
+                raise CallbackFailed(name, method, error) from error
+        return ending
+
+
+def _check(name: str, one: Any, methods: Sequence[str]) -> None:
+    """Raises ConfigError: it is no callback of this kind of run. One object may serve both kinds."""
+    known = {method for section in METHODS.values() for method in section}
+    for other in dir(one):
+        if other.startswith(_PREFIX) and other not in known and callable(getattr(one, other, None)):
+            near = difflib.get_close_matches(other, methods, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"callback {name}: nothing calls its method {other}.{hint} Called are {', '.join(methods)}; give what "
+                f"is no callback a name without {_PREFIX} in front"
+            )
+    if not any(callable(getattr(one, method, None)) for method in methods):
+        raise ConfigError(f"callback {name}: expected an object with some of {', '.join(methods)}")
+
+
+def _wants_end(returned: Any) -> bool:
+    """Raises TypeError: it is neither true, false nor None."""
+    if isinstance(returned, Tensor) and returned.dtype == torch.bool and returned.ndim == 0:
+        return bool(returned)
+    if returned is None or isinstance(returned, bool | np.bool_):
+        return bool(returned)
+    raise TypeError(f"it returned a {type(returned).__name__}, expected True to end the run, else False or None")
+
+
+def _imported(spec: str, key: str) -> Any:
+    found = import_object(spec, key=key)
+    if not inspect.isclass(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise ConfigError(f"{key} {spec!r}: {type(error).__name__}: {error}. It is made without arguments") from error

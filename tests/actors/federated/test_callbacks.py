@@ -1,0 +1,209 @@
+"""Callbacks of a controller: when they are called, what they get, how they end a run, and which are refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+from dds_domains import new_domain
+from pydantic import TypeAdapter
+from secure_runs import Run
+
+import gradbus
+from gradbus.actors.federated.report import RoundReport
+from gradbus.experiments.report import figures as draw
+from gradbus.experiments.report import style
+from gradbus.experiments.report.scalars import Scalars, round_values
+from gradbus.experiments.rundir.reading import report_in
+from gradbus.models import NoopTask
+from gradbus.models.task import EvalResult, TrainResult
+from gradbus.runtime.callbacks import Callbacks
+from gradbus.runtime.errors import CallbackFailed, ConfigError
+
+
+class Measured(NoopTask):
+    """Reports metrics of training, and an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(100, delta="constant")
+
+    def train(self, model: Any, **arguments: Any) -> TrainResult:
+        super().train(model, **arguments)
+        client_id = arguments["client_id"]
+        return TrainResult(10 + 10 * client_id, 1.0 + client_id, metrics={"f1": 0.25 * (1 + client_id)})
+
+    def evaluate(self, model: Any) -> EvalResult:
+        return EvalResult(None, 0.5, 10)
+
+
+class Follower:
+    """Writes down its calls."""
+
+    made: ClassVar[list[Follower]] = []
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.threads: set[str] = set()
+        Follower.made.append(self)
+
+    def _note(self, what: str, argument: Any) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.calls.append((what, argument))
+
+    def on_round(self, round_id: int) -> None:
+        self._note("round", round_id)
+
+    def on_update(self, update: Any) -> None:
+        self._note("update", update)
+
+    def on_aggregate(self, report: Any) -> None:
+        self._note("aggregate", report)
+
+    def on_evaluation(self, report: Any) -> None:
+        self._note("evaluation", report)
+
+    def on_report(self, report: Any) -> None:
+        self._note("report", report)
+
+    def on_end(self, reports: Any) -> None:
+        self._note("end", reports)
+
+
+def simulated(task: Any, number: int = 2, given: tuple[Any, ...] = (), **rules: Any) -> gradbus.SimulationResult:
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=1)
+    config = gradbus.FederatedConfig(**{"rounds": 3, **rules})
+    return gradbus.simulate(task, number, config=config, options=options, callbacks=given)
+
+
+def test_callbacks_follow_rounds_updates_models_and_evaluations_on_the_compute_thread() -> None:
+    follower = Follower()
+    result = simulated(Measured(), given=(follower,), eval_every=2)
+    a_round = ["round", "update", "update", "aggregate"]
+    expected = [*a_round, "report", *a_round, "evaluation", "report", *a_round, "evaluation", "report", "end"]
+    assert [what for what, _ in follower.calls] == expected
+    assert follower.threads == {"gradbus-controller_0"}
+    updates = [update for what, update in follower.calls if what == "update"][:2]
+    assert {(one.client_id, one.round_id, one.num_samples, one.loss) for one in updates} == {
+        (0, 1, 10, 1),
+        (1, 1, 20, 2),
+    }
+    assert {one.metrics["f1"] for one in updates} == {0.25, 0.5}
+    aggregate = next(report for what, report in follower.calls if what == "aggregate")
+    assert (aggregate.round_id, aggregate.clients, aggregate.eval_loss) == (1, (0, 1), None)
+    assert aggregate.weights_crc32 == result.rounds[0].weights_crc32
+
+
+def test_callbacks_of_the_configuration_are_made_by_the_controller() -> None:
+    Follower.made.clear()
+    simulated(Measured(), rounds=1, callbacks=[f"{__name__}:Follower"])
+    assert [what for what, _ in Follower.made[0].calls][-2:] == ["report", "end"]
+
+
+def test_a_masked_update_is_told_of_once_its_attempt_has_come_to_a_sum() -> None:
+    follower = Follower()
+    run = Run(range(3))
+    run.make_controller = functools.partial(gradbus.Controller, callbacks=[follower])
+    run()
+    assert [what for what, _ in follower.calls] == ["round", *["update"] * 3, "aggregate", "report", "end"]
+
+
+def test_metrics_of_trainings_are_averaged_over_samples_and_kept_of_each_client() -> None:
+    result = simulated(Measured(), rounds=2, eval_every=0)
+    for report in result.rounds:
+        assert report.train_metrics == {"f1": (10 * 0.25 + 20 * 0.5) / 30}
+        assert [(one.loss, one.metrics) for one in report.timeline] == [(1.0, {"f1": 0.25}), (2.0, {"f1": 0.5})]
+        assert round_values(report)["train/f1"] == report.train_metrics["f1"]
+        again = report_in(json.dumps(report.to_json()), TypeAdapter(RoundReport))
+        assert (again.train_metrics, again.timeline[1].metrics) == (report.train_metrics, {"f1": 0.5})
+    with style.drawing():
+        figure = draw.draw_client_training(result.rounds)
+        assert draw.draw_client_training([RoundReport(round_id=1)]) is None
+    assert figure is not None
+    shown = [[line.get_xydata().tolist() for line in axes.lines] for axes in figure.axes]  # type: ignore[union-attr]
+    assert shown == [[[[1, 1], [2, 1]], [[1, 2], [2, 2]]], [[[1, 0.25], [2, 0.25]], [[1, 0.5], [2, 0.5]]]]
+
+
+@pytest.mark.parametrize(("metrics", "text"), [({"f1": "much"}, "cannot be read"), ([1.0], "cannot be read")])
+def test_metrics_of_a_training_that_are_no_numbers_are_an_error_of_the_task(metrics: Any, text: str) -> None:
+    class Wrong(Measured):
+        def train(self, model: Any, **arguments: Any) -> TrainResult:
+            return TrainResult(super().train(model, **arguments).num_samples, 1.0, metrics=metrics)
+
+    with pytest.raises(gradbus.GradbusError, match=text):
+        simulated(Wrong(), rounds=1)
+
+
+def test_more_metrics_than_a_message_holds_are_cut_and_non_finite_ones_left_out() -> None:
+    class Many(Measured):
+        def train(self, model: Any, **arguments: Any) -> TrainResult:
+            known = {f"m{number:02}": math.nan if number == 1 else number for number in range(40)}
+            return TrainResult(super().train(model, **arguments).num_samples, 1.0, metrics=known)
+
+    (report,) = simulated(Many(), rounds=1, eval_every=0).rounds
+    assert report.train_metrics == {f"m{number:02}": number for number in range(33) if number != 1}
+    assert [len(one.metrics) for one in report.timeline] == [8, 8]
+
+
+@pytest.mark.parametrize("method", ["on_update", "on_aggregate", "on_evaluation"])
+def test_a_callback_ends_the_run_after_the_round(method: str) -> None:
+    ending = type("Ending", (), {method: lambda self, what: what.round_id == 2})()
+    assert len(simulated(Measured(), given=(ending,)).rounds) == 2
+
+
+@pytest.mark.parametrize("method", ["on_round", "on_update", "on_aggregate", "on_evaluation", "on_report"])
+def test_an_exception_ends_the_run_with_the_name_of_the_callback(method: str) -> None:
+    def fails(self: Any, what: Any) -> None:
+        raise KeyError("no such column")
+
+    with pytest.raises(CallbackFailed, match=f"Broken: {method} raised KeyError"):
+        simulated(Measured(), given=(type("Broken", (), {method: fails})(),))
+
+
+@pytest.mark.parametrize("section", ["federated", "parallel"])
+def test_a_method_that_nothing_calls_is_refused_with_the_nearest_name(section: str) -> None:
+    misspelt = type("Misspelt", (), {"on_evalution": lambda self, report: None, "on_end": lambda self, what: None})()
+    with pytest.raises(
+        ConfigError, match=r"Misspelt: nothing calls its method on_evalution. Did you mean on_evaluation"
+    ):
+        Callbacks(section, [misspelt], [])
+
+
+def test_one_object_may_follow_both_kinds_of_runs() -> None:
+    both = type("Both", (), {"on_epoch": lambda self, report: None, "on_report": lambda self, report: None})()
+    for section in ("federated", "parallel"):
+        assert Callbacks(section, [both], [])
+
+
+def test_trackers_of_a_program_of_ones_own_are_callbacks() -> None:
+    class Recorder:
+        name, where = "recorder", "memory"
+
+        def __init__(self) -> None:
+            self.written: list[tuple[int, float]] = []
+
+        def open(self, first: int | None) -> None:
+            assert first == 1
+
+        def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
+            self.written.append((step, values["loss/train"]))
+
+        def close(self) -> None:
+            self.written.append((0, 0.0))
+
+    recorder = Recorder()
+    with Scalars(recorder) as scalars:
+        result = simulated(Measured(), given=(scalars,))
+    assert recorder.written == [*((one.round_id, one.loss) for one in result.rounds), (0, 0.0)]
+
+
+@pytest.mark.parametrize("metric", ["rmse", "accuracy"])
+def test_a_metric_that_no_evaluation_has_is_refused_before_a_client_trains(metric: str) -> None:
+    task = Measured()
+    task.train = lambda *_, **__: pytest.fail("a client has trained")  # type: ignore[method-assign, misc]
+    with pytest.raises(ConfigError, match=f"early_stop.metric: the evaluation has no '{metric}'; it has eval_loss"):
+        simulated(task, early_stop={"patience": 1, "metric": metric})
