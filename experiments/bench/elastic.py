@@ -34,6 +34,7 @@ from gradbus.experiments.bench.elastic_processes import (
     schedule,
     score,
 )
+from gradbus.experiments.bench.idle import measure_idle
 from gradbus.experiments.bench.processes import DOMAIN, BenchRank, context, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.lab.conditions import LinkConditions
@@ -456,6 +457,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the storm's faults [%(default)s]")
     parser.add_argument("--runs", type=int, default=100, help="of ranks that do not die [%(default)s]")
     parser.add_argument("--blocks", type=int, default=60, help="of steps, for the cost of a commit [%(default)s]")
+    parser.add_argument("--idle-s", type=float, default=60.0, help="of idle members [%(default)s]")
     parser.add_argument("--services", type=int, default=3, help="with a rank each [%(default)s]")
     parser.add_argument("--steps", type=int, default=50, help="of a block [%(default)s]")
 
@@ -467,6 +469,7 @@ BENCHMARK = Benchmark(
         "storm": Part(measure_storm, "Elastic runs: a storm of faults on four hosts", 1260),
         "false-deaths": Part(measure_false_deaths, "Elastic runs: nobody dies, and nobody is taken for dead", 240),
         "commit": Part(measure_commit, "Elastic runs: what a step takes more than one of a fixed group", 180),
+        "idle": Part(measure_idle, "What idle members send between hosts", 420),
         "embed": Part(measure_embed, "Elastic runs: a rank inside a web service", 90),
     },
     _options,
