@@ -108,7 +108,7 @@ def measure_way(
     """Train the MLP on two hosts. Returns one of each run. Raises NoNamespaces, ProcessFailed."""
     steps = way.warm_up + way.period * way.periods * runs
     run = Training(
-        model=models.mnist_mlp, batch_size=64, samples=max(512, 2 * 64 * steps), data="glyphs",
+        model=models.mnist_mlp, batch_size=64, samples=max(512, 2 * 64 * steps), data="glyphs", drawn=4096,
         datagram_bytes=datagram_bytes,
         config={
             "algorithm": way.algorithm, "epochs": 1, "max_steps": steps, "eval_every_epochs": 0, "hash_every": 0,
