@@ -35,11 +35,11 @@ RECEIVE_BUFFER_BYTES = 16 << 20  # a model's worth of datagrams may wait while P
 # all traffic or more. All that the process sends waits behind a full one, 2 s at 10 Mbit/s, so it is not larger.
 SEND_BUFFER_BYTES = 2 << 20
 LEASES_S: dict[Profile, float] = {"loopback": 60.0, "network": 10.0}
-# Who has just come announces itself so long to every port of each peer. Later only those of the first processes of a
-# machine are tried, so that two that could not reach each other all that time still meet: the first process of a
-# machine answers whoever it hears of. Processes that are known, or were until their lease ended, are told for ever.
-SEARCH_S = 300.0
-FIRST_PROCESSES = 3
+# Who has just come announces itself so long to every port of each peer: for as long as a process waits for others by
+# default. Later only the first process of a machine is tried, so that two that could not reach each other all that time
+# still meet if one of them is the first, and the other answers; each further port would have every machine say, in
+# another 0.2 kB/s, that nobody is there. Processes that are known, or were until their lease ended, are told for ever.
+SEARCH_S = 600.0
 # With 65,500 B datagrams on MTU 1500, 1 % packet loss makes a transfer collapse: the halves of datagrams that did
 # arrive fill the kernel's reassembly memory.
 DATAGRAM_BYTES: dict[Profile, int] = {"loopback": 65_500, "network": 1_400}
@@ -216,12 +216,11 @@ def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0) -> ET.Eleme
     if peers:
         element = ET.SubElement(discovery, "Peers")
         for address in peers:
-            kept = [address]
+            first = address
             if ":" not in address:  # else it has a port, the only one
                 ET.SubElement(element, "Peer", Address=address)
-                kept = [f"{address}:{port}" for port in discovery_ports(domain_id)[:FIRST_PROCESSES]]
-            for one in kept:
-                ET.SubElement(element, "Peer", Address=one, PruneDelay="inf")
+                first = f"{address}:{discovery_ports(domain_id)[0]}"
+            ET.SubElement(element, "Peer", Address=first, PruneDelay="inf")
     internal = ET.SubElement(domain, "Internal")
     ET.SubElement(internal, "SocketReceiveBufferSize", min="default", max=f"{RECEIVE_BUFFER_BYTES >> 20}MiB")
     if not loopback:

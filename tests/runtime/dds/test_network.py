@@ -58,11 +58,9 @@ def test_a_partition_heals_and_a_late_peer_is_found_in_both_profiles(profile: ne
     assert [(e.get("Address"), e.get("PruneDelay")) for e in tree.iter("Peer")] == [
         ("10.0.0.1", None),
         ("10.0.0.1:7910", "inf"),
-        ("10.0.0.1:7912", "inf"),
-        ("10.0.0.1:7914", "inf"),
         ("10.0.0.2:7499", "inf"),
     ]
-    assert text(tree, "Discovery/InitialLocatorPruneDelay") == "300s"
+    assert text(tree, "Discovery/InitialLocatorPruneDelay") == "600s"
     assert text(tree, "Discovery/DiscoveredLocatorPruneDelay") == "inf"
     assert text(tree, "Discovery/ParticipantIndex") == "auto"
     assert tree.find("Domain/Internal/SocketReceiveBufferSize") is not None
