@@ -16,6 +16,10 @@ from gradbus.runtime.testing.faults import parse_rules
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
 
+# Of ranks that may come and go on a network. Until it ends, the others stand still; and one that is taken for dead is
+# back a second later, where it would end a run of a fixed world. So a dead machine is known within 5 s.
+ELASTIC_LEASE_S = 4.0
+
 
 def check(settings: BusSettings, *, rank: int | None = None) -> None:
     """Check at once what would fail seconds later, when torch and the data are loaded. ``rank``: None in other jobs.
@@ -44,6 +48,12 @@ def document_of(settings: BusSettings) -> str:
 
 def _security(settings: BusSettings, rank: int | None) -> Security:
     return security_of(settings) if rank is None else rank_security(settings, rank)
+
+
+def elastic_bus(settings: BusSettings) -> BusSettings:
+    """The settings of a bus, with the lease of a rank of an elastic run where they have none."""
+    is_given = settings.lease_s is not None or settings.network == "loopback"
+    return settings if is_given else settings.model_copy(update={"lease_s": ELASTIC_LEASE_S})
 
 
 def lease_of(settings: BusSettings) -> float | None:

@@ -48,7 +48,7 @@ class Position:
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
         skipped_exchanges: exchanges of weights in this epoch whose results were dropped.
         metrics: of these batches, as ``MetricSums.plain`` gives them.
-        mean_loss: of the last step that was not skipped, over all ranks; None if the algorithm does not need it.
+        mean_loss: see ``Stepper.mean_loss``; None if that is NaN.
         epoch_batches: of the order that elastic ranks share, how many all of them have had in this epoch.
     """
 

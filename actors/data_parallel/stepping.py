@@ -40,7 +40,8 @@ class Stepper(ABC):
     """Makes steps, one after the other.
 
     Attributes:
-        mean_loss: of the last step that was not skipped, over the ranks that made it; NaN if nobody needs it.
+        mean_loss: of the last step that was not skipped, over the ranks that made it; NaN if nobody needs it. Where
+            weights are exchanged, of the step before the exchange, and NaN if no rank has made that one.
         skipped_exchanges: exchanges of weights so far whose results were dropped, on all ranks.
         is_diverged: whether a rank has announced with an exchange of weights that it had skipped as many steps in a row
             as it may; equal on all ranks.
@@ -122,8 +123,8 @@ class Stepper(ABC):
 
     def _note_loss(self, step: TrainingStep) -> None:
         """The status is that of all ranks. The loss follows from it alone, so it has equal bits on all of them."""
-        if self._algorithm.needs_loss and step.status is not None and step.status[2]:
-            self.mean_loss = float(step.status[1] / step.status[2])
+        if self._algorithm.needs_loss and step.status is not None:
+            self.mean_loss = float(step.status[1] / step.status[2])  # NaN: no rank has one that is finite
 
     def _opened(self, exchange: StepExchange) -> None:
         self._exchanges.append(exchange)

@@ -697,8 +697,9 @@ class Worker:
 
     def _note_mean_loss(self) -> None:
         """Note the newest loss where the algorithm goes by it, for who goes on from this position."""
-        if self._training.algorithm.needs_loss and not math.isnan(self._stepper.mean_loss):
-            self._position.mean_loss = self._stepper.mean_loss
+        if self._training.algorithm.needs_loss:
+            loss = self._stepper.mean_loss
+            self._position.mean_loss = None if math.isnan(loss) else loss
 
     async def _barrier(self, name: str) -> None:
         await self._group.barrier(name, round_id=self.step, timeout_s=self._config.checkpoint.timeout_s)

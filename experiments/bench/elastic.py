@@ -34,15 +34,16 @@ from gradbus.experiments.bench.elastic_processes import (
     schedule,
     score,
 )
+from gradbus.experiments.bench.idle import measure_idle
 from gradbus.experiments.bench.processes import DOMAIN, BenchRank, context, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.buses import ELASTIC_LEASE_S
 from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import Host, hosts_on_a_switch, set_link
 from gradbus.runtime.collectives import join_group
 
 LINKS = LinkConditions(rate_bit_s=1e9)
 _START_S = 30.0  # before the first fault of a storm
-LEASE_S = 3.0  # between hosts: a dead machine is known within 5 s
 START_S = 90.0
 TORCHFT_PYTHON = "GRADBUS_TORCHFT_PYTHON"  # an interpreter that has torchft; else that of make setup-integrations
 _ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +115,7 @@ def _machines(repeats: int) -> Iterator[Measurement]:
     back: list[float] = []
     with (
         hosts_on_a_switch(3, LINKS) as network,
-        _run("machines", 3, model=models.mnist_cnn, samples=1024, hosts=network.hosts, lease_s=LEASE_S) as run,
+        _run("machines", 3, model=models.mnist_cnn, samples=1024, hosts=network.hosts, lease_s=ELASTIC_LEASE_S) as run,
     ):
         run.first(range(3), 0.0, "step", START_S, world=3)
         for repeat in range(repeats):
@@ -129,7 +130,7 @@ def _machines(repeats: int) -> Iterator[Measurement]:
             set_link(network.hosts[victim], True)
             back.append(run.first([victim], mended_s, "step", 90.0, world=3)[0]["at_s"] - mended_s)
             run.first(others, mended_s, "step", 30.0, world=3)
-    note = f"lease of {LEASE_S:g} s"
+    note = f"lease of {ELASTIC_LEASE_S:g} s"
     yield measurement("one of 3 machines cut off: known to the others", "s", known, at_most=5.0, note=note)
     yield measurement("one of 3 machines cut off: next step of the others", "s", stepped, note=note)
     yield measurement("a machine that was cut off is back at work", "s", back, note="after the link is mended")
@@ -145,8 +146,8 @@ def measure_storm(chosen: argparse.Namespace) -> Iterator[Measurement]:
     config = {"timeouts": {"collective_s": 10.0}}
     with hosts_on_a_switch(world, LINKS) as network:
         until_s = time.monotonic() + _START_S + seconds
-        seat = {"hosts": network.hosts, "lease_s": LEASE_S, "compute_s": 0.1, "until_s": until_s, "config": config}
-        with _run("storm", world, **seat) as run:
+        seat = {"hosts": network.hosts, "lease_s": ELASTIC_LEASE_S, "compute_s": 0.1, "until_s": until_s}
+        with _run("storm", world, config=config, **seat) as run:
             run.first(range(world), 0.0, "step", START_S, world=world)
             began_s, ended_s = max(time.monotonic(), until_s - seconds), until_s
             print(f"storm of {len(faults)} faults; journals and logs in {run.seat.directory}", file=sys.stderr)
@@ -252,6 +253,7 @@ class _Case:
 
     name: str
     do: Callable[[Sequence[ElasticProcesses]], None]
+    still_s: float = 0.0  # how long ranks get no processor at all
 
 
 def _stopped(all_ranks: bool, for_s: float) -> Callable[[Sequence[ElasticProcesses]], None]:
@@ -297,10 +299,10 @@ def _starved(nice: int, for_s: float) -> Callable[[Sequence[ElasticProcesses]], 
 
 
 _CASES = (
-    _Case("one rank stopped for 1.2 s", _stopped(False, 1.2)),
-    _Case("all ranks stopped for 1.2 s", _stopped(True, 1.2)),
-    _Case("all ranks stopped for 3 s", _stopped(True, 3.0)),
-    _Case("all ranks stopped for 10 s", _stopped(True, 10.0)),
+    _Case("one rank stopped for 1.2 s", _stopped(False, 1.2), 1.2),
+    _Case("all ranks stopped for 1.2 s", _stopped(True, 1.2), 1.2),
+    _Case("all ranks stopped for 3 s", _stopped(True, 3.0), 3.0),
+    _Case("all ranks stopped for 10 s", _stopped(True, 10.0), 10.0),
     _Case("nice 10 beside 8 busy processes for 5 s", _starved(10, 5.0)),
     _Case("nice 19 beside 8 busy processes for 5 s", _starved(19, 5.0)),
 )
@@ -308,19 +310,36 @@ _CASES = (
 
 def measure_false_deaths(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Nobody dies: no run may lose a generation. A run of the table is a run of ranks and one disturbance."""
-    deaths: dict[str, list[int]] = {case.name: [] for case in _CASES}
-    while sum(map(len, deaths.values())) < chosen.runs:
+    yield from _false_deaths(
+        chosen.runs, _CASES,
+        [(world, {"shared_memory": shared, "compute_s": 0.03}) for world in (2, 4) for shared in (True, False)],
+    )  # fmt: skip
+
+
+def measure_false_deaths_between_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """The same where each rank is on a host of its own, and loses 1 % of its packets: there a lease tells of deaths,
+    so that cases are left out in which all ranks stand still for as long as it, or longer."""
+    lease_s = chosen.lease_s
+    cases = [case for case in _CASES if case.still_s < lease_s]
+    with hosts_on_a_switch(4, LINKS) as network:
+        seat = {"hosts": network.hosts, "lease_s": lease_s, "compute_s": 0.03, "loss_per_mille": 10}
+        for found in _false_deaths(chosen.runs, cases, [(world, seat) for world in (2, 4)]):
+            yield found.model_copy(update={"name": f"{found.name}, between hosts, lease of {lease_s:g} s"})
+
+
+def _false_deaths(
+    count: int, cases: Sequence[_Case], kinds: Sequence[tuple[int, dict[str, Any]]]
+) -> Iterator[Measurement]:
+    """``kinds``: of runs that are disturbed at the same time: how many ranks, and their seat."""
+    deaths: dict[str, list[int]] = {case.name: [] for case in cases}
+    while sum(map(len, deaths.values())) < count:
         with ExitStack() as stack:
-            runs = [
-                stack.enter_context(_run("false", world, shared_memory=shared, compute_s=0.03))
-                for world in (2, 4)
-                for shared in (True, False)
-            ]
+            runs = [stack.enter_context(_run("false", world, **seat)) for world, seat in kinds]
             for run in runs:
                 run.first(range(len(run.processes)), 0.0, "step", START_S, world=len(run.processes))
             done = False
-            while not done and sum(map(len, deaths.values())) < chosen.runs:
-                for case in _CASES:
+            while not done and sum(map(len, deaths.values())) < count:
+                for case in cases:
                     faults = _disturb(runs, case)
                     deaths[case.name] += [bool(fault) for fault in faults]
                     for fault in filter(None, faults):
@@ -456,6 +475,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the storm's faults [%(default)s]")
     parser.add_argument("--runs", type=int, default=100, help="of ranks that do not die [%(default)s]")
     parser.add_argument("--blocks", type=int, default=60, help="of steps, for the cost of a commit [%(default)s]")
+    parser.add_argument(
+        "--lease-s", type=float, default=ELASTIC_LEASE_S, help="of ranks on hosts that do not die [%(default)s]"
+    )
+    parser.add_argument("--idle-s", type=float, default=60.0, help="of idle members [%(default)s]")
     parser.add_argument("--services", type=int, default=3, help="with a rank each [%(default)s]")
     parser.add_argument("--steps", type=int, default=50, help="of a block [%(default)s]")
 
@@ -466,7 +489,11 @@ BENCHMARK = Benchmark(
         "faults": Part(measure_faults, "Elastic runs: deaths known, training that goes on, ranks that are back", 180),
         "storm": Part(measure_storm, "Elastic runs: a storm of faults on four hosts", 1260),
         "false-deaths": Part(measure_false_deaths, "Elastic runs: nobody dies, and nobody is taken for dead", 240),
+        "false-deaths-hosts": Part(
+            measure_false_deaths_between_hosts, "Elastic runs between hosts: nobody is taken for dead", 240
+        ),
         "commit": Part(measure_commit, "Elastic runs: what a step takes more than one of a fixed group", 180),
+        "idle": Part(measure_idle, "What idle members send between hosts", 150),
         "embed": Part(measure_embed, "Elastic runs: a rank inside a web service", 90),
     },
     _options,

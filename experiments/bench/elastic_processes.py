@@ -48,8 +48,8 @@ class ElasticSeat:
         config: of DataParallelConfig, nested. model: its maker. samples: of glyphs, of which a step takes
             ``batch_size`` a rank.
         number, founders: see ElasticPlace. hosts: namespaces, one for each number; empty: all on this machine.
-        lease_s, shared_memory: of the bus. compute_s: that each batch takes besides, with the processor free.
-        until_s: time.monotonic of the run's end, which its ranks agree on.
+        lease_s, shared_memory, loss_per_mille: of the bus. until_s: time.monotonic of the run's end, which its ranks
+            agree on. compute_s: that each batch takes besides, with the processor free.
     """
 
     job: str
@@ -63,13 +63,16 @@ class ElasticSeat:
     hosts: tuple[Host, ...] = ()
     lease_s: float | None = None
     shared_memory: bool = True
+    loss_per_mille: int = 0
     compute_s: float = 0.0
     until_s: float = math.inf
 
     @property
     def network(self) -> gradbus.NetworkConfig:
         """Return the network that its bus is on."""
-        network = gradbus.NetworkConfig(lease_s=self.lease_s, shared_memory=self.shared_memory)
+        network = gradbus.NetworkConfig(
+            lease_s=self.lease_s, shared_memory=self.shared_memory, loss_per_mille=self.loss_per_mille
+        )
         if not self.hosts:
             return network
         peers = tuple(host.address for host in self.hosts)

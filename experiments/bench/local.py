@@ -281,6 +281,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=float, default=math.inf,
         help="begin no training after so long: rows then have fewer seeds, and another run trains what is missing",
     )  # fmt: skip
+    parser.add_argument("--runs", type=int, default=3, help="of each way, for the utilisation [%(default)s]")
     parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer steps, one seed")
     parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
 
@@ -293,7 +294,7 @@ BENCHMARK = Benchmark(
         "tuning": Part(measure_tuning, "Local steps: options compared, on samples of the training set", 1800, 300,
                        needs_mnist=True),
         "text": Part(measure_text, "Local steps: loss of a transformer over dense's", 10_800, 600),
-        "utilisation": Part(measure_utilisation, "Local steps: compute over wall time on slow links", 900, 240),
+        "utilisation": Part(measure_utilisation, "Local steps: compute over wall time on slow links", 1140, 300),
     },
     _options,
     ("accuracy", "text", "utilisation"),

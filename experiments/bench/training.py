@@ -25,8 +25,8 @@ class Training:
 
     Attributes:
         model: takes ``seed``. batch_size: of one rank. config: of ``gradbus.DataParallelConfig``, which also has the
-            seed. samples: of the training set, None for all. data: glyphs are drawn on the spot. data_root:
-            folder of MNIST, None: as ``GRADBUS_DATA`` says.
+            seed. samples: of the training set, None for all. data: glyphs are drawn on the spot, at most
+            ``drawn`` different ones, which are repeated. data_root: folder of MNIST, None: as ``GRADBUS_DATA`` says.
     """
 
     model: Callable[..., nn.Module]
@@ -35,6 +35,7 @@ class Training:
     world: int = 2
     samples: int | None = None
     data: Data = "mnist"
+    drawn: int | None = None
     data_root: Path | None = None
     datagram_bytes: int | None = None
 
@@ -47,7 +48,10 @@ class Training:
     def split(self) -> models.DataSplit:
         """The data."""
         if self.data == "glyphs":
-            return models.glyphs(train=self.samples or 1000, test=50)
+            samples = self.samples or 1000
+            split = models.glyphs(train=min(samples, self.drawn or samples), test=50)
+            repeated = split.train.subset(torch.arange(samples) % len(split.train))
+            return split if self.drawn is None else models.DataSplit(repeated, split.test)
         split = models.load(self.data, self.data_root, download=False)
         if self.samples is None:
             return split

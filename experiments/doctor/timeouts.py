@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from gradbus.experiments.buses import lease_of
+from gradbus.experiments.buses import elastic_bus, lease_of
 from gradbus.experiments.doctor.machine import Finding, Severity
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -35,10 +35,10 @@ def job_of(config: Path) -> JobTimeouts:
 
 def timeouts(job: JobTimeouts) -> list[Finding]:
     """Those of the kind of training that a job is of; of both kinds where its settings name none."""
-    lease_s = lease_of(job.bus)
+    ranks_bus = elastic_bus(job.bus) if job.parallel.elastic.is_on else job.bus
     found = {
-        "parallel": ("timeouts of ranks", parallel_timeouts(job.parallel, lease_s=lease_s)),
-        "federated": ("timeouts of rounds", federated_timeouts(job.federated, lease_s=lease_s)),
+        "parallel": ("timeouts of ranks", parallel_timeouts(job.parallel, lease_s=lease_of(ranks_bus))),
+        "federated": ("timeouts of rounds", federated_timeouts(job.federated, lease_s=lease_of(job.bus))),
     }
     findings = []
     for name, of_kind in [found[kind] for kind in found if kind in job.model_fields_set] or found.values():

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gradbus.actors import ElasticPlace, ElasticWorker, EpochReport
-from gradbus.experiments.buses import open_bus
+from gradbus.experiments.buses import elastic_bus, open_bus
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.data_parallel import Output, WorkerOutcome
@@ -66,7 +66,7 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
     own = config.replaced("profile.dir", config.profile.dir or directory.path)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(run.write_trace)  # when the others know already how it ended: this takes a while
-        bus = await stack.enter_async_context(open_bus(file.bus, rank=number))
+        bus = await stack.enter_async_context(open_bus(elastic_bus(file.bus), rank=number))
         worker = ElasticWorker(
             ElasticPlace(bus=bus, number=number, founders=founders), task, own,
             on_open=lambda: run.opened(worker),

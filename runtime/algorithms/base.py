@@ -49,8 +49,8 @@ class Step:
         active: ranks that have data in this step; means of gradients are over these.
         loss: the mean over these ranks of the last step that was not skipped, with equal bits on all ranks; NaN before
             the first one, and for algorithms without ``needs_loss``. Where weights are exchanged after the optimizer's
-            step, to be applied at once or later, that is this one. Where the exchange ``overlaps``, and is not late, it
-            begins before the loss of its step is known.
+            step, to be applied at once or later, that is this one; NaN if no rank has made it. Where the exchange
+            ``overlaps``, and is not late, it begins before the loss of its step is known.
     """
 
     number: int

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree as ET
 
+from gradbus.runtime.dds.spdp import discovery_ports
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 
@@ -34,6 +35,11 @@ RECEIVE_BUFFER_BYTES = 16 << 20  # a model's worth of datagrams may wait while P
 # all traffic or more. All that the process sends waits behind a full one, 2 s at 10 Mbit/s, so it is not larger.
 SEND_BUFFER_BYTES = 2 << 20
 LEASES_S: dict[Profile, float] = {"loopback": 60.0, "network": 10.0}
+# Who has just come announces itself so long to every port of each peer: for as long as a process waits for others by
+# default. Later only the first process of a machine is tried, so that two that could not reach each other all that time
+# still meet if one of them is the first, and the other answers; each further port would have every machine say, in
+# another 0.2 kB/s, that nobody is there. Processes that are known, or were until their lease ended, are told for ever.
+SEARCH_S = 600.0
 # With 65,500 B datagrams on MTU 1500, 1 % packet loss makes a transfer collapse: the halves of datagrams that did
 # arrive fill the kernel's reassembly memory.
 DATAGRAM_BYTES: dict[Profile, int] = {"loopback": 65_500, "network": 1_400}
@@ -116,8 +122,8 @@ class NetworkConfig:
 
 
 def announcement_s(lease_s: float) -> float:
-    """How often DDS announces a participant by itself. Each time costs a datagram for each of 121 ports of each peer,
-    and whoever comes is announced at once; so this is for what is lost, and for those that were cut off."""
+    """How often DDS announces a participant by itself, with a datagram for each process that it knows and each port
+    that it tries. Whoever comes is announced at once; so this is for what is lost, and for those that were cut off."""
     return min(max(lease_s / 5, 0.2), 2.0)
 
 
@@ -135,11 +141,11 @@ def check_interface(name: str) -> None:
         raise ConfigError(f"network interface {name!r} does not exist here{hint} This machine has: {', '.join(known)}")
 
 
-def build_xml(config: NetworkConfig, *, user_document: str | None = None) -> str:
+def build_xml(config: NetworkConfig, *, domain_id: int = 0, user_document: str | None = None) -> str:
     """The configuration document for Cyclone DDS.
 
     Args:
-        config: the settings.
+        config: the settings. domain_id: that it is for, which ports follow from.
         user_document: what ``CYCLONEDDS_URI`` holds: XML text, a path, or a ``file://`` address. Its elements replace
             ours, element by element below the sections (General, Discovery ...).
 
@@ -147,7 +153,7 @@ def build_xml(config: NetworkConfig, *, user_document: str | None = None) -> str
         ConfigError: the interface does not exist, or the user's document is not a well-formed Cyclone document.
     """
     loopback = config.profile == "loopback"
-    tree = _base(config, loopback)
+    tree = _base(config, loopback, domain_id)
     if user_document and user_document.strip():
         _merge(tree, _parse_user(user_document))
     for element in tree.iter("NetworkInterface"):
@@ -178,7 +184,7 @@ def _is_here(address: str) -> bool:
         return False
 
 
-def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
+def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0) -> ET.Element:
     multicast = "true" if config.multicast else "false"
     document = ET.Element("CycloneDDS")
     domain = ET.SubElement(document, "Domain", Id="any")
@@ -194,8 +200,7 @@ def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
         },
     )
     discovery = ET.SubElement(domain, "Discovery")
-    # With the defaults of these three, a partition of 80 s never heals, and a peer that is unreachable for its first
-    # 75 s is never found.
+    # With the defaults of the last three a partition of 80 s never heals.
     _texts(
         discovery,
         {
@@ -203,6 +208,7 @@ def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
             "MaxAutoParticipantIndex": "120",
             "LeaseDuration": f"{config.effective_lease_s:g}s",
             "SPDPInterval": f"{announcement_s(config.effective_lease_s):g}s",
+            "InitialLocatorPruneDelay": f"{SEARCH_S:g}s",
             "DiscoveredLocatorPruneDelay": "inf",
         },
     )
@@ -210,7 +216,11 @@ def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
     if peers:
         element = ET.SubElement(discovery, "Peers")
         for address in peers:
-            ET.SubElement(element, "Peer", Address=address, PruneDelay="inf")
+            first = address
+            if ":" not in address:  # else it has a port, the only one
+                ET.SubElement(element, "Peer", Address=address)
+                first = f"{address}:{discovery_ports(domain_id)[0]}"
+            ET.SubElement(element, "Peer", Address=first, PruneDelay="inf")
     internal = ET.SubElement(domain, "Internal")
     ET.SubElement(internal, "SocketReceiveBufferSize", min="default", max=f"{RECEIVE_BUFFER_BYTES >> 20}MiB")
     if not loopback:

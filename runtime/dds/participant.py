@@ -363,7 +363,7 @@ class Participant:
         self.access_policy = AccessPolicy()
         self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
         malloc.keep_memory()
-        xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
+        xml = build_xml(network, domain_id=domain_id, user_document=os.environ.get("CYCLONEDDS_URI"))
         self._lease = domains.acquire(domain_id, xml, partition)
         self._partition = partition
         self.entity = self._lease.entity

@@ -125,6 +125,27 @@ def test_the_doctor_shows_the_timeouts_of_a_configuration_with_its_lease_and_its
     assert [one.name for one in timeouts(JobTimeouts())] == ["timeouts of ranks", "timeouts of rounds"]
 
 
+@pytest.mark.parametrize(
+    ("bus", "min_world", "lease_s"),
+    [
+        ('network = "network"', 2, "4"),
+        ('network = "network"', 0, "10"),
+        ('network = "network"\nlease_s = 6.0', 2, "6"),
+        ('network = "loopback"', 2, "60"),
+    ],
+    ids=["elastic", "of a fixed world", "given", "loopback"],
+)
+def test_a_rank_of_an_elastic_run_has_a_short_lease_on_a_network_unless_one_is_given(
+    bus: str, min_world: int, lease_s: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'[bus]\ninterface = "eth0"\n{bus}\n[parallel.elastic]\nmin_world = {min_world}\n', encoding="utf-8"
+    )
+    (finding,) = timeouts(job_of(path))
+    assert f"lease {lease_s} s" in finding.value
+
+
 def test_the_doctor_names_the_ports_when_nobody_is_found() -> None:
     findings = judge(LocalMeasurement(fast_path=True), BusSettings(domain=3))
     assert findings[-1].severity is Severity.BAD

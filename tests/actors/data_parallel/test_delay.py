@@ -278,6 +278,24 @@ def test_a_rank_that_skips_its_own_step_does_not_count_in_the_loss_and_all_are_g
     assert all(map(math.isnan, mine.due + other.due))  # it is not known, where the exchange before may go on
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_where_no_rank_has_made_the_step_its_loss_is_nan_also_for_who_goes_on_from_a_checkpoint(
+    delay: int, tmp_path: Path
+) -> None:
+    tasks = Told(2), Told(2)
+    algorithms = [lambda place: DueByLoss(place, DueByLoss.Options())] * 2
+    outcomes = succeeded(
+        train(*tasks, algorithms=algorithms, epochs=1, delay_steps=delay, max_steps=3, checkpoint__dir=tmp_path)
+    )
+    for outcome in outcomes:
+        algorithm = outcome.worker._training.algorithm
+        assert isinstance(algorithm, DueByLoss)
+        means = [sum(pair) / 2 for pair in zip(tasks[0].losses, tasks[1].losses, strict=True)]
+        assert algorithm.losses == pytest.approx(means, nan_ok=True)
+        assert list(map(math.isnan, algorithm.losses)) == [False, False, True]
+        assert outcome.worker._position.mean_loss is None
+
+
 class Fails(Algorithm):
     """Its second phase fails in the third step of a rank."""
 

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import pytest
 from dds_domains import new_domain
 from patience import until
 
-from gradbus.runtime.dds import discovery, peer_processes
+from gradbus.runtime.dds import discovery, network, peer_processes
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import Participant
+from gradbus.runtime.dds.spdp import discovery_ports
 
 COUNT = 60
 
@@ -49,9 +51,9 @@ def announcement(prefix: bytes, user_data: str, *hosts: str | bytes) -> bytes:
 
 
 @contextmanager
-def node() -> Iterator[tuple[Participant, int]]:
+def node(**settings: Any) -> Iterator[tuple[Participant, int]]:
     domain = new_domain()
-    made = Participant(domain_id=domain, partition=f"crowd-{os.getpid()}", network=NetworkConfig())
+    made = Participant(domain_id=domain, partition=f"crowd-{os.getpid()}", network=NetworkConfig(**settings))
     try:
         yield made, domain
     finally:
@@ -108,3 +110,45 @@ def test_what_a_stranger_announces_that_cannot_be_read_hides_nobody_else() -> No
         time.sleep(0.2)  # so that one look takes all of them
         until(lambda: made.look_around() and set(prefixes) <= set(made.claims()))
         assert [made.claims()[prefix].host for prefix in prefixes] == ["", "", "", "good"]
+
+
+def test_after_a_while_only_the_first_port_and_those_of_known_participants_get_announcements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network, "SEARCH_S", 1.0)
+    monkeypatch.setattr(discovery, "ANNOUNCE_S", ())
+    with node(lease_s=1.0) as (made, domain), ExitStack() as stack:
+        ports = discovery_ports(domain)
+        heard = {index: stack.enter_context(_port(ports[index])) for index in (1, 100, 120)}
+        assert all(one.recv(2_000)[8:20] == made.prefix for one in heard.values())
+        known = announcement(os.urandom(12), "").replace(_locator(9), _locator(ports[100]))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
+            speaker.sendto(known, discovery.own_addresses(domain)[0])
+        until(lambda: made.look_around() and len(made.claims()) == 2)
+        for index in (1, 120):
+            heard[index].settimeout(2.0)  # ten times as long as from one announcement to the next
+            with suppress(TimeoutError):
+                while heard[index].recv(2_000):
+                    pass
+        _drop_what_has_come(heard[100])
+        assert heard[100].recv(2_000)[8:20] == made.prefix
+
+
+def _port(number: int) -> socket.socket:
+    """A socket at which no process of the domain listens yet."""
+    one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    one.bind(("127.0.0.1", number))
+    one.settimeout(10.0)
+    return one
+
+
+def _locator(port: int) -> bytes:
+    return struct.pack("<iI", 1, port) + bytes(12) + socket.inet_aton("127.0.0.1")
+
+
+def _drop_what_has_come(one: socket.socket) -> None:
+    one.setblocking(False)
+    with suppress(BlockingIOError):
+        while one.recv(2_000):
+            pass
+    one.settimeout(10.0)

@@ -40,7 +40,7 @@ def test_by_default_only_loopback_is_named_and_nothing_is_multicast() -> None:
     tree = built(NetworkConfig())
     assert [(e.get("name"), e.get("multicast")) for e in tree.iter("NetworkInterface")] == [("lo", "false")]
     assert text(tree, "General/AllowMulticast") == "false"
-    assert [e.get("Address") for e in tree.iter("Peer")] == ["127.0.0.1"]
+    assert {e.get("Address", "").partition(":")[0] for e in tree.iter("Peer")} == {"127.0.0.1"}
     assert not NetworkConfig().leaves_machine
 
 
@@ -54,11 +54,13 @@ def test_loopback_uses_large_datagrams_and_a_real_network_those_that_fit_its_pac
 
 @pytest.mark.parametrize("profile", ["loopback", "network"])
 def test_a_partition_heals_and_a_late_peer_is_found_in_both_profiles(profile: network.Profile) -> None:
-    tree = built(NetworkConfig(profile=profile, peers=("10.0.0.1", "10.0.0.2")))
+    tree = ET.fromstring(build_xml(NetworkConfig(profile=profile, peers=("10.0.0.1", "10.0.0.2:7499")), domain_id=2))
     assert [(e.get("Address"), e.get("PruneDelay")) for e in tree.iter("Peer")] == [
-        ("10.0.0.1", "inf"),
-        ("10.0.0.2", "inf"),
+        ("10.0.0.1", None),
+        ("10.0.0.1:7910", "inf"),
+        ("10.0.0.2:7499", "inf"),
     ]
+    assert text(tree, "Discovery/InitialLocatorPruneDelay") == "600s"
     assert text(tree, "Discovery/DiscoveredLocatorPruneDelay") == "inf"
     assert text(tree, "Discovery/ParticipantIndex") == "auto"
     assert tree.find("Domain/Internal/SocketReceiveBufferSize") is not None
