@@ -150,6 +150,9 @@ class LocalPool(TrainingPool[LocalProcess]):
         except (ChannelClosed, OSError, TimeoutError):
             own.close()
             raise TrainingFailed("no training process can be started any more: is there enough memory?") from None
+        except BaseException:  # the run ends meanwhile
+            own.close()
+            raise
         finally:
             other.close()
         for process, code in answer.head["ended"].items():

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import DistBackendError, TCPStore
 from torch_node import SceneRanks, play
 
+from gradbus.torch import reconfigure
 from gradbus.torch.backend import DdsBackend
 from gradbus.torch.process_group import make_options
 from gradbus.torch.reconfigure import MemberHandle, Members
@@ -31,6 +32,12 @@ EXPECTED = {
     "after_abort": [["ErrorType.SUCCESS", rank, 3, 6.0] for rank in range(3)],
     "rejects_reused_uuid": [True, True, True],
 }
+
+
+def test_a_torch_without_reconfigure_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconfigure, "HAS_RECONFIGURE", False)
+    with pytest.raises(RuntimeError, match=r"needs torch 2\.15 or newer, this is .*Destroy the process group and make"):
+        DdsBackend.get_reconfigure_handle(SimpleNamespace())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["dds", "gloo"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import threading
@@ -207,3 +208,4 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_a_client_trains(metri
     task.train = lambda *_, **__: pytest.fail("a client has trained")  # type: ignore[method-assign, misc]
     with pytest.raises(ConfigError, match=f"early_stop.metric: the evaluation has no '{metric}'; it has eval_loss"):
         simulated(task, early_stop={"patience": 1, "metric": metric})
+    gc.collect()  # which warns of a channel that is left open to a training process that was being started

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,19 @@ def test_a_replica_group_of_torchft_is_killed_and_comes_back(root: Path, domain:
     assert steps == list(range(steps[0], steps[0] + len(steps)))
     final = {line["replica"]: line["weights"] for line in lines if "weights" in line}
     assert final["replica_0"] == final["replica_1"]
+
+
+def test_the_script_of_local_updates_runs_as_its_page_says(root: Path, domain: int) -> None:
+    page = (root / "docs" / "local-updates.md").read_text("utf-8")
+    found = re.search(
+        r"`torchrun (--standalone --nproc-per-node 2 -m\s+gradbus\.experiments\.examples\.local_updates)`", page
+    )
+    assert found
+    command = [sys.executable, "-m", "torch.distributed.run", *found[1].split()]
+    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, timeout=ENDS_S, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    of_rank = {line["rank"]: line for line in printed(ended.stdout)}
+    assert of_rank.keys() == {0, 1}
+    assert {line["backend"] for line in of_rank.values()} == {"dds"}
+    assert of_rank[0]["weights"] == of_rank[1]["weights"]
