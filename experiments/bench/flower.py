@@ -169,14 +169,18 @@ def printed_over_superlink(app: Path, config: str, folder: Path) -> str:
     return (folder / "run.txt").read_text(encoding="utf-8")
 
 
-def seconds_of_a_round(run: Callable[[Path, str, Path], str], size_bytes: int) -> float:
+AppRun = Callable[[Path, str, Path], str]
+"""Runs an app, with a configuration and a folder for what it leaves, and returns what it has printed."""
+
+
+def seconds_of_a_round(run: AppRun, size_bytes: int) -> float:
     """Median seconds of a round of the app whose clients return a model of this size."""
     with tempfile.TemporaryDirectory() as name:
         app = write_app(Path(name))
         return statistics.median(round_seconds(run(app, f"values={size_bytes // 4} rounds={ROUNDS}", Path(name))))
 
 
-def accuracies(run: Callable[[Path, str, Path], str], app: Path) -> list[float]:
+def accuracies(run: AppRun, app: Path) -> list[float]:
     """Accuracy after each round of an app of the tests, of a copy of it."""
     with tempfile.TemporaryDirectory() as name:
         copy = shutil.copytree(app, Path(name) / app.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -221,7 +225,11 @@ def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Each size both ways, by turns, and over DDS alone. Raises NoData: Flower is not set up."""
     _need_flower()
     alone = partial(printed_over_the_bus, shared_memory=False)
-    ways = {"one host": printed_over_the_bus, "DDS only": alone, "SuperLink": printed_over_superlink}
+    ways: Mapping[str, AppRun] = {
+        "one host": printed_over_the_bus,
+        "DDS only": alone,
+        "SuperLink": printed_over_superlink,
+    }
     for size_bytes in chosen.bytes or SIZES:
         taken = by_turns(
             {way: partial(launched, partial(seconds_of_a_round, run, size_bytes)) for way, run in ways.items()},
