@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable check lint format typecheck wheel smoke \
-	fuzz setup-fuzz setup-integrations setup-flower test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
+	fuzz setup-fuzz setup-integrations setup-flower setup-flower-simulation test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
 	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
@@ -286,12 +286,12 @@ $(INTEGRATIONS)/.set-up: pyproject.toml constraints.txt | $(STAMP)
 	@touch $@
 
 # A .venv of its own: flwr asks for packages older than the pins. Those that it has no part in keep theirs, the others are what it asks for.
-# FLOWER=1.41 takes an older series of flwr, in the place of the one that is there.
-FLOWER ?= 1.42
+FLOWER_NEWEST := 1.42
+FLOWER ?= $(FLOWER_NEWEST)
 FLOWER_VENV := .venv-flower
-FLOWER_SET_UP := $(FLOWER_VENV)/.set-up-$(FLOWER)
+FLOWER_SET_UP := $(FLOWER_VENV)/.set-up-$(FLOWER_NEWEST)
 FLOWER_PINS := cyclonedds|msgpack|numpy|pillow|safetensors|scipy|structlog|torch|torchvision|zstandard
-setup-flower: $(FLOWER_SET_UP)  ## Flower and scikit-learn, for gradbus flower and its tests; an older one: FLOWER=1.41
+FLOWER_FAILED = { echo "make $@: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
 $(FLOWER_SET_UP): pyproject.toml constraints.txt | $(STAMP)
 	@rm -f $(FLOWER_VENV)/.set-up*; \
 	if [ -n "$(UV_NOW)" ]; then \
@@ -300,11 +300,29 @@ $(FLOWER_SET_UP): pyproject.toml constraints.txt | $(STAMP)
 	else \
 		$(PY) -m venv $(FLOWER_VENV) && install="$(FLOWER_VENV)/bin/python -m pip install -q --disable-pip-version-check"; \
 	fi && grep -E '^($(FLOWER_PINS))==' constraints.txt >$(FLOWER_VENV)/constraints.txt && \
-	eval "$$install -c $(FLOWER_VENV)/constraints.txt -e '.[flower]' 'flwr~=$(FLOWER).0' scikit-learn" || { \
-		echo "make setup-flower: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
+	eval "$$install -c $(FLOWER_VENV)/constraints.txt -e '.[flower]' 'flwr~=$(FLOWER_NEWEST).0' scikit-learn" || $(FLOWER_FAILED)
 	@touch $@
 
-test-flower: setup-flower  ## Flower's apps over the bus, in the environment of make setup-flower; with an older one: FLOWER=1.41
+# Others stand upon it, and have torch and the rest from there (a .pth line adds the folder): what is installed is another flwr with what it asks
+# for, which comes first, and gradbus, for its command.
+FLOWER_OTHER = $(FLOWER_VENV)-$*
+$(FLOWER_VENV)-%/.set-up: $(FLOWER_SET_UP)
+	@if [ -n "$(UV_NOW)" ]; then \
+		$(UV_ENV) $(UV_NOW) venv -q --clear --python $(PY) $(FLOWER_OTHER) && \
+		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(FLOWER_OTHER)/bin/python"; \
+	else \
+		$(PY) -m venv --clear $(FLOWER_OTHER) && install="$(FLOWER_OTHER)/bin/python -m pip install -q --disable-pip-version-check"; \
+	fi && eval "$$install -c $(FLOWER_VENV)/constraints.txt '$(if $(filter simulation,$*),flwr[simulation]~=$(FLOWER_NEWEST).0,flwr~=$*.0)'" && \
+	eval "$$install --no-deps -e ." && \
+	where='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+	$(FLOWER_VENV)/bin/python -c "$$where" >"$$($(FLOWER_OTHER)/bin/python -c "$$where")/dependencies.pth" || $(FLOWER_FAILED)
+	@touch $@
+
+setup-flower: $(if $(filter $(FLOWER_NEWEST),$(FLOWER)),$(FLOWER_SET_UP),$(FLOWER_VENV)-$(FLOWER)/.set-up)  ## Flower and scikit-learn, for gradbus flower and its tests; an older one beside it: FLOWER=1.41
+
+setup-flower-simulation: $(FLOWER_VENV)-simulation/.set-up  ## Flower's simulation with Ray, to which bench-federated compares virtual clients
+
+test-flower: setup-flower  ## Flower's apps over the bus, in the environments of make setup-flower, all that there are
 	$(BIN)/pytest $(ARGS) tests/actors/flower tests/experiments/run/test_flower.py
 
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
@@ -330,4 +348,4 @@ clean:  ## remove what building and testing left behind
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## the same, and .venv too
-	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER_VENV)
+	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER_VENV) $(FLOWER_VENV)-*

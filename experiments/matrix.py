@@ -2,13 +2,16 @@
 
 Nothing is written down here of what goes with what: each cell is a configuration, and the answer is that of
 :func:`~gradbus.actors.federated.combinations.check_combination`, which a controller asks before it starts.
+:func:`covering_runs` are whole configurations, few of them, that have every pair that works; the tests run them.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,9 +27,13 @@ _PAGE = """\
 # What works together
 
 Each cell is a configuration of a federated run with these two choices, {clients} clients of which half make a round,
-and everything else as it is by default; the training rule is one that makes what the strategy takes. **yes**: it
-starts. A number: it is refused at the start, before data are loaded, for the reason below. This page is made by the
-command that asks for each, in a shell in which `. .venv/bin/activate` has run:
+and everything else as it is by default; the training rule is one that makes what the strategy takes, and the strategy
+one that takes what the rule makes. **yes**: it starts. A number: it is refused at the start, before data are loaded,
+for the reason below.
+
+{counts} `tests/experiments/test_matrix.py` runs them all, in configurations that hold as many of them as they can, and
+starts a Controller with each of the others. This page is made by the command that asks for each, in a shell in which
+`. .venv/bin/activate` has run:
 
 ```sh
 gradbus matrix --markdown > docs/matrix.md
@@ -89,24 +96,35 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def configured(first: Mapping[str, Any], second: Mapping[str, Any]) -> FederatedConfig:
-    """A configuration with both settings.
+def configured(*settings: Mapping[str, Any]) -> FederatedConfig:
+    """A configuration with these settings.
 
     Raises:
         ConfigError, ValidationError: there is none.
     """
-    settings = _merged({"clients": {"num": CLIENTS, "min": CLIENTS // 2}, "rounds": 2}, _merged(first, second))
-    if "rule" not in settings.get("training", {}):
-        plain = FederatedConfig.model_validate({**settings, "privacy": "none"})
-        rules = fitting_rules(make_strategy(plain, 1))  # the rule is a matter of the strategy alone
-        settings = _merged(settings, {"training": {"rule": rules[0]}}) if rules else settings
-    return FederatedConfig.model_validate(settings)
+    merged: Mapping[str, Any] = {"clients": {"num": CLIENTS, "min": CLIENTS // 2}, "rounds": 2}
+    for setting in settings:
+        merged = _merged(merged, setting)
+    rule = merged.get("training", {}).get("rule", {}).get("name")
+    strategy = merged.get("strategy", STRATEGIES.default.model_dump())["name"]
+    if rule is not None and "strategy" not in merged and rule not in _rules_for(strategy):
+        strategy = next((name for name in STRATEGIES.table if rule in _rules_for(name)), strategy)
+        merged = _merged(merged, {"strategy": {"name": strategy}})
+    elif rule is None and _rules_for(strategy):
+        merged = _merged(merged, {"training": {"rule": _rules_for(strategy)[0]}})
+    return FederatedConfig.model_validate(merged)
 
 
-def refusal(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Why two choices do not work together; empty: they do."""
+@cache
+def _rules_for(strategy: str) -> list[str]:
+    """Names of the training rules that make what a strategy takes."""
+    return fitting_rules(make_strategy(FederatedConfig.model_validate({"strategy": strategy}), 1))
+
+
+def refusal(*settings: Mapping[str, Any]) -> str:
+    """Why choices do not work together; empty: they do."""
     try:
-        check_combination(configured(first, second))
+        check_combination(configured(*settings))
     except ValidationError as error:
         return str(error.errors(include_url=False, include_context=False)[0]["msg"]).removeprefix("Value error, ")
     except ConfigError as error:
@@ -123,40 +141,87 @@ class Table:
     cells: Mapping[str, Mapping[str, str]]
 
 
-def tables(of: str = "strategy") -> Iterator[Table]:
-    """One dimension against each of the others.
+def tables(of: str | None = None) -> Iterator[Table]:
+    """One dimension against each of the others; without ``of`` every pair of dimensions once.
 
     Raises:
         ConfigError: there is no dimension ``of``.
     """
     known = {one.name: one for one in dimensions()}
-    if of not in known:
+    if of is not None and of not in known:
         raise ConfigError(f"there is no choice {of[:100]!r} to compare with others. There are: {', '.join(known)}")
-    own = known.pop(of)
-    for other in known.values():
-        cells = {
-            name: {column: refusal(setting, chosen) for column, chosen in other.values.items()}
-            for name, setting in own.values.items()
-        }
-        yield Table(own.name, other.name, cells)
+    for own in [*known] if of is None else [of]:
+        rows = known.pop(own)
+        for other in known.values():
+            cells = {
+                name: {column: refusal(setting, chosen) for column, chosen in other.values.items()}
+                for name, setting in rows.values.items()
+            }
+            yield Table(own, other.name, cells)
 
 
-def as_markdown(of: str = "strategy") -> str:
+Chosen = tuple[str, str]  # a dimension and one of its values, by their names
+
+
+def pairs(of: Iterable[Table]) -> dict[tuple[Chosen, Chosen], str]:
+    """The cells of tables: two choices, and why they are refused; empty: they work."""
+    return {
+        ((table.rows, name), (table.columns, column)): reason
+        for table in of
+        for name, row in table.cells.items()
+        for column, reason in row.items()
+    }
+
+
+def covering_runs(cells: Mapping[tuple[Chosen, Chosen], str]) -> list[dict[str, str]]:
+    """Configurations, as a value for each dimension, that together have every pair that works. The same each time.
+
+    Greedy, as Cohen et al., The AETG System, IEEE TSE 1997: each begins with a pair that none has yet, and takes in
+    each other dimension the value with most such pairs, of those with which the whole still works.
+
+    Args:
+        cells: as of :func:`pairs`, of all tables.
+    """
+    known = {one.name: one.values for one in dimensions()}
+    works = {frozenset(pair) for pair, reason in cells.items() if not reason}
+    left = {pair: frozenset(pair) for pair, reason in cells.items() if not reason}  # in the order of the tables
+    runs = []
+    while left:
+        chosen: dict[str, str] = dict(next(iter(left)))
+        open_pairs = set(left.values())
+        for name in sorted(known.keys() - chosen.keys(), key=lambda name: (-len(known[name]), name)):
+            so_far = [known[other][value] for other, value in chosen.items()]
+            new = {value: {frozenset({(name, value), other}) for other in chosen.items()} for value in known[name]}
+            best = sorted(known[name], key=lambda value: -len(new[value] & open_pairs))
+            fits = (one for one in best if new[one] <= works and not refusal(*so_far, known[name][one]))
+            chosen[name] = next(fits)
+        runs.append(chosen)
+        has = set(map(frozenset, itertools.combinations(chosen.items(), 2)))
+        left = {pair: both for pair, both in left.items() if both not in has}
+    return runs
+
+
+def as_markdown(of: str | None = None) -> str:
     """The tables with their reasons, as a page. Raises ConfigError as :func:`tables` does."""
-    reasons = _Reasons()
-    parts = [_PAGE.format(clients=CLIENTS)]
-    for table in tables(of):
+    reasons, found = _Reasons(), list(tables(of))
+    refused = [bool(reason) for reason in pairs(found).values()]
+    counts = f"Of {len(refused)} pairs {refused.count(False)} work."
+    parts, above = [_PAGE.format(clients=CLIENTS, counts=counts)], ""
+    for table in found:
         columns = list(next(iter(table.cells.values())))
         lines = [f"| {table.rows} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for name, row in table.cells.items():
             lines.append(f"| {name} | " + " | ".join(reasons.cell(reason) for reason in row.values()) + " |")
-        parts.append(f"## By {table.columns}\n\n" + "\n".join(lines) + "\n")
+        if table.rows != above:
+            parts.append(f"## {table.rows}\n")
+            above = table.rows
+        parts.append(f"### {table.rows} by {table.columns}\n\n" + "\n".join(lines) + "\n")
     if reasons.shown:
         parts.append("## Reasons\n\nEach as it is said of the first cell with its number.\n\n" + reasons.listed(". "))
     return "\n".join(parts).rstrip("\n")
 
 
-def as_text(of: str = "strategy") -> str:
+def as_text(of: str | None = None) -> str:
     """Return the same for a terminal. Raises ConfigError as :func:`tables` does."""
     reasons, lines = _Reasons(), list[str]()
     for table in tables(of):

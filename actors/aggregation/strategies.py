@@ -24,10 +24,16 @@ from gradbus.actors.aggregation.common_grid import EXACT, CommonGrid
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.runtime.choices import Options
+from gradbus.runtime.choices import STRATEGIES, Options
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.settings import Positive
 from gradbus.runtime.errors import CheckpointError
+
+
+def summing_strategies() -> str:
+    """Names of the built-in strategies that need the sum of the updates alone, for errors that refuse the others."""
+    *most, last = [name for name, kind in STRATEGIES.table.items() if kind.adds_sums]
+    return f"{', '.join(most)} or {last}"
 
 
 class NoRoom(ValueError):

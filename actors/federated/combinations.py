@@ -10,7 +10,7 @@ from typing import Any
 
 from gradbus.actors.aggregation.clipping import within_limits
 from gradbus.actors.aggregation.grid_steps import MASKED_CODECS, on_common_grid
-from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.strategies import Strategy, summing_strategies
 from gradbus.actors.federated.asynchronous import check_asynchronous
 from gradbus.actors.federated.clients import MAX_MEMBERS as MAX_CLIENTS
 from gradbus.actors.federated.selection import check_selection
@@ -106,7 +106,7 @@ def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
     if config.clients.kind == "sites" and not strategy.adds_sums:
         raise ConfigError(
             f"federated.strategy: {config.strategy.name} needs the updates of single clients, and sites send their "
-            f"sums alone. Use fedavg, fedavgm or fedadam, or let the clients take part themselves"
+            f"sums alone. Use {summing_strategies()}, or let the clients take part themselves"
         )
 
 
@@ -120,7 +120,7 @@ def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:
         "clients.kind = sites: what a site sends is a sum already. Set it at the sites, for their clients":
         config.clients.kind == "sites",
         f"strategy {config.strategy.name} needs the updates of single clients, and the controller knows their sum "
-        f"alone. Use fedavg, fedavgm, fedadam, fedyogi or fedadagrad": not strategy.adds_sums
+        f"alone. Use {summing_strategies()}": not strategy.adds_sums
         or bool(strategy.sections),
         f"codec {config.codec.name}: its scales are of each update by itself, and masks cancel only where all clients "
         f"round to the same ones. Use fp32, or q8, s4 or sq8, which have a common scale and common positions here":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import norm_of
 from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, PartialSum
-from gradbus.actors.aggregation.strategies import Strategy, WrappedStrategy
+from gradbus.actors.aggregation.strategies import Strategy, WrappedStrategy, summing_strategies
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.privacy.accountant import Ledger, noise_for
 from gradbus.actors.privacy.discrete_gaussian import MAX_SIGMA, discrete_gaussian, keystream
@@ -218,7 +218,7 @@ class CentralPrivacy(_Private):
         if not self.adds_sums and not self.sections:
             raise ConfigError(
                 f"federated.privacy: strategy {self.name} is no mean of the updates, so how far one client moves the "
-                f"model is not known. Use fedavg, fedavgm, fedadam, fedyogi or fedadagrad"
+                f"model is not known. Use {summing_strategies()}"
             )
         codec = CODECS.make(config.codec)
         if not codec.lossless or codec.version != 2:

@@ -173,7 +173,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--clients", type=int, default=selection.CLIENTS, help="of part selection, each a process; one of 20 takes part"
     )
     parser.add_argument(
-        "--flower", metavar="PYTHON", default="", help="of part virtual: a Python with flwr[simulation] and gradbus"
+        "--flower",
+        metavar="PYTHON",
+        default=str(virtual.FLOWER) if virtual.FLOWER.exists() else "",
+        help="of part virtual: one with flwr[simulation] and gradbus, by default that of make setup-flower-simulation",
     )
 
 

@@ -1,7 +1,8 @@
-"""How long rounds of a Flower app take, over the bus and with Flower's own SuperLink and SuperNodes, by turns.
+"""Flower apps over the bus and with Flower's own SuperLink and SuperNodes: how long rounds take, and what comes out.
 
-The app has one array of the given size, and clients that return it at once, so a round is what lies between. FedAvg of
-Flower aggregates in both. It runs in the environment that ``make setup-flower`` makes.
+For the time, the app has one array of the given size, and clients that return it at once, so a round is what lies
+between. FedAvg of Flower aggregates in both. For the accuracy it is the apps of the tests, with their seeds. All run in
+the environment that ``make setup-flower`` makes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -23,11 +25,18 @@ from typing import NamedTuple
 
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.bench.scale import available_bytes
 from gradbus.experiments.bench.timing import by_turns
 from gradbus.experiments.cli.exit_codes import NoData
 
 PROGRAMS = Path(".venv-flower/bin")
 SIZES = (4_800_000, 100_000_000, 500_000_000)  # bytes of the model
+LARGE = 4_000_000_000
+MOST_S = {500_000_000: 5.0, LARGE: 35.0}  # of a round on one host
+COPIES = 9  # of the model in memory, of all processes together: measured
+APPS = Path("tests/flower_apps")
+ACCURACY_ROUNDS = 3
+MOST_POINTS = 0.2  # of accuracy between the two
 CLIENTS = 2
 ROUNDS = 3
 ENDS_S = 500.0
@@ -125,31 +134,27 @@ def round_seconds(printed: str) -> list[float]:
     return [after - before for before, after in pairwise(at_s)]
 
 
-def over_the_bus(size_bytes: int, *, shared_memory: bool = True) -> float:
-    """Median seconds of a round with ``gradbus flower``."""
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        app = write_app(folder)
+def printed_over_the_bus(app: Path, config: str, folder: Path, *, shared_memory: bool = True) -> str:
+    """Run an app with ``gradbus flower``. Returns what it has printed. ``folder``: for what the processes print."""
+    with ExitStack() as stack:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         options = ["--set", f"bus.shared_memory={str(shared_memory).lower()}", "--set", f"bus.job=bench-{os.getpid()}"]
-        config = f"values={size_bytes // 4} rounds={ROUNDS}"
         command = ["gradbus", "flower", "run", str(app), "--run-config", config, *options]
         server = stack.enter_context(process(command, folder / "run.txt", environment))
         for one in range(CLIENTS):
             node = ["gradbus", "flower", "node", str(app), "--partition", str(one), "--of", str(CLIENTS), *options]
             stack.enter_context(process(node, folder / f"node-{one}.txt", environment))
         server.wait(ENDS_S)
-        return statistics.median(round_seconds((folder / "run.txt").read_text(encoding="utf-8")))
+    return (folder / "run.txt").read_text(encoding="utf-8")
 
 
-def over_superlink(size_bytes: int) -> float:
-    """Median seconds of a round with SuperLink, SuperNodes and ``flwr run``, on this machine without encryption."""
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        app = write_app(folder)
+def printed_over_superlink(app: Path, config: str, folder: Path) -> str:
+    """Run an app with SuperLink, SuperNodes and ``flwr run``, on this machine without encryption. Returns what it has
+    printed. ``folder``: Flower's home."""
+    with ExitStack() as stack:
         (folder / "config.toml").write_text(_CONFIG, encoding="utf-8")
         path = f"{PROGRAMS.resolve()}{os.pathsep}{os.environ['PATH']}"
-        own = {"FLWR_HOME": name, "FLWR_TELEMETRY_ENABLED": "0", "PATH": path, "OMP_NUM_THREADS": "1"}
+        own = {"FLWR_HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0", "PATH": path, "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **own}
         link = ["flower-superlink", "--insecure", "--disable-runtime-dependency-installation"]
         stack.enter_context(process(link, folder / "link.txt", environment))
@@ -158,11 +163,32 @@ def over_superlink(size_bytes: int) -> float:
             node = ["flower-supernode", "--insecure", "--superlink", "127.0.0.1:8000", "--host", "127.0.0.1"]
             node += ["--port", str(9194 + one), "--node-config", f"partition-id={one} num-partitions={CLIENTS}"]
             stack.enter_context(process(node, folder / f"node-{one}.txt", environment))
-        config = f"values={size_bytes // 4} rounds={ROUNDS}"
         command = ["flwr", "run", str(app), "here", "--stream", "--run-config", config]
         running = stack.enter_context(process(command, folder / "run.txt", environment))
         running.wait(ENDS_S)
-        return statistics.median(round_seconds((folder / "run.txt").read_text(encoding="utf-8")))
+    return (folder / "run.txt").read_text(encoding="utf-8")
+
+
+AppRun = Callable[[Path, str, Path], str]
+"""Runs an app, with a configuration and a folder for what it leaves, and returns what it has printed."""
+
+
+def seconds_of_a_round(run: AppRun, size_bytes: int) -> float:
+    """Median seconds of a round of the app whose clients return a model of this size."""
+    with tempfile.TemporaryDirectory() as name:
+        app = write_app(Path(name))
+        return statistics.median(round_seconds(run(app, f"values={size_bytes // 4} rounds={ROUNDS}", Path(name))))
+
+
+def accuracies(run: AppRun, app: Path) -> list[float]:
+    """Accuracy after each round of an app of the tests, of a copy of it."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = shutil.copytree(app, Path(name) / app.name, ignore=shutil.ignore_patterns("__pycache__"))
+        printed = run(copy, f"num-server-rounds={ACCURACY_ROUNDS}", Path(name))
+    found = [float(text) for text in re.findall(r"^accuracy ([\d.]+)$", printed, re.MULTILINE)]
+    if len(found) != ACCURACY_ROUNDS:
+        raise RuntimeError(f"expected {ACCURACY_ROUNDS} accuracies, got {len(found)}: {printed[-2000:]}")
+    return found
 
 
 class AppLaunch(NamedTuple):
@@ -189,17 +215,24 @@ def _until_printed(log: Path, text: str, limit_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    """Each size both ways, by turns, and over DDS alone. Raises NoData: Flower is not set up."""
+def _need_flower() -> None:
+    """Raises NoData: it is not set up."""
     if not (PROGRAMS / "flwr").exists():
         raise NoData("Flower is not set up here: make setup-flower")
+
+
+def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Each size both ways, by turns, and over DDS alone. Raises NoData: Flower is not set up."""
+    _need_flower()
+    alone = partial(printed_over_the_bus, shared_memory=False)
+    ways: Mapping[str, AppRun] = {
+        "one host": printed_over_the_bus,
+        "DDS only": alone,
+        "SuperLink": printed_over_superlink,
+    }
     for size_bytes in chosen.bytes or SIZES:
         taken = by_turns(
-            {
-                "one host": partial(launched, partial(over_the_bus, size_bytes)),
-                "DDS only": partial(launched, partial(over_the_bus, size_bytes, shared_memory=False)),
-                "SuperLink": partial(launched, partial(over_superlink, size_bytes)),
-            },
+            {way: partial(launched, partial(seconds_of_a_round, run, size_bytes)) for way, run in ways.items()},
             chosen.launches,
         )
         rounds = {way: [launch.round_s for launch in launches] for way, launches in taken.items()}
@@ -214,11 +247,56 @@ def measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
                 f"processor time of {ROUNDS} rounds, {name}", "s", processor[way],
                 against=("SuperLink", processor["SuperLink"]), note="of all processes, with their start",
             )  # fmt: skip
+        yield _within_limit(size_bytes, rounds["one host"])
+
+
+def _within_limit(size_bytes: int, rounds_s: Sequence[float]) -> Measurement:
+    """The rounds on one host by themselves, with the limit of this size."""
+    return measurement(
+        f"round by itself, {size_bytes / 1e6:.4g} MB, {CLIENTS} nodes, one host", "s", rounds_s,
+        at_most=MOST_S.get(size_bytes), note=f"median of {ROUNDS} rounds in each launch",
+    )  # fmt: skip
+
+
+def measure_large(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """A model beyond the 2 GiB of protobuf, on one host. Raises NoData: Flower is not set up, or it does not fit."""
+    _need_flower()
+    for size_bytes in chosen.bytes or (LARGE,):
+        free = available_bytes()
+        if free < COPIES * size_bytes:
+            raise NoData(
+                f"{CLIENTS} nodes and a server with a model of {size_bytes / 1e9:.3g} GB need some "
+                f"{COPIES * size_bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free: try it with --bytes"
+            )
+        over_the_bus = partial(seconds_of_a_round, printed_over_the_bus, size_bytes)
+        yield _within_limit(size_bytes, [over_the_bus() for _ in range(chosen.launches)])
+
+
+def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """The accuracy of each app both ways: how far apart they are. Raises NoData: Flower is not set up."""
+    _need_flower()
+    for app in [APPS / name for name in chosen.app] or sorted(path for path in APPS.iterdir() if path.is_dir()):
+        over_the_bus, over_superlink = (accuracies(run, app) for run in (printed_over_the_bus, printed_over_superlink))
+        apart = [100 * abs(one - other) for one, other in zip(over_the_bus, over_superlink, strict=True)]
+        yield measurement(
+            f"accuracy apart from SuperLink's, {app.name}, most of {ACCURACY_ROUNDS} rounds", "points", [max(apart)],
+            at_most=MOST_POINTS, note=f"{over_the_bus[-1]:.4f} and {over_superlink[-1]:.4f} after the last one",
+        )  # fmt: skip
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bytes", type=int, action="append", help="of the model; may be repeated")
     parser.add_argument("--launches", type=int, default=1, help="of each way")
+    parser.add_argument("--app", action="append", default=[], help=f"in {APPS}; may be repeated. By default all")
 
 
-BENCHMARK = Benchmark(__doc__ or "", {"rounds": Part(measure, "rounds of Flower apps", 300)}, _options)
+BENCHMARK = Benchmark(
+    __doc__ or "",
+    {
+        "flower-rounds": Part(measure, "Flower: rounds of apps", 300),
+        "flower-accuracy": Part(measure_accuracy, "Flower: accuracy of apps, beside SuperLink", 240),
+        "flower-large": Part(measure_large, "Flower: rounds of a model of 4 GB", 240),
+    },
+    _options,
+    ("flower-rounds", "flower-accuracy"),
+)

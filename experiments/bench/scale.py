@@ -129,13 +129,18 @@ def measure_ranks(chosen: argparse.Namespace) -> Iterator[Measurement]:
                 yield measurement(f"{series}, world {world}", "ms", samples, series=series, at=world)
 
 
+def available_bytes() -> int:
+    """Memory that new processes can have."""
+    return next(1024 * int(line.split()[1]) for line in _MEMORY.read_text().splitlines() if "MemAvailable" in line)
+
+
 def measure_payload(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Time and processor time of a round, and the controller's peak memory, by the size of the model.
 
     A size that would not fit into memory is left out.
     """
     for megabytes, rounds in PAYLOADS[chosen.effort]:
-        (free,) = (1024 * int(line.split()[1]) for line in _MEMORY.read_text().splitlines() if "MemAvailable" in line)
+        free = available_bytes()
         if free < _MODELS_HELD * megabytes * 1e6:
             why = f"{megabytes:g} MB needs {_MODELS_HELD} times that, {free / 1e9:.1f} GB free"
             print(f"left out: {why}", file=sys.stderr)

@@ -2,8 +2,9 @@
 
 Both train the same clients on MNIST: the same network, samples, order, steps and number of training processes, with one
 thread of torch each. Each run is a process of its own, by turns, and gives the median of its rounds after the first. A
-round of Flower's goes from the choice of its clients to the new model, as here. It runs in an environment that has
-``flwr[simulation]`` and gradbus, whose Python ``--flower`` names; without that option it is skipped.
+round of Flower's goes from the choice of its clients to the new model, as here. It runs in the environment that
+``make setup-flower-simulation`` makes, or another one that has ``flwr[simulation]`` and gradbus, whose Python
+``--flower`` names; without one it is skipped.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _CASES: tuple[dict[str, Any], ...] = (
     {"clients": 1000, "share": 0.1, "rounds": 5}, {"clients": 1000, "share": 1.0, "rounds": 3},
 )  # fmt: skip
 _LAUNCHES = 3
+FLOWER = Path(".venv-flower-simulation/bin/python").absolute()  # runs are in a folder of their own
 _FLOWER = "gradbus.experiments.bench.flower_simulation"
 
 
@@ -122,4 +124,4 @@ def measure(flower: str) -> Iterator[Measurement]:
             against = ("Flower's simulation", taken["flower"])
             yield measurement(name, "1/s", taken["ours"], against=against, at_least=TIMES_FLOWER)
         else:
-            yield measurement(name, "1/s", taken["ours"], note="Flower skipped: --flower names no Python that has it")
+            yield measurement(name, "1/s", taken["ours"], note="Flower skipped: make setup-flower-simulation")

@@ -51,7 +51,10 @@ def report(
 
 
 def matrix(
-    of: Annotated[str, typer.Option(metavar="CHOICE", help="Compare this one with all others.")] = "strategy",
+    of: Annotated[
+        str | None,
+        typer.Option(metavar="CHOICE", help="Compare this one with all others, as codec. [default: all with all]"),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="As docs/matrix.md has it.")] = False,
 ) -> None:
     """Print which choices of a federated run work together, and why others do not: strategy, rule, mode, codec, others.

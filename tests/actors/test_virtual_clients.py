@@ -29,7 +29,7 @@ from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool, LocalProcess
 from gradbus.actors.virtual.pool import EvaluationWork, TrainingPool
 from gradbus.actors.virtual.simulation import run_beside
-from gradbus.models import NoopTask
+from gradbus.models import ClassificationTask, NoopTask, glyphs
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.shm.segment import SharedMemoryFault
@@ -52,20 +52,21 @@ def virtual(task: Any, clients: int, config: gradbus.FederatedConfig, **options:
     return gradbus.simulate(task, clients, config=config, options=chosen)
 
 
-def deployed(task: Any, clients: int, config: gradbus.FederatedConfig) -> list[int]:
-    """Checksums of the models of a run in which each client is an actor with a bus of its own."""
+def deployed(task: Any, clients: int, config: gradbus.FederatedConfig, *, on_a_bus: int = 1) -> list[int]:
+    """Checksums of the models of a run in which each client is an actor. ``on_a_bus``: so many of them share one."""
     job, domain = f"deployed-{os.getpid()}-{next(_jobs)}", new_domain()
 
-    async def client(client_id: int) -> None:
-        async with gradbus.connect(job=job, domain=domain) as bus:
-            await gradbus.Client(bus, task, client_id=client_id).run()
+    async def some(first: int) -> None:
+        async with gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+            for client_id in range(first, min(first + on_a_bus, clients)):
+                group.create_task(gradbus.Client(bus, task, client_id=client_id).run())
 
     async def main() -> Sequence[gradbus.RoundReport]:
         async with (
             asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group,
         ):  # fmt: skip
-            for client_id in range(clients):
-                group.create_task(client(client_id))
+            for first in range(0, clients, on_a_bus):
+                group.create_task(some(first))
             return await gradbus.Controller(bus, task, config.replaced("clients.num", clients)).run()
 
     return [report.weights_crc32 for report in asyncio.run(main())]
@@ -90,6 +91,21 @@ def test_virtual_clients_make_the_models_of_clients_with_a_process_of_their_own(
     kept = {path.name for path in tmp_path.iterdir()}
     counted = {f"client-{one}" for report in result.rounds for one in report.clients}
     assert kept == (counted if "codec" in changed else set()), "only what has a state has a directory"
+
+
+@pytest.mark.slow
+def test_a_hundred_virtual_clients_make_the_models_of_a_hundred_deployed_ones() -> None:
+    """They train, each on data of its own; the deployed ones are on four buses beside that of the Controller."""
+    torch.set_num_threads(1)  # as training processes have it: the last bits of sums depend on it
+    task = ClassificationTask(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), glyphs(train=1000, test=20), num_clients=100,
+        batch_size=5,
+    )  # fmt: skip
+    config = rules(codec="sq8", clients={"dead_after_s": 30.0, "min": 100})
+    result = virtual(task, 100, config)
+    assert [len(report.clients) for report in result.rounds] == [100] * 3
+    assert checksums(result) == deployed(task, 100, config, on_a_bus=25)
+    assert len({*checksums(result)}) == 3, "each round has made another model"
 
 
 class DiesOnce(NoopTask):

@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import itertools
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from dds_domains import new_domain
+from pydantic import ValidationError
 
 import gradbus
 from gradbus import models
+from gradbus.actors import Site
 from gradbus.actors.federated.combinations import check_combination
-from gradbus.experiments.matrix import Table, as_markdown, as_text, configured, dimensions, refusal, tables
+from gradbus.experiments.matrix import (
+    Chosen,
+    Table,
+    as_markdown,
+    as_text,
+    configured,
+    covering_runs,
+    dimensions,
+    pairs,
+    refusal,
+    tables,
+)
 from gradbus.models.data_sets import glyphs
 from gradbus.runtime.choices import CODECS, STRATEGIES
+from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import ConfigError
 
-RUNS = 4  # cells that are run, of those that work
-TRAINERS = 7  # clients that train in each round of such a run: enough for every strategy with its defaults
+RUNS = 180  # at most, for all pairs that work: when this was written 170 configurations had all 1,099
+AT_ONCE = 10  # of them, on one loop
+SITES, CLIENTS_OF_A_SITE = 2, 2
 
 
-def works() -> list[tuple[str, str, str]]:
-    """Strategy, other dimension and its value, of all cells that work with clients of this Controller, in an order
-    that is arbitrary and always the same."""
-    cells = [
-        (strategy, table.columns, column)
-        for table in tables()
-        for strategy, row in table.cells.items()
-        for column, reason in row.items()
-        if not reason and column != "sites"
-    ]
-    return sorted(cells, key=lambda cell: hashlib.sha256(repr(cell).encode()).digest())
+@cache
+def cells() -> dict[tuple[Chosen, Chosen], str]:
+    return pairs(tables())
+
+
+@cache
+def runs() -> list[dict[str, str]]:
+    return covering_runs(cells())
 
 
 def test_the_page_is_what_the_command_prints(root: Path, invoke: Any) -> None:
@@ -44,7 +59,7 @@ def test_the_page_is_what_the_command_prints(root: Path, invoke: Any) -> None:
 
 
 def test_every_choice_is_compared_with_every_strategy() -> None:
-    found = {table.columns: table for table in tables()}
+    found = {table.columns: table for table in tables("strategy")}
     for name in ("codec", "downlink_codec"):
         assert all(list(row) == list(CODECS.table) for row in found[name].cells.values())
     assert all(list(table.cells) == list(STRATEGIES.table) for table in found.values())
@@ -88,25 +103,119 @@ def test_a_controller_refuses_what_the_matrix_refuses_before_it_has_a_model() ->
         check_combination(configured(first, second))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", works()[:RUNS], ids=lambda cell: "-".join(cell))
-def test_a_cell_that_works_runs(cell: tuple[str, str, str], domain: int) -> None:
-    """Two rounds over DDS in which seven clients count."""
-    strategy, dimension, value = cell
+def test_every_pair_of_choices_has_one_cell() -> None:
+    values = [[(one.name, value) for value in one.values] for one in dimensions()]
+    assert list(cells()) == [
+        pair for first, second in itertools.combinations(values, 2) for pair in itertools.product(first, second)
+    ]
+
+
+def test_a_refusal_names_all_strategies_that_would_do_and_no_other() -> None:
+    named = 0
+    for table in tables("strategy"):
+        for column in next(iter(table.cells.values())):
+            for row in table.cells.values():
+                listed = set(re.findall(r"\w+", row[column].partition(". Use ")[2])) & set(STRATEGIES.table)
+                works = {name for name, own in table.cells.items() if not own[column]}
+                assert listed <= works
+                if len(listed) > 1:
+                    assert listed == {name for name in works if STRATEGIES.table[name].adds_sums}
+                    named += 1
+    assert named
+
+
+def test_every_pair_that_is_refused_is_refused_by_a_controller_before_it_waits_for_clients(domain: int) -> None:
     known = {one.name: one.values for one in dimensions()}
-    config = configured(known["strategy"][strategy], known[dimension][value])
-    clients = TRAINERS * (2 if dimension == "selection" and value != "all" else 1)  # half of them are asked
-    config = config.replaced("clients.min", TRAINERS).replaced("clients.num", clients)
+    refused = {pair: reason for pair, reason in cells().items() if reason}
 
-    async def run() -> list[gradbus.RoundReport]:
-        task = models.ClassificationTask(
-            models.mnist_mlp, glyphs(train=140, test=20), num_clients=clients, batch_size=10
-        )
-        async with gradbus.connect("matrix", domain=domain) as bus, asyncio.timeout(60), asyncio.TaskGroup() as group:
-            for number in range(clients):
+    async def start(bus: gradbus.Bus, *chosen: Chosen) -> None:
+        config = configured(*(known[name][value] for name, value in chosen))
+        await gradbus.Controller(bus, models.NoopTask(7), config).run()
+
+    async def start_all() -> None:
+        async with asyncio.timeout(60), gradbus.connect("refused", domain=domain) as bus:
+            for pair, reason in refused.items():
+                with pytest.raises((ConfigError, ValidationError), match=re.escape(reason)):
+                    await start(bus, *pair)
+
+    asyncio.run(start_all())
+    assert len(refused) > 100
+
+
+def test_the_runs_have_every_pair_that_works() -> None:
+    had = {pair for run in runs() for pair in itertools.permutations(run.items(), 2)}
+    assert {pair for pair, reason in cells().items() if not reason} == had & cells().keys()
+    assert len(runs()) <= RUNS
+    assert all(run.keys() == {one.name for one in dimensions()} for run in runs())
+
+
+def with_clients(run: dict[str, str]) -> gradbus.FederatedConfig:
+    """The configuration of a run, with as few clients as its strategy can work with; with a part of them in a round,
+    twice as many."""
+    known = {one.name: one.values for one in dimensions()}
+    config = configured(*(known[name][value] for name, value in run.items())).replaced("clients.dead_after_s", 30.0)
+    if run["clients"] == "sites":
+        return config.replaced("clients.min", SITES).replaced("clients.num", SITES)
+    for trainers in (3, 5, 7):
+        clients = trainers * (1 if run["selection"] == "all" else 2)
+        fewer = config.replaced("clients.min", trainers).replaced("clients.num", clients)
+        try:
+            check_combination(fewer)
+        except ConfigError:
+            continue
+        return fewer
+    raise AssertionError(f"not enough clients for {run}")
+
+
+def tiny() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+
+
+async def federation(run: dict[str, str], job: str, domain: int) -> None:
+    """Two rounds over DDS with all clients on this loop. Each has an update of every trainer, and changes the model."""
+    config = with_clients(run)
+    clients = config.clients.num or 0
+    in_all = clients * (CLIENTS_OF_A_SITE if run["clients"] == "sites" else 1)
+    task = models.ClassificationTask(tiny, glyphs(train=140, test=20), num_clients=in_all, batch_size=10)
+    async with gradbus.connect(job, domain=domain) as bus, asyncio.TaskGroup() as group:
+        controller = gradbus.Controller(bus, task, config)
+        for number in range(clients):
+            if run["clients"] == "sites":
+                group.create_task(site(bus, f"{job}-{number}", domain, task, number))
+            else:
                 group.create_task(gradbus.Client(bus, task, client_id=number).run())
-            return [report async for report in gradbus.Controller(bus, task, config).rounds()]
-
-    reports = asyncio.run(run())
+        before, reports = torch.zeros(()), []
+        async for report in controller.rounds():
+            reports.append(report)
+            assert torch.isfinite(controller.weights).all()
+            assert not torch.equal(before, controller.weights)
+            before = controller.weights.clone()
     assert [report.round_id for report in reports] == [1, 2]
-    assert all(report.updates for report in reports)
+    updates = config.asynchronous.buffer if config.mode == "asynchronous" else config.clients.min
+    assert all(report.updates >= updates for report in reports), reports
+
+
+async def site(above: gradbus.Bus, job: str, domain: int, task: models.Task, number: int) -> None:
+    """A site with its clients, which have a job of their own."""
+    clients = {"min": CLIENTS_OF_A_SITE, "dead_after_s": 30.0}
+    config = gradbus.FederatedConfig.model_validate({"clients": clients, "eval_every": 0})
+    async with gradbus.connect(job, domain=domain) as bus, asyncio.TaskGroup() as group:
+        group.create_task(Site(above, bus, task, config, UpstreamConfig(site=number, alone=False)).run())
+        for own in range(CLIENTS_OF_A_SITE):
+            group.create_task(gradbus.Client(bus, task, client_id=CLIENTS_OF_A_SITE * number + own).run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, RUNS, AT_ONCE))
+def test_every_pair_that_works_runs(first: int) -> None:
+    """The runs are made where the test begins, and not where it is collected, which every call of pytest would do."""
+
+    async def all_at_once() -> None:
+        domain = new_domain()
+        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+            for number, run in enumerate(runs()[first : first + AT_ONCE]):
+                group.create_task(federation(run, f"matrix-{number}", domain), name=" ".join(run.values()))
+
+    pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
+    torch.set_num_threads(1)  # the trainings of these models are too short to be shared
+    asyncio.run(all_at_once())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import warnings
 
 import pytest
 import torch
@@ -70,3 +71,12 @@ def test_without_opacus_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     _analysis.cache_clear()
     with pytest.raises(ConfigError, match=r"gradbus\[privacy\] does: .*-m pip install 'opacus"):
         epsilon_of([(1.0, 1)], 1e-5)
+
+
+def test_a_warning_of_the_accountant_is_kept_back_without_the_filters_that_all_threads_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two controllers in one process, each with a thread of its own, would restore each other's filters."""
+    with monkeypatch.context() as patched:
+        patched.setattr(warnings, "catch_warnings", None)
+        assert epsilon_of([(1e6, 2)], 1e-5) < 0.1
