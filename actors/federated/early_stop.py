@@ -15,6 +15,7 @@ A round that a crash has cut off before its commit is done again, and so are its
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,8 +45,10 @@ def evaluated_metric(report: RoundReport, metric: str, key: str, least_answered:
         return None
     named = report.named()
     if metric not in named:
-        known = ", ".join(name for name in named if not name.startswith(OF_CLIENTS))
-        raise ConfigError(f"{key}: the evaluation has no {metric!r}; it has {known}")
+        known = [name for name in named if not name.startswith(OF_CLIENTS)]
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f". Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{key}: the evaluation has no {metric!r}; it has {', '.join(known)}{hint}")
     return named[metric]
 
 
