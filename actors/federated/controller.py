@@ -530,10 +530,12 @@ class Controller:
         repeat_at_s = math.inf if terms is None else time.monotonic() + repeat_s
         if masked is not None:
             masked.start(self._wakeup.set)
-        while (outcome := round_.verdict(time.monotonic())) is None:
+        while True:
+            await self._call_on_update()  # before the verdict, which sees what has changed meanwhile
+            if (outcome := round_.verdict(time.monotonic())) is not None:
+                return outcome
             if masked is not None:
                 masked.check()
-            await self._call_on_update()
             if round_.ready > reached:
                 reached = round_.ready
                 self._probe.reached("mid_collect", round_id)
@@ -542,7 +544,6 @@ class Controller:
                 repeat_at_s = time.monotonic() + repeat_s
                 with tolerate_write_timeout("terms", round_id):
                     await self._publish_terms(terms)
-        return outcome
 
     async def _call_on_update(self) -> None:
         """Call the callbacks for the updates that count by now."""

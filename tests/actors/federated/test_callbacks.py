@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 from dds_domains import new_domain
+from patience import until
 from pydantic import TypeAdapter
-from secure_runs import Run
+from secure_runs import Moving, Run
 
 import gradbus
 from gradbus.actors.federated.report import RoundReport
@@ -148,6 +149,34 @@ def test_more_metrics_than_a_message_holds_are_cut_and_non_finite_ones_left_out(
     (report,) = simulated(Many(), rounds=1, eval_every=0).rounds
     assert report.train_metrics == {f"m{number:02}": number for number in range(33) if number != 1}
     assert [len(one.metrics) for one in report.timeline] == [8, 8]
+
+
+def test_what_happens_while_a_callback_runs_ends_the_round_at_once() -> None:
+    called = threading.Event()
+
+    class FailingLate(Moving):
+        def train(self, model: Any, *, client_id: int, **arguments: Any) -> TrainResult:
+            if client_id == 1:
+                assert called.wait(20.0)
+                raise ValueError("no data")
+            return super().train(model, client_id=client_id, **arguments)
+
+    class Slow:
+        def on_update(self, update: Any) -> None:
+            called.set()
+            until(lambda: controllers[0].progress.expected == 1)  # the controller knows of the failure
+
+    controllers: list[gradbus.Controller] = []
+
+    def make(*arguments: Any) -> gradbus.Controller:
+        controllers.append(gradbus.Controller(*arguments, callbacks=[Slow()]))
+        return controllers[0]
+
+    run = Run(range(2), secure=False, clients={"min": 1}, round={"timeout_s": 20.0})
+    run.task, run.make_controller = FailingLate(), make
+    (report,) = run().progress.reports
+    assert report.clients == (0,)
+    assert report.seconds < 15.0  # and not after the deadline
 
 
 @pytest.mark.parametrize("method", ["on_update", "on_aggregate", "on_evaluation"])
