@@ -222,7 +222,9 @@ class RoundTotals:
     staleness: list[int] = field(default_factory=list)  # of each update
     samples: dict[int, int] = field(default_factory=dict)  # of each client, as it announced them
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
-    metrics: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)  # (samples, metrics of the training)
+    # Of each metric of the training: floats with the sum of samples times value, and these samples. A mapping for each
+    # client would grow with their number.
+    metrics: dict[str, tuple[list[float], int]] = field(default_factory=dict)
     sums: dict[int, SumSummary] = field(default_factory=dict)  # of each site: what it has reported of its clients
     train_s: float = 0.0
     encode_s: float = 0.0
@@ -249,7 +251,7 @@ class RoundTotals:
         if partial is None:
             self.loss_of[client_id] = request.loss
             self.losses.append((weight, request.loss))
-            self.metrics.append((weight, request.metrics))
+            self._add_metrics(weight, request.metrics)
         else:
             self.sums[client_id] = partial
         self.train_s = max(self.train_s, request.train_s)
@@ -260,16 +262,17 @@ class RoundTotals:
         parts, total = self.loss_parts()
         return math.fsum(parts) / total if total else None
 
+    def _add_metrics(self, samples: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a training. No more names are taken than one update may have: the first that come."""
+        for name, value in metrics.items():
+            if abs(value) < 1e100 and (name in self.metrics or len(self.metrics) < MAX_METRICS):
+                parts, total = self.metrics.get(name, ([], 0))
+                self.metrics[name] = exact_parts([*parts, samples * value]), total + samples
+
     def mean_metrics(self) -> dict[str, float]:
-        """Return the mean of each metric of the training over the clients that announced it, as :meth:`loss`; of as
-        many metrics as one update may have, by name. Sums of sites have none."""
-        names = sorted({name for _, metrics in self.metrics for name in metrics})[:MAX_METRICS]
-        found = {}
-        for name in names:
-            known = [(samples, one[name]) for samples, one in self.metrics if abs(one.get(name, math.inf)) < 1e100]
-            if total := sum(samples for samples, _ in known):
-                found[name] = math.fsum(samples * value for samples, value in known) / total
-        return found
+        """Return the mean of each metric of the training over the clients that announced it, as :meth:`loss`, by name.
+        Sums of sites have none."""
+        return {name: math.fsum(parts) / total for name, (parts, total) in sorted(self.metrics.items()) if total}
 
     def loss_parts(self) -> tuple[list[float], int]:
         """Floats whose exact sum is that of samples times loss over all clients, and the number of these samples."""

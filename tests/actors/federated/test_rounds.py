@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.rounds import Outcome, Round, RoundRules, RoundTotals
+from gradbus.runtime.wire.control import MAX_METRICS, UploadRequest
 
 DEADLINE_S = 60.0
 GRACE_S = 5.0
@@ -312,3 +315,23 @@ def test_the_weights_of_a_first_round_need_as_many_requests_as_end_it() -> None:
     round_ = new_over_selected(5, 3)
     assert not round_.has_enough_requests([0, 1], 0.0)
     assert round_.has_enough_requests([0, 1, 4], 0.0)
+
+
+def test_means_of_training_metrics_do_not_depend_on_arrival_and_have_as_many_names_as_one_update() -> None:
+    def totals(announced: list[tuple[int, dict[str, float]]]) -> RoundTotals:
+        found = RoundTotals()
+        for client_id, (samples, metrics) in enumerate(announced):
+            request = UploadRequest(
+                run_id=1, round_id=1, transfer=1, total_bytes=1, num_samples=samples, loss=1.0, train_s=0.0,
+                encode_s=0.0, metrics=metrics,
+            )  # fmt: skip
+            found.count(client_id, request, samples, from_memory=False)
+        return found
+
+    announced = [(3, {"f1": 0.1}), (7, {"f1": 0.7, "auc": 0.5}), (11, {"f1": 1e16}), (5, {"f1": -1e16}), (1, {})]
+    means = [totals(list(order)).mean_metrics() for order in itertools.permutations(announced)]
+    assert means == [means[0]] * len(means)
+    assert means[0]["auc"] == 0.5
+    assert totals([(1, {"f1": 1e200})]).mean_metrics() == {}
+    many = totals([(1, {f"m{client_id}": 1.0}) for client_id in range(1000)])
+    assert len(many.mean_metrics()) == len(many.metrics) == MAX_METRICS
