@@ -279,17 +279,26 @@ def draw_bytes(reports: Sequence[RoundReport], *, up: Look, down: Look) -> Figur
 
 
 def draw_client_training(reports: Sequence[RoundReport]) -> Figure | None:
-    """Return the loss of each client's training, and the first metrics that it announced."""
+    """Return the loss of each client's training, and the first metrics that it announced, with their means."""
     trained = [client for report in reports for client in report.timeline]
-    names = list(dict.fromkeys(name for client in trained for name in client.metrics))[:MAX_SHOWN_METRICS]
+    announced = [*(client.metrics for client in trained), *(report.train_metrics for report in reports)]
+    names = list(dict.fromkeys(name for metrics in announced for name in metrics))[:MAX_SHOWN_METRICS]
     if not names and all(client.loss is None for client in trained):
         return None
     figure, panels = _new(1, 1 + len(names), height_in=3.3, sharex=True)
     _client_lines(panels[0], reports, lambda client: client.loss, "training loss")
+    _mean_line(panels[0], {report.round_id: report.loss for report in reports})
     for axes, name in zip(panels[1:], names, strict=True):
         _client_lines(axes, reports, partial(_metric_of, name), style.plain(plain_line(name)))
+        _mean_line(axes, {report.round_id: report.train_metrics.get(name) for report in reports})
     _legend(figure, panels[0], columns=5)
     return figure
+
+
+def _mean_line(axes: Axes, means: Mapping[int, float | None]) -> None:
+    points = [(float(round_id), mean) for round_id, mean in means.items() if mean is not None]
+    if points:
+        _plot(axes, points, color=style.BLACK, linestyle="--", label="mean, by samples")
 
 
 def _metric_of(name: str, client: ClientTimeline) -> float | None:

@@ -139,6 +139,7 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
         "clients": lambda report: f"{report.updates}/{report.expected}",
         "stale": lambda report: f"{report.staleness:.1f}",
         "loss": lambda report: number(report.loss, 4),
+        **train_columns(reports),
         **quality_columns(reports),
         **client_columns(reports),
         "up": lambda report: size(report.bytes_up),
@@ -155,6 +156,7 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
         "wire s",
         "down",
         "train s",
+        *reversed(list(train_columns(reports))),
         *reversed(list(client_columns(reports))),
         *reversed(list(quality_columns(reports))[1:]),
         "loss",
@@ -275,6 +277,12 @@ def quality_columns(reports: Sequence[Evaluated]) -> dict[str, Callable[[Evaluat
     return columns
 
 
+def train_columns(reports: Sequence[RoundReport]) -> dict[str, Callable[[RoundReport], str]]:
+    """Return the means of what clients have announced of their training, by name."""
+    names = list(dict.fromkeys(name for report in reports for name in report.train_metrics))[:MAX_SHOWN_METRICS]
+    return {f"{plain_line(name)} in training": partial(_train_metric, name) for name in names}
+
+
 def client_columns(reports: Sequence[RoundReport]) -> dict[str, Callable[[RoundReport], str]]:
     """Return what clients have found on data of their own: of each metric the mean, the standard deviation and the
     median."""
@@ -309,6 +317,10 @@ def _over_clients(name: str, report: RoundReport) -> str:
 
 def _metric(name: str, report: Evaluated) -> str:
     return number(report.metrics.get(name), 4)
+
+
+def _train_metric(name: str, report: RoundReport) -> str:
+    return number(report.train_metrics.get(name), 4)
 
 
 def _share(part: float) -> str:

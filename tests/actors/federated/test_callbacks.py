@@ -21,6 +21,7 @@ from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
 from gradbus.experiments.report.scalars import Scalars, round_values
+from gradbus.experiments.run.live import rounds_table
 from gradbus.experiments.rundir.reading import report_in
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
@@ -127,7 +128,14 @@ def test_metrics_of_trainings_are_averaged_over_samples_and_kept_of_each_client(
         assert draw.draw_client_training([RoundReport(round_id=1)]) is None
     assert figure is not None
     shown = [[line.get_xydata().tolist() for line in axes.lines] for axes in figure.axes]  # type: ignore[union-attr]
-    assert shown == [[[[1, 1], [2, 1]], [[1, 2], [2, 2]]], [[[1, 0.25], [2, 0.25]], [[1, 0.5], [2, 0.5]]]]
+    loss, f1 = (10 * 1 + 20 * 2) / 30, result.rounds[0].train_metrics["f1"]
+    assert shown == [
+        [[[1, 1], [2, 1]], [[1, 2], [2, 2]], [[1, loss], [2, loss]]],
+        [[[1, 0.25], [2, 0.25]], [[1, 0.5], [2, 0.5]], [[1, f1], [2, f1]]],
+    ]
+    header = [str(column.header) for column in rounds_table(result.rounds).columns]
+    assert header[header.index("loss") + 1] == "f1 in training"
+    assert "f1 in training" not in [str(column.header) for column in rounds_table(result.rounds, width=40).columns]
 
 
 @pytest.mark.parametrize(("metrics", "text"), [({"f1": "much"}, "cannot be read"), ([1.0], "cannot be read")])
