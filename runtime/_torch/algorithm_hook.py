@@ -30,6 +30,7 @@ from gradbus.runtime.algorithms.replicas import check_replicas
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.algorithm_programs import AlgorithmPrograms
+from gradbus.torch.cpu_copies import CpuCopies, are_finite_on_the_mesh, local_of, needs_copies
 from gradbus.torch.weight_exchange import WeightExchange
 
 Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
@@ -172,7 +173,8 @@ class AlgorithmHook:
         self._name = name
         self._parameters = dict(named)
         self._names = {id(parameter): key for key, parameter in named}
-        self._strides = {key: torch.empty_like(parameter, device="meta").stride() for key, parameter in named}
+        self._strides = {key: torch.empty_like(local_of(one), device="meta").stride() for key, one in named}
+        self._copies: CpuCopies | None = None
         self.dense_bytes, self.skipped_steps = 0, 0
         self._programs = AlgorithmPrograms(process_group)
         self._place = self._programs.place
@@ -209,7 +211,7 @@ class AlgorithmHook:
         self._weights: WeightExchange | None = None
         if self.algorithm.scope == "weights":
             self._weights = WeightExchange(
-                self.algorithm, self._programs, self._parameters, self.delay_steps, self._skip
+                self.algorithm, self._programs, self._parameters, self.delay_steps, self._skip, self._copies
             )
             self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
 
@@ -219,11 +221,7 @@ class AlgorithmHook:
             raise ConfigError(f"{name}: the model has no parameter that requires a gradient")
         if len(self._parameters) < num_parameters or len(self._names) < num_parameters:
             raise ConfigError(f"{name}: a parameter is given twice; a shared one is to be named once")
-        for key, parameter in self._parameters.items():
-            if not parameter.is_cpu:
-                raise ConfigError(f"{name}: parameter {key} is on {parameter.device}, expected on the CPU")
-            if parameter.dtype != torch.float32:
-                raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected torch.float32")
+        exchanged = self._exchanged(name)
         if scope == "weights" and not self._optimizers:
             raise ConfigError(f"{name} averages weights: it needs the optimizers of the model")
         if self.algorithm.in_network is not None:
@@ -234,7 +232,23 @@ class AlgorithmHook:
         if (self.delay_steps or self._hash_every) and not self._optimizers:
             raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
-            self.algorithm.check(self._parameters, optimizer)
+            self.algorithm.check(exchanged, optimizer)
+
+    def _exchanged(self, name: str) -> Mapping[str, Tensor]:
+        """What the algorithm exchanges, or gradients of it: float32 on the CPU. Weights of another kind have copies.
+        Raises ConfigError."""
+        for key, parameter in self._parameters.items():
+            if not parameter.is_floating_point():
+                raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected a floating-point type")
+        if self.algorithm.scope == "weights" and needs_copies(self._parameters.values()):
+            self._copies = CpuCopies(self._parameters)
+            return self._copies.read()
+        for key, parameter in self._parameters.items():
+            if not parameter.is_cpu:
+                raise ConfigError(f"{name}: parameter {key} is on {parameter.device}, expected on the CPU")
+            if parameter.dtype != torch.float32:
+                raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected torch.float32")
+        return self._parameters
 
     @property
     def bytes_out(self) -> int:
@@ -503,7 +517,7 @@ class AlgorithmHook:
         step = Step(self._number, max(0, self._epoch), self._place.world, loss)
         self._number += 1
         weights.begin_step(step, self._reported)
-        if not are_finite([one.grad for one in self._parameters.values() if one.grad is not None]):
+        if not are_finite_on_the_mesh(one.grad for one in self._parameters.values() if one.grad is not None):
             self._skip("a gradient is not finite")
             self._drop_gradients()
 
@@ -547,7 +561,10 @@ class AlgorithmHook:
 
     def _of_rank(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of the model that are this rank's own, by name and by where a saved state has them."""
-        return {} if self.algorithm.equal_replicas else {"weights": self._parameters}
+        if self.algorithm.equal_replicas:
+            return {}
+        weights = {"weights": {name: local_of(one) for name, one in self._parameters.items()}}
+        return weights if self._copies is None else {**weights, "residuals": self._copies.residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse, on all ranks at the same time. Buckets of DDP may differ from those it was saved with. Weights

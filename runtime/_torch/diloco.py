@@ -18,6 +18,7 @@ from gradbus.runtime.algorithms.base import bucket_of
 from gradbus.runtime.algorithms.requests import AllReduce, Broadcast, Program
 from gradbus.runtime.errors import ConfigError
 from gradbus.torch.algorithm_hook import AlgorithmHook
+from gradbus.torch.cpu_copies import local_of
 from gradbus.torch.programs import queue_of
 
 
@@ -41,11 +42,13 @@ class DiLoCo(AlgorithmHook):
         """All ranks of the group make one, at the same time.
 
         Args:
-            model: a plain module; its trained parameters are float32 on the CPU.
+            model: a plain module, or one of FSDP2, with parameters of floating point on any device. What ranks exchange
+                are float32 copies on the CPU, as ``group`` needs: its backend is one of CPU tensors.
             inner_optimizer: any one. Its state stays with its rank.
             outer_optimizer: ``torch.optim.SGD`` of the same parameters, with ``nesterov=True`` or without momentum: its
                 learning rate and momentum are read here, and it is never stepped. None: 0.7 and 0.9.
-            group: the ranks; None: the default group.
+            group: the ranks; None: the default group. With shards, those that hold the same part of the model, one of
+                each host: each of them makes its own object.
             steps: number of local steps between two exchanges. options: others of the algorithm ``diloco``.
 
         Raises:
@@ -71,9 +74,10 @@ class DiLoCo(AlgorithmHook):
         that all ranks do so from their mean.
         """
         self.drain()
-        trained = {**self._parameters}
-        trained |= {f"buffer {name}": one for name, one in self._model.named_buffers() if one.is_floating_point()}
-        self._programs.call(self._programs.run, _mean_of(trained))
+        buffers = {f"buffer {name}": one for name, one in self._model.named_buffers() if one.is_floating_point()}
+        assert self._weights is not None
+        with self._weights.changed() as weights:
+            self._programs.call(self._programs.run, _mean_of({**weights, **buffers}))
 
 
 def _outer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
@@ -96,13 +100,14 @@ def _outer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
 @torch.no_grad()
 def _copies_of_first(tensors: list[Tensor]) -> Program[None]:
     for number, tensor in enumerate(tensors):
-        sent = tensor.detach().contiguous().clone()
-        tensor.copy_((yield Broadcast(f"first {number}", sent)))
+        local = local_of(tensor)
+        sent = local.cpu().contiguous().clone()
+        local.copy_((yield Broadcast(f"first {number}", sent)))
 
 
 @torch.no_grad()
 def _mean_of(tensors: dict[str, Tensor]) -> Program[None]:
-    bucket = bucket_of(tensors)
+    bucket = bucket_of({name: tensor.cpu() for name, tensor in tensors.items()})
     yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat)
     for name, tensor in tensors.items():
         tensor.copy_(bucket.tensors[name])

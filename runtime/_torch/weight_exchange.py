@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucke
 from gradbus.runtime.algorithms.live_weights import apply_result, restart, take_back
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.algorithm_programs import AlgorithmPrograms
+from gradbus.torch.cpu_copies import CpuCopies
 
 log = get_logger("torch")
 
@@ -55,21 +56,23 @@ class WeightExchange:
 
     def __init__(
         self, algorithm: Algorithm, programs: AlgorithmPrograms, parameters: Mapping[str, Tensor], delay_steps: int,
-        on_skipped: Callable[[str, int], object],
+        on_skipped: Callable[[str, int], object], copies: CpuCopies | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             parameters: that are trained, by name. delay_steps: after how many steps a result is applied.
+            copies: of these parameters, where they are not float32 on the CPU.
             on_skipped: called with the reason and the step of an exchange that all ranks take back.
         """
         self._algorithm, self._programs = algorithm, programs
         self._parameters, self._delay_steps = parameters, delay_steps
         self._on_skipped = on_skipped
+        self._copies = copies
         self._step = Step(0)  # the newest
         self._is_due = False  # whether there is an exchange after the optimizers' steps
         self._waiting: deque[_Exchange] = deque()  # those whose results have not been applied yet, oldest first
         self._unsettled: deque[_Exchange] = deque()  # applied, perhaps to be taken back
-        programs.call(algorithm.begin, bucket_of(parameters))
+        programs.call(algorithm.begin, bucket_of(self._read()))
 
     def begin_step(self, step: Step, loss: float | None) -> None:
         """The first optimizer is about to step. ``loss``: that this rank has reported."""
@@ -84,6 +87,18 @@ class WeightExchange:
         """All optimizers have stepped."""
         if not self._exchange_if_due(loss) and self._delay_steps:
             self._apply(self._step.number - self._delay_steps)
+
+    def _read(self) -> Mapping[str, Tensor]:
+        return self._parameters if self._copies is None else self._copies.read()
+
+    @contextmanager
+    def changed(self) -> Iterator[Mapping[str, Tensor]]:
+        """The weights of this rank, float32 on the CPU, by name. What is changed in them is in the parameters then."""
+        if self._copies is None:
+            yield self._parameters
+            return
+        with self._copies.changed() as weights:
+            yield weights
 
     def drain(self) -> None:
         """Apply what still waits, and take back what does not count."""
@@ -139,7 +154,7 @@ class WeightExchange:
         if self._delay_steps:
             _note_error(errors, self._apply, step.number - self._delay_steps)
         _note_error(errors, self._settle)
-        one, bucket = _Exchange(step), bucket_of(self._parameters)
+        one, bucket = _Exchange(step), bucket_of(self._read())
         self._programs.submit(self._exchange, one, loss, bucket)
         self._waiting.append(one)  # now that it will end
         if not self._delay_steps:
@@ -188,7 +203,8 @@ class WeightExchange:
             one.exchanged.result()
             if one.is_finite:
                 result, before = one.tensors["result"], one.tensors.get("before")
-                change = apply_result(self._parameters, self._algorithm, one.step, result, before)
+                with self.changed() as weights:
+                    change = apply_result(weights, self._algorithm, one.step, result, before)
                 one.tensors = {"change": change}
             else:
                 self._restart()
@@ -204,13 +220,16 @@ class WeightExchange:
             finally:
                 if not one.counts:
                     if "change" in one.tensors:
-                        take_back(self._parameters, one.tensors["change"])
+                        with self.changed() as weights:
+                            take_back(weights, one.tensors["change"])
                     reason = "an exchange of weights has failed on some rank, or its result is not finite"
                     self._on_skipped(reason, one.step.number)
                     self._restart()
 
     def _restart(self) -> None:
-        if restart(self._parameters, lambda flat: self._programs.call(self._algorithm.weights_of_joiner, flat)):
+        with self.changed() as weights:
+            is_back = restart(weights, lambda flat: self._programs.call(self._algorithm.weights_of_joiner, flat))
+        if is_back:
             log.warning("weights are not finite: back to those of the last exchange", step=self._step.number + 1)
 
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch_node import RankLocation
 
 import gradbus.torch
@@ -33,11 +36,14 @@ def net() -> nn.Sequential:
 class Training:
     """A rank with data of its own."""
 
-    def __init__(self, rank: int, *, model_state: Any = None, algorithm: str = "", **options: Any) -> None:
+    def __init__(
+        self, rank: int, *, model_state: Any = None, model_type: torch.dtype = torch.float32, algorithm: str = "",
+        **options: Any,
+    ) -> None:  # fmt: skip
         """``model_state``: loaded before the ranks meet. ``algorithm``: in place of ``diloco``."""
         self.random = torch.Generator().manual_seed(rank)
         torch.manual_seed(5)  # of the model
-        self.model = net()
+        self.model = net().to(model_type)
         if model_state is not None:
             self.model.load_state_dict(model_state)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -48,7 +54,8 @@ class Training:
 
     def step(self) -> None:
         x = torch.randn(16, 12, generator=self.random)
-        loss = nn.functional.cross_entropy(self.model(x), x[:, :3].argmax(1))
+        found = self.model(x.to(next(self.model.parameters()).dtype))
+        loss = nn.functional.cross_entropy(found, x[:, :3].argmax(1))
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -99,6 +106,70 @@ def resumed(place: RankLocation) -> dict[str, Any]:
             again.random.set_state(random)
             found[name][way] = again.steps(6).tensors
     return found
+
+
+def low_precision(place: RankLocation) -> dict[str, Any]:
+    """A model in bfloat16: weights of a run, and of one that goes on from what was saved; and what exchanges change
+    where nothing is trained."""
+    place.start()
+
+    def made() -> Training:
+        training = Training(place.rank, steps=4, model_type=torch.bfloat16, codec="fp32", outer_momentum=0.0)
+        training.optimizer.param_groups[0]["lr"] = 0.5
+        return training
+
+    whole, first = made().steps(11), made().steps(5)
+    saved = [copy.deepcopy(one.state_dict()) for one in (first.optimizer, first.diloco)]
+    random = first.random.get_state()
+    again = made()
+    again.optimizer.load_state_dict(saved[0])
+    again.diloco.load_state_dict(saved[1])
+    again.random.set_state(random)
+    again.steps(6)
+    exact = copy.deepcopy(first.diloco.state_dict())
+    for group in first.optimizer.param_groups:
+        group["lr"] = group["momentum"] = 0.0
+    first.steps(3)  # to the second exchange
+    second = copy.deepcopy(first.diloco.state_dict())
+    first.steps(8)  # two more, in which nothing is trained
+    third = first.diloco.state_dict()
+    return {
+        "whole": whole.weights, "again": again.weights, "types": {str(one.dtype) for one in whole.weights},
+        "lacked": max(float(one.abs().max()) for one in exact["residuals"].values()),
+        "second": [*second["weights"].values(), *second["residuals"].values()],
+        "third": [*third["weights"].values(), *third["residuals"].values()],
+        "shared": third["shared"],
+    }  # fmt: skip
+
+
+def shards(place: RankLocation) -> dict[str, Any]:
+    """Two hosts of two ranks: FSDP2 within each, DiLoCo between them. And the same without shards, of two ranks."""
+    place.start()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+    host, within = mesh.get_coordinate() or (0, 0)
+
+    def trained(model: nn.Module, group: Any) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = gradbus.torch.DiLoCo(model, optimizer, steps=3, codec="fp32", group=group)
+        random = torch.Generator().manual_seed(host)  # one batch for the ranks of a host
+        for number in range(8):
+            x = torch.randn(16, 12, generator=random)
+            loss = model(x).square().mean() * (torch.nan if (number, host) == (4, 0) else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        diloco.drain()
+        diloco.average()
+        found = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
+        return [one.detach().clone() for one in found]
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(5 + place.rank // 2)  # that of the first host counts
+        return nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3))
+
+    between = mesh.get_group("between")
+    sharded = fully_shard(made(), mesh=mesh["within"])
+    return {"sharded": trained(sharded, between), "whole": trained(made(), between), "place": [host, within]}
 
 
 def damaged_states(place: RankLocation) -> dict[str, Any]:

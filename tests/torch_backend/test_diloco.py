@@ -26,6 +26,28 @@ def test_a_run_goes_on_between_two_exchanges_from_what_was_saved_to_the_same_bit
                 assert all(map(torch.equal, found["whole"], again)), (name, way)
 
 
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_of_a_model_in_bfloat16_copies_in_float32_are_exchanged_and_rounding_is_no_training(backend: str) -> None:
+    found = play("diloco_scenes", "low_precision", 2, backend)
+    for of_rank in found:
+        assert of_rank["types"] == {"torch.bfloat16"}
+        assert all(map(torch.equal, of_rank["whole"], of_rank["again"]))
+        assert of_rank["lacked"] > 0
+        assert all(map(torch.equal, of_rank["second"], of_rank["third"]))
+    for name, tensor in found[0]["shared"].items():
+        assert torch.equal(tensor, found[1]["shared"][name]), name
+
+
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_shards_of_fsdp2_are_exchanged_between_hosts_as_whole_models_are(backend: str) -> None:
+    found = play("diloco_scenes", "shards", 4, backend)
+    for of_rank in found:
+        for sharded, whole in zip(of_rank["sharded"], of_rank["whole"], strict=True):
+            assert bool(sharded.isfinite().all())
+            torch.testing.assert_close(sharded, whole)
+        assert all(map(torch.equal, of_rank["sharded"], found[0]["sharded"]))
+
+
 def test_a_saved_state_that_does_not_fit_the_model_is_refused_and_changes_nothing() -> None:
     for told in play("diloco_scenes", "damaged_states", 2, "gloo"):
         assert "weights of 0.weight are [3, 3], here [20, 12]" in told["shape"]

@@ -1,0 +1,87 @@
+"""Copies of a rank's parameters for the exchange of weights between hosts: float32, on the CPU.
+
+Within a host a script trains as it likes: on a GPU, in bfloat16, or with the shards of FSDP2, of which each rank
+exchanges its own with its counterparts. What goes between hosts are these copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gradbus.codecs.base import are_finite
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, in the same memory."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def are_finite_on_the_mesh(tensors: Iterable[Tensor]) -> bool:
+    """Whether all entries are finite; of shards, on all ranks that hold one, which have to call this at the same time:
+    those of a replica make a step together, or none of them does."""
+    known = list(tensors)
+    found = are_finite([local_of(one) for one in known])
+    mesh = next((one.device_mesh for one in known if isinstance(one, DTensor)), None)
+    if mesh is None:
+        return found
+    agreed = torch.tensor(float(found), device=mesh.device_type)
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=mesh.get_group(dimension))
+    return bool(agreed)
+
+
+class CpuCopies:
+    """Copies of parameters, as vectors of weights that algorithms read and change.
+
+    A parameter of less precision holds the rounded weight. What it lacks is kept beside it, so that rounding is not
+    taken for training: without training, a copy is read back as it was written.
+
+    Attributes:
+        residuals: by name, float32 on the CPU: what the parameters of less precision lack.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """``parameters``: of floating point, on any device; shards count as what this rank holds."""
+        self._parameters = parameters
+        pins = any(local_of(one).is_cuda for one in parameters.values())  # so that copies need no buffer on the way
+        self._copies = {
+            name: torch.empty(local_of(one).shape, dtype=torch.float32, pin_memory=pins)
+            for name, one in parameters.items()
+        }
+        self.residuals = {
+            name: torch.zeros_like(self._copies[name], pin_memory=False)
+            for name, one in parameters.items()
+            if one.dtype != torch.float32
+        }
+
+    @torch.no_grad()
+    def read(self) -> Mapping[str, Tensor]:
+        """The weights as they are now, by name. They are overwritten by the next call."""
+        for name, parameter in self._parameters.items():
+            copy = self._copies[name].copy_(local_of(parameter))
+            if name in self.residuals:
+                copy += self.residuals[name]
+        return self._copies
+
+    @contextmanager
+    def changed(self) -> Iterator[Mapping[str, Tensor]]:
+        """The same. At the end, parameters get what has been made of them."""
+        copies = self.read()
+        yield copies
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                local = local_of(parameter)
+                local.copy_(copies[name])
+                if name in self.residuals:
+                    torch.sub(copies[name], local.to("cpu", torch.float32), out=self.residuals[name])
+
+
+def needs_copies(parameters: Iterable[Tensor]) -> bool:
+    """Whether some of these are not float32 on the CPU, as a whole."""
+    return any(isinstance(one, DTensor) or not one.is_cpu or one.dtype != torch.float32 for one in parameters)
