@@ -80,6 +80,12 @@ class ModelEvaluation:
         if set(named.values()) - {"eval_loss"}:  # which each evaluation has
             found = RoundReport(round_id=0, **await self._context.compute.run(self._evaluate))
             for key, metric in named.items():
+                if found.eval_loss is None:
+                    raise ConfigError(
+                        f"{key}: {metric!r} is of an evaluation by this controller, and evaluate of the task has "
+                        f"returned None. Take a metric of clients, such as {OF_CLIENTS}loss, with "
+                        f"federated.evaluation.every"
+                    )
                 evaluated_metric(found, metric, key)
 
     async def after_round(self, round_id: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gradbus.codecs.base import are_finite
 
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, in the same memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def are_finite_on_the_mesh(tensors: Iterable[Tensor]) -> bool:

@@ -247,4 +247,7 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_a_client_trains(metri
         ConfigError, match=f"early_stop.metric: the evaluation has no '{metric}'; it has eval_loss{hint}"
     ):
         simulated(task, early_stop={"patience": 1, "metric": metric})
+    task.evaluate = lambda model: None  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ConfigError, match="evaluate of the task has returned None"):
+        simulated(task, early_stop={"patience": 1, "metric": metric})
     gc.collect()  # which warns of a channel that is left open to a training process that was being started
