@@ -189,7 +189,17 @@ class ElasticWorker(Worker):
         members = ", ".join(str(member.number) for member in found.members)
         spare = f", {found.waiting} more wait" if found.waiting else ""
         waits = f"; waits for {found.waits_for}" if found.waits_for else ""
-        return f"step {self.step}, generation {found.number}: processes {members}{spare}{waits}"
+        share = "" if (mean := self.mean_ranks) is None else f", {mean:.2f} a step in this epoch"
+        return f"step {self.step}, generation {found.number}: processes {members}{share}{spare}{waits}"
+
+    @property
+    def mean_ranks(self) -> float | None:
+        """Return how many ranks a step of this epoch had, in the mean: who is a member need not take part in it, as one
+        that gets its copy of the state. None: there was no step yet."""
+        plan, steps = self._plan, self._position.epoch_step
+        return (
+            plan.batches_done(steps) / (steps * self._config.accumulation_steps) if plan is not None and steps else None
+        )
 
     @property
     def has_left(self) -> bool:

@@ -110,6 +110,7 @@ class RankCollector(Collector):
         if isinstance(worker, ElasticWorker) and worker.generations is not None:
             families.gauge("generation", "Generation of the elastic group", worker.generations.number)
             families.gauge("members", "Processes that take part in it", len(worker.generations.members))
+            families.gauge("mean_ranks", "Ranks that took part in a step of this epoch, in the mean", worker.mean_ranks)
         if report is not None:
             families.gauge("accuracy", "Accuracy of the newest evaluated model, 0 to 1", report.accuracy)
             families.gauge("eval_loss", "Its loss on the test set", report.eval_loss)

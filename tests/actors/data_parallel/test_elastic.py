@@ -258,6 +258,28 @@ def test_an_announced_leave_loses_no_step_and_the_others_no_batch(place: dict[st
     assert [report.finished for report in ranks[0].reports] == [True, True]
 
 
+def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[str, Any]) -> None:
+    shown: list[tuple[int, int, float | None, str]] = []
+
+    def scene(cast: Cast) -> None:
+        def look(report: Any) -> None:
+            worker = cast.ranks[0].worker
+            if report.step == 4:
+                cast.ranks[1].worker.leave()
+            if report.epoch == 0:
+                shown.append((report.step, report.world, worker.mean_ranks, worker.progress))
+
+        for number in range(2):
+            cast.start(number, 2, on_step=look if number == 0 else lambda _: None)
+
+    play(place, scene, epochs=1)
+    worlds = [world for _, world, _, _ in shown]
+    assert set(worlds) == {1, 2}
+    for count, (step, _, mean, text) in enumerate(shown, start=1):
+        assert mean == pytest.approx(sum(worlds[:count]) / count), step
+        assert f", {mean:.2f} a step in this epoch" in text
+
+
 def test_below_min_world_training_waits_for_one_more(place: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
         def start_another() -> None:
