@@ -52,7 +52,7 @@ def _security(settings: BusSettings, rank: int | None) -> Security:
 
 def elastic_bus(settings: BusSettings) -> BusSettings:
     """The settings of a bus, with the lease of a rank of an elastic run where they have none."""
-    is_given = settings.lease_s is not None or settings.network == "loopback"
+    is_given = settings.lease_s is not None or settings.network == "loopback" or settings.interface == LOOPBACK
     return settings if is_given else settings.model_copy(update={"lease_s": ELASTIC_LEASE_S})
 
 

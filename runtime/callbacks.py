@@ -76,7 +76,7 @@ def _check(name: str, one: Any, methods: Sequence[str]) -> None:
     """Raises ConfigError: it is no callback of this kind of run. One object may serve both kinds."""
     known = {method for section in METHODS.values() for method in section}
     for other in dir(one):
-        if other.startswith(_PREFIX) and other not in known and callable(getattr(one, other, None)):
+        if other.startswith(_PREFIX) and other not in known and callable(inspect.getattr_static(one, other)):
             near = difflib.get_close_matches(other, methods, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(

@@ -35,7 +35,7 @@ class QFedAvgOptions(Options):
     q: Annotated[float, Field(ge=0, le=20)] = 1.0
     """How much a large loss counts. 0: the mean of all clients."""
     lipschitz: Positive | None = None
-    """L of the paper. null: 1 / `federated.training.lr`, as there."""
+    """L of the paper. null: 1 / the first learning rate of the clients, as there."""
 
 
 class QFedAvg(FedAvg):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradbus.runtime.choices import CLIENT_OPTIMIZERS, Choice
+from gradbus.runtime.config.federated import IN_TERMS
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.optimization.optimizers import make_optimizer
@@ -22,8 +23,13 @@ _TERMS = "training."
 
 def split_terms(sent: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of the training rule and the optimizer, and those that say how a round is counted: see
-    :meth:`gradbus.runtime.config.federated.TrainingSettings.sent_terms`."""
+    :meth:`gradbus.runtime.config.federated.TrainingSettings.sent_terms`. Raises ConfigError: they cannot be."""
     terms = {key.removeprefix(_TERMS): value for key, value in sent.items() if key.startswith(_TERMS)}
+    for key in terms.keys() & IN_TERMS.keys():
+        try:
+            IN_TERMS[key].validate_python(terms[key], strict=True)
+        except ValueError:
+            raise ConfigError(f"the controller has sent {key} as {terms[key]!r:.100}, which cannot be") from None
     return {key: value for key, value in sent.items() if not key.startswith(_TERMS)}, terms
 
 

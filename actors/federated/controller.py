@@ -355,7 +355,7 @@ class Controller:
         began_after = state.round_id
         await self._compute.run(self._note_end)
         # It may show that the run had ended: then no clients are waited for.
-        await self._amended(await self._evaluation.resumed(self.progress.reports))
+        amended = await self._amended(await self._evaluation.resumed(self.progress.reports))
         if state.round_id < rounds and not self._stop.reason:
             if not state.round_id:
                 await self._evaluation.check_metrics()
@@ -363,7 +363,10 @@ class Controller:
             await self._compute.run(state.save_initial)
             with tolerate_write_timeout("model", state.round_id):
                 await self._publisher.publish_full(state.round_id)
-            await self._amended(await self._evaluation.resumed_by_clients(self.progress.reports))
+            later = await self._amended(await self._evaluation.resumed_by_clients(self.progress.reports))
+            amended = later or amended
+        if amended is not None:
+            await self._compute.run(self._stop.evaluated, amended)
         while state.round_id < rounds and await self._compute.run(self._stop.may_begin, state.round_id + 1):
             report = await self._one_round(state.round_id + 1)
             on_report(report)
@@ -706,12 +709,13 @@ class Controller:
         self._state.commit(report, self._publisher.held_apart)
         self._publisher.note_commit(report)
 
-    async def _amended(self, report: RoundReport | None) -> None:
-        """The newest round has been evaluated after a resume; None: it had been before."""
+    async def _amended(self, report: RoundReport | None) -> RoundReport | None:
+        """The newest round has been evaluated after a resume; None: it had been before. Returns the report."""
         if report is not None:
-            await self._compute.run(self._evaluated, report)
+            await self._compute.run(self._note_evaluation, report)
+        return report
 
-    def _evaluated(self, report: RoundReport) -> None:
+    def _note_evaluation(self, report: RoundReport) -> None:
         """The evaluation of the newest model decides whether the run goes on, and whether the model is the best one."""
         self._best.note(report)
-        self._stop.evaluated(report)
+        self._stop.note(report)

@@ -90,7 +90,7 @@ class EarlyStop:
         self.best_round = 0
         self.reason = ""
         for report in history:
-            self._note(report)
+            self.note(report)
 
     def may_begin(self, round_id: int) -> bool:
         """Whether a round is to be commanded, as it is next."""
@@ -109,6 +109,7 @@ class EarlyStop:
 
     def round_done(self, report: RoundReport) -> None:
         """A round is done. Raises ConfigError: the controller's evaluation lacks the metric."""
+        self.note(report)
         if report.eval_loss is not None or report.by_clients.asked:
             self.evaluated(report)
         self._call("on_report", report)
@@ -124,12 +125,10 @@ class EarlyStop:
             self.reason = f"{ending[0]}.{method} has ended the run"
 
     def evaluated(self, report: RoundReport) -> None:
-        """The model of a round was evaluated: also of the last round before a resume, after it. Raises ConfigError: the
-        evaluation lacks the metric."""
-        self._note(report)
+        """The model of a round was evaluated, by all that evaluate it: also of the last round before a resume."""
         self._call("on_evaluation", report)
 
-    def _note(self, report: RoundReport) -> None:
+    def note(self, report: RoundReport) -> None:
         """Note the evaluation of a round, once, where it has one. Raises ConfigError: it lacks the metric."""
         patience, metric = self._settings.patience, self._settings.metric
         if patience is None or report.round_id <= self._newest:

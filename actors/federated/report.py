@@ -97,7 +97,8 @@ class ClientTimeline:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object, times to the microsecond."""
-        return {k: round(v, ROUND_S) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        short = {k: round(v, ROUND_S) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        return {**short, "loss": self.loss}
 
 
 class _Moments(NamedTuple):

@@ -210,6 +210,9 @@ class Round:
         return min(self.deadline_at_s, self._quorum_at_s + self._grace_s)
 
 
+MAX_NAMES = 4 * MAX_METRICS  # of metrics of trainings that a round keeps until it is over
+
+
 @dataclass(slots=True)
 class RoundTotals:
     """Sums over the updates that count. ``bytes_up_shared``: of those that were read in shared memory."""
@@ -222,9 +225,9 @@ class RoundTotals:
     staleness: list[int] = field(default_factory=list)  # of each update
     samples: dict[int, int] = field(default_factory=dict)  # of each client, as it announced them
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
-    # Of each metric of the training: floats with the sum of samples times value, and these samples. A mapping for each
-    # client would grow with their number.
-    metrics: dict[str, tuple[list[float], int]] = field(default_factory=dict)
+    # Of each metric of the training: floats with the sum of samples times value, these samples, and how many clients
+    # announced it. A mapping for each client would grow with their number.
+    metrics: dict[str, tuple[list[float], int, int]] = field(default_factory=dict)
     sums: dict[int, SumSummary] = field(default_factory=dict)  # of each site: what it has reported of its clients
     train_s: float = 0.0
     encode_s: float = 0.0
@@ -263,16 +266,18 @@ class RoundTotals:
         return math.fsum(parts) / total if total else None
 
     def _add_metrics(self, samples: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a training. No more names are taken than one update may have: the first that come."""
+        """Add the metrics of a training."""
         for name, value in metrics.items():
-            if abs(value) < 1e100 and (name in self.metrics or len(self.metrics) < MAX_METRICS):
-                parts, total = self.metrics.get(name, ([], 0))
-                self.metrics[name] = exact_parts([*parts, samples * value]), total + samples
+            if abs(value) < 1e100 and (name in self.metrics or len(self.metrics) < MAX_NAMES):
+                parts, total, clients = self.metrics.get(name, ([], 0, 0))
+                self.metrics[name] = exact_parts([*parts, samples * value]), total + samples, clients + 1
 
     def mean_metrics(self) -> dict[str, float]:
-        """Return the mean of each metric of the training over the clients that announced it, as :meth:`loss`, by name.
+        """Return the mean of each metric of the training over the clients that announced it, as :meth:`loss`, by name:
+        of as many as one update may have, those of most clients, so that one client with names of its own hides none.
         Sums of sites have none."""
-        return {name: math.fsum(parts) / total for name, (parts, total) in sorted(self.metrics.items()) if total}
+        most = sorted(self.metrics.items(), key=lambda item: (-item[1][2], item[0]))[:MAX_METRICS]
+        return {name: math.fsum(parts) / total for name, (parts, total, _) in sorted(most) if total}
 
     def loss_parts(self) -> tuple[list[float], int]:
         """Floats whose exact sum is that of samples times loss over all clients, and the number of these samples."""

@@ -50,7 +50,7 @@ def _analysis() -> ModuleType:
         analysis = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(analysis)
         # It warns where epsilon would be a little smaller with other orders. Filters would be those of all threads.
-        vars(analysis)["warnings"] = SimpleNamespace(warn=lambda text: None)
+        vars(analysis)["warnings"] = SimpleNamespace(warn=lambda *_, **__: None)
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"federated.privacy needs the accountant of opacus, which cannot be loaded ({error}). Install it, "

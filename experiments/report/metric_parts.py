@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from gradbus.actors.federated.report import RoundReport
@@ -9,6 +10,8 @@ from gradbus.experiments.amounts import number, percent
 from gradbus.experiments.report.page import Column, Tile, column
 from gradbus.experiments.run.live import MAX_SHOWN_METRICS, Evaluated
 from gradbus.runtime.plain_text import plain_line
+
+_MAX_COLUMNS = 32  # of metrics, in a table of rounds
 
 
 def quality_tiles(reports: Sequence[Evaluated]) -> list[Tile]:
@@ -73,8 +76,8 @@ def accuracy_columns(reports: Sequence[Evaluated]) -> list[Column]:
 
 
 def metric_columns(of_reports: Sequence[Mapping[str, float]], suffix: str = "") -> list[Column]:
-    """A column for each metric that some report has."""
-    names = dict.fromkeys(name for metrics in of_reports for name in metrics)
+    """A column for each metric that some report has; of very many, which clients may have made up, those of most."""
+    names = [name for name, _ in Counter(name for metrics in of_reports for name in metrics).most_common(_MAX_COLUMNS)]
     return [
         column(f"{plain_line(name)}{suffix}", [metrics.get(name) for metrics in of_reports], digits=4) for name in names
     ]

@@ -10,6 +10,7 @@ import contextlib
 import json
 import netrc
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.private_folder import make_private
+
+_NOT_IN_NAMES = re.compile(r"[^\w\-. /]", re.ASCII)  # of metrics in MLflow, which on Windows takes no colon, either
 
 _FLUSH_S = 5  # TensorBoard sees what is at most so old
 _INIT_TIMEOUT_S = 30.0
@@ -158,7 +161,8 @@ class Mlflow:
         from mlflow.entities import Metric
 
         at_ms = int(unix_s * 1000)
-        metrics = [Metric(name, value, at_ms, step) for name, value in values.items()]
+        # It refuses a whole batch for a name with other characters, and clients may have such.
+        metrics = [Metric(_NOT_IN_NAMES.sub("_", name), value, at_ms, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
         self._kept.keep(self._run_id, step)
 

@@ -67,7 +67,9 @@ def with_algorithm(
         predicts_weights: whether, with late gradients, a rank computes its own at the weights to come, as far as it
             knows them: after the late steps, made with its own gradients in place of their mean. For SGD. The
             parameters have these weights from a forward pass, in which gradients are computed, until the optimizers
-            step.
+            step: evaluate, and call ``state_dict()``, before the forward pass or after the backward pass, and not
+            between them, as gradients would be those of other weights. Gradients count as ``backward()`` leaves them:
+            neither scaled (``GradScaler``) nor clipped by the script.
 
     Returns:
         The hook, with ``state_dict()`` and ``load_state_dict()``, to be saved by each rank.
@@ -182,6 +184,7 @@ class AlgorithmHook:
         self._predicts = False
         self._ahead = ExitStack()  # when it is closed the parameters have the weights of all ranks
         self._is_ahead = False
+        self._ahead_since: _Run | None = None  # the newest one at that time
         try:
             self.algorithm: Final[Algorithm] = make_algorithm(name, self._place, options)
             if delay_steps is not None and (not isinstance(delay_steps, int) or delay_steps < 0):
@@ -300,8 +303,9 @@ class AlgorithmHook:
         """A forward pass begins: have the weights to come until the next step, if gradients are computed."""
         if not (module.training and torch.is_grad_enabled()):
             self._go_back()
-        elif not self._is_ahead:
-            self._is_ahead = True
+        elif not self._is_ahead or self._ahead_since is not self._run:  # else a step was left out: they are old
+            self._go_back()
+            self._is_ahead, self._ahead_since = True, self._run
             late = [run.own for run in self._waiting if are_finite(list(run.own.values()))]
             by_parameter = [{self._parameters[name]: one for name, one in own.items()} for own in late if own]
             for optimizer in self._optimizers:

@@ -35,7 +35,7 @@ class BusSettings(Settings):
     """Whether discovery and data use multicast."""
     lease_s: Duration | None = None
     """Silence, in seconds, after which a process on another machine counts as dead. null: 60 with the profile
-    `loopback`, 10 with `network`, and 4 of it in elastic runs."""
+    `loopback`, 10 with `network`, or 4 for the ranks of an elastic run."""
     stall_timeout_s: Duration = 30.0
     """Seconds for which a reader may take no data before sending to it is an error."""
     shared_memory: bool = True

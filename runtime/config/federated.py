@@ -247,6 +247,11 @@ class TrainingSettings(Settings):
         rule = {} if is_own else CLIENT_RULES.options_of(self.rule.name).model_fields
         for at, changed in self.from_round.items():
             for key, value in changed.items():
+                if is_own and key in IN_TERMS and key in self.rule.options:
+                    raise ValueError(
+                        f"from_round {at}: {key} is a setting of the round here, and {self.rule.name} has an option of "
+                        f"this name. Call the option otherwise, or leave it out of from_round"
+                    )
                 if (known_type := IN_COMMAND.get(key) or IN_TERMS.get(key)) is not None:
                     known_type.validate_python(value, strict=True)
                 elif key not in rule and not is_own:

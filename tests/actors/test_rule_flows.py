@@ -18,6 +18,7 @@ from torch import nn
 
 import gradbus
 from gradbus import codecs
+from gradbus.actors.federated.client_optimizer import split_terms
 from gradbus.actors.federated.local_training import LocalTraining
 from gradbus.actors.federated.rules.base import RoundEnd
 from gradbus.actors.federated.rules.scaffold import ControlVariates
@@ -248,6 +249,19 @@ def test_what_cannot_work_together_is_refused_at_the_start(settings: dict[str, A
 def test_a_setting_of_a_round_that_cannot_be_is_refused(changes: Any) -> None:
     with pytest.raises(ConfigError):
         gradbus.FederatedConfig(training={"rule": "fedprox", "from_round": changes})
+
+
+@pytest.mark.parametrize("key", ["steps", "density"])
+def test_an_option_of_a_rule_of_ones_own_with_the_name_of_a_setting_of_the_round_is_not_changed(key: str) -> None:
+    rule = {"name": "a.b:Rule", key: 1}
+    with pytest.raises(ConfigError, match=f"{key} is a setting of the round here, and a.b:Rule has an option"):
+        gradbus.FederatedConfig(codec="sq8", training={"rule": rule, "from_round": {2: {key: 1}}})
+
+
+@pytest.mark.parametrize("terms", [{"density": "much"}, {"density": True}, {"density": 0.0}, {"steps": -1}])
+def test_terms_of_a_round_that_cannot_be_are_told_by_the_client(terms: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the controller has sent"):
+        split_terms({f"training.{key}": value for key, value in terms.items()})
 
 
 @pytest.mark.parametrize("density", [0, 1.5, True])

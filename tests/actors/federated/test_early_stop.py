@@ -82,7 +82,7 @@ def test_the_last_round_before_a_resume_counts_when_it_is_evaluated_after_it() -
     *before, last = reports_of(1.0, 2.0, 3.0)
     resumed = EarlyStop(EarlyStopSettings(patience=2), NONE, [*before, dataclasses.replace(last, eval_loss=None)])
     assert not resumed.reason
-    resumed.evaluated(last)
+    resumed.note(last)
     assert resumed.reason
 
 

@@ -169,21 +169,21 @@ def test_a_run_may_end_by_what_its_worst_client_finds() -> None:
     stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss.max"), Callbacks("federated", [], []))
     for number, losses in enumerate([(1.0, 3.0), (0.5, 3.0), (0.25, 3.5)], start=1):
         assert not stop.reason
-        stop.evaluated(evaluated(number, *losses))
+        stop.note(evaluated(number, *losses))
     assert stop.reason == "client.loss.max is no better than in round 1 after 2 evaluations"
 
 
 def test_an_evaluation_without_any_result_is_none_to_early_stop() -> None:
     stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.loss"), Callbacks("federated", [], []))
     for number in range(1, 5):
-        stop.evaluated(evaluated(number))
+        stop.note(evaluated(number))
     assert not stop.reason
 
 
 def test_a_round_that_is_evaluated_twice_after_a_resume_counts_once() -> None:
     stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss"), Callbacks("federated", [], []))
     for _ in range(5):
-        stop.evaluated(evaluated(1, 1.0))
+        stop.note(evaluated(1, 1.0))
     assert not stop.reason
 
 
@@ -192,7 +192,7 @@ def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do(
 ) -> None:
     stop = EarlyStop(EarlyStopSettings(patience=1, metric="client.rmse"), Callbacks("federated", [], []))
     for number in range(1, 4):
-        stop.evaluated(evaluated(number, 1.0))
+        stop.note(evaluated(number, 1.0))
     assert not stop.reason
     said = capsys.readouterr().out
     assert "client.rmse" in said
@@ -201,11 +201,11 @@ def test_a_metric_that_clients_do_not_find_is_named_with_those_that_they_do(
 
 def test_losses_that_are_not_there_as_the_model_diverges_end_no_run() -> None:
     stop = EarlyStop(EarlyStopSettings(patience=2, metric="client.loss"), Callbacks("federated", [], []))
-    stop.evaluated(evaluated(1, 1.0))
+    stop.note(evaluated(1, 1.0))
     for number in range(2, 6):
         found = opened(0)
         found.add(0, result(accuracy=0.1))  # its loss was not finite
-        stop.evaluated(RoundReport(round_id=number, by_clients=summary(found)))
+        stop.note(RoundReport(round_id=number, by_clients=summary(found)))
     assert not stop.reason
 
 
@@ -220,10 +220,10 @@ def test_a_metric_that_too_few_clients_have_found_decides_nothing() -> None:
             found.add(client_id, result(loss=loss))
         return RoundReport(round_id=number, by_clients=summary(found))
 
-    stop.evaluated(round_of(1, 1.0, 1.0, 1.0))
-    stop.evaluated(round_of(2, 9.0))
+    stop.note(round_of(1, 1.0, 1.0, 1.0))
+    stop.note(round_of(2, 9.0))
     assert not stop.reason
-    stop.evaluated(round_of(3, 0.5, 0.5))
+    stop.note(round_of(3, 0.5, 0.5))
     assert stop.best_round == 3
 
 

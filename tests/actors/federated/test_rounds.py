@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.rounds import Outcome, Round, RoundRules, RoundTotals
+from gradbus.actors.federated.rounds import MAX_NAMES, Outcome, Round, RoundRules, RoundTotals
 from gradbus.runtime.wire.control import MAX_METRICS, UploadRequest
 
 DEADLINE_S = 60.0
@@ -334,4 +334,6 @@ def test_means_of_training_metrics_do_not_depend_on_arrival_and_have_as_many_nam
     assert means[0]["auc"] == 0.5
     assert totals([(1, {"f1": 1e200})]).mean_metrics() == {}
     many = totals([(1, {f"m{client_id}": 1.0}) for client_id in range(1000)])
-    assert len(many.mean_metrics()) == len(many.metrics) == MAX_METRICS
+    assert (len(many.mean_metrics()), len(many.metrics)) == (MAX_METRICS, MAX_NAMES)
+    made_up = {f"a{number}": 1.0 for number in range(MAX_METRICS)}
+    assert "f1" in totals([(1, made_up), (1, {"f1": 0.5}), (1, {"f1": 0.5})]).mean_metrics()

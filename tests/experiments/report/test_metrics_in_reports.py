@@ -12,7 +12,7 @@ from gradbus.actors.federated.evaluation import ClientEvaluation, ClientMetric, 
 from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.report import compare, style
 from gradbus.experiments.report import figures as draw
-from gradbus.experiments.report.metric_parts import newest_quality, quality_name
+from gradbus.experiments.report.metric_parts import metric_columns, newest_quality, quality_name
 from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.experiments.rundir.reading import RunFiles, read_run
 
@@ -45,6 +45,13 @@ def test_an_accuracy_goes_before_other_metrics() -> None:
     assert (quality_name(reports), newest_quality(reports)) == ("Accuracy", "50.00 %")
     assert newest_quality(run_of("a", 2.0).rounds) == "rmse 2.0000"
     assert newest_quality([]) == "-"
+
+
+def test_a_table_has_no_more_columns_of_metrics_than_it_can_show_and_those_of_most_rounds() -> None:
+    of_rounds = [{f"made up {number}": 0.0, "f1": 0.5} for number in range(100)]
+    shown = [one.head.strip() for one in metric_columns(of_rounds)]
+    assert len(shown) == 32
+    assert shown[0] == "f1"
 
 
 def test_what_clients_find_is_drawn_as_mean_and_median_in_their_range() -> None:
