@@ -30,7 +30,7 @@ from gradbus.runtime.algorithms.replicas import check_replicas
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.algorithm_programs import AlgorithmPrograms
-from gradbus.torch.cpu_copies import CpuCopies, are_finite_on_the_mesh, local_of, needs_copies
+from gradbus.torch.cpu_copies import EXCHANGED_TYPES, CpuCopies, are_finite_on_the_mesh, local_of, needs_copies
 from gradbus.torch.weight_exchange import WeightExchange
 
 Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
@@ -240,10 +240,11 @@ class AlgorithmHook:
     def _exchanged(self, name: str) -> Mapping[str, Tensor]:
         """What the algorithm exchanges, or gradients of it: float32 on the CPU. Weights of another kind have copies.
         Raises ConfigError."""
-        for key, parameter in self._parameters.items():
-            if not parameter.is_floating_point():
-                raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected a floating-point type")
         if self.algorithm.scope == "weights" and needs_copies(self._parameters.values()):
+            for key, parameter in self._parameters.items():
+                if parameter.dtype not in EXCHANGED_TYPES:
+                    known = ", ".join(map(str, EXCHANGED_TYPES))
+                    raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected one of {known}")
             self._copies = CpuCopies(self._parameters)
             return self._copies.read()
         for key, parameter in self._parameters.items():
@@ -351,15 +352,16 @@ class AlgorithmHook:
             ValueError: not a dense bucket in float32, or one with a parameter that was not given at the start.
         """
         flat, given = bucket.buffer(), Gradient()
+        if self._weights is not None:
+            self.start_pass()
+            given.set_result(flat)
+            return given
         if flat.layout != torch.strided or flat.dtype != torch.float32:
             raise ValueError(
                 f"with_algorithm: bucket {bucket.index()} is {flat.dtype}, {flat.layout}; expected float32, strided "
                 f"(no sparse=True of embeddings, no mixed_precision of DDP)"
             )
         self.start_pass()
-        if self._weights is not None:
-            given.set_result(flat)
-            return given
         if bucket.index() == 0:
             self._start_run()
         self.dense_bytes += flat.nbytes

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gradbus.codecs.base import are_finite
+from gradbus.runtime.errors import ConfigError
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -34,6 +35,23 @@ def are_finite_on_the_mesh(tensors: Iterable[Tensor]) -> bool:
     for dimension in range(mesh.ndim):
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=mesh.get_group(dimension))
     return bool(agreed)
+
+
+EXCHANGED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters. What float64 has more would be lost."""
+
+
+def check_group(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Raises ConfigError: ranks of this group hold other shards of the same model, which are not to be exchanged."""
+    mesh = next((one.device_mesh for one in parameters if isinstance(one, DTensor)), None)
+    if mesh is None:
+        return
+    others = set(mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    if others:
+        raise ConfigError(
+            f"DiLoCo: the model has shards, and ranks {sorted(others)} of the group hold others of the same model. "
+            f"Give the ranks that hold the same shard as group: of a mesh of hosts and ranks, its dimension of hosts"
+        )
 
 
 class CpuCopies:

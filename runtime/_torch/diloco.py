@@ -18,7 +18,7 @@ from gradbus.runtime.algorithms.base import bucket_of
 from gradbus.runtime.algorithms.requests import AllReduce, Broadcast, Program
 from gradbus.runtime.errors import ConfigError
 from gradbus.torch.algorithm_hook import AlgorithmHook
-from gradbus.torch.cpu_copies import local_of
+from gradbus.torch.cpu_copies import check_group, local_of
 from gradbus.torch.programs import queue_of
 
 
@@ -31,7 +31,8 @@ class DiLoCo(AlgorithmHook):
     weights stay as they are, and what they have changed is part of the next exchange. A rank whose gradients are not
     finite skips its own step. All drop the result of an exchange that has failed on some rank, or is not finite there:
     those that have it go on with it, and take it back before the next exchange, or in ``drain()``. A rank whose own
-    weights are not finite goes on from those of the last exchange.
+    weights are not finite goes on from those of the last exchange. With shards, those of a replica skip a step
+    together; whether an exchange counts is decided for each shard.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class DiLoCo(AlgorithmHook):
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError("DiLoCo: the model is wrapped in DistributedDataParallel, which exchanges every gradient")
+        check_group(model.parameters(), group)
         self._model = model
         queue = queue_of(group)
         tensors = [*model.parameters(), *model.buffers()]

@@ -184,13 +184,15 @@ class WeightExchange:
                 one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
             one.exchanged.set_result(None)
             one.counts = self._all_are(one.is_finite)
+            # Before it is known to have ended: what is read then is of after it.
+            (self._algorithm.commit if one.counts else self._algorithm.roll_back)()
             one.ended.set_result(None)
         except BaseException as error:
+            if not one.counts:
+                self._algorithm.roll_back()
             for future in (one.exchanged, one.ended):
                 if not future.done():
                     future.set_exception(error)
-        finally:
-            (self._algorithm.commit if one.counts else self._algorithm.roll_back)()
 
     def _all_are(self, is_finite: bool) -> bool:
         return bool(self._programs.all_reduce("finite", torch.tensor([float(is_finite)]), "min"))

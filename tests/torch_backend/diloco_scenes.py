@@ -169,6 +169,8 @@ def shards(place: RankLocation) -> dict[str, Any]:
 
     between = mesh.get_group("between")
     sharded = fully_shard(made(), mesh=mesh["within"])
+    with pytest.raises(ConfigError, match="hold others of the same model"):
+        gradbus.torch.DiLoCo(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
     return {"sharded": trained(sharded, between), "whole": trained(made(), between), "place": [host, within]}
 
 
