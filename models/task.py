@@ -15,6 +15,7 @@ class TrainResult:
 
     Attributes:
         num_samples: distinct samples trained on, whatever the number of epochs: the weight of this update in the mean.
+            Of text it may be the number of tokens, on all clients alike.
         loss: mean over all samples of all epochs while training; None where there is none, not finite where training
             has diverged.
         metrics: more numbers of this training by name, at most 32; those that are not finite are left out.
