@@ -87,16 +87,11 @@ class FedYogiOptions(FedAdamOptions):
     """Learning rate of the server."""
 
 
-class FedYogi(_Adaptive):
+class FedYogi(FedAdam):
     """Yogi at the server: the second moment grows and shrinks slowly."""
 
     choice = "fedyogi"
     Options = FedYogiOptions
-
-    def __init__(
-        self, dim: int, *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
-    ) -> None:
-        super().__init__(dim, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
 
     def _second_moment(self, v: Tensor, delta: Tensor) -> None:
         square = delta * delta

@@ -317,8 +317,8 @@ def measure_false_deaths(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 
 def measure_false_deaths_between_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    """The same where each rank is on a host of its own, and loses 1 % of its packets: there a lease tells of deaths,
-    so that cases are left out in which all ranks stand still for as long as it, or longer."""
+    """The same where each rank is on a host of its own, and loses 1 % of its packets: there the lease decides who is
+    dead, so that cases are left out in which all ranks stand still for as long as it, or longer."""
     lease_s = chosen.lease_s
     cases = [case for case in _CASES if case.still_s < lease_s]
     with hosts_on_a_switch(4, LINKS) as network:

@@ -32,7 +32,7 @@ def _network(hosts: tuple[Host, ...], rank: int) -> NetworkConfig:
 
 
 async def _idle(hosts: tuple[Host, ...], rank: int, world: int, until_s: float) -> None:
-    """The work of a member: it joins, and then does nothing until ``time.monotonic`` says so."""
+    """The work of a member: it joins, and then does nothing until this time of ``time.monotonic``."""
     enter_host(hosts[rank])
     dds_network.SEARCH_S = _SEARCH_S
     network, security = _network(hosts, rank), Security(insecure=True)

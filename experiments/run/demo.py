@@ -172,7 +172,7 @@ async def run_demo(
         flags = ["--id", str(number), "--loop", options.loop, "--log-level", options.level]
         output = run.path / f"client-{number}.log"
         code = await run_process(["client", str(config), *flags], output)
-        if not over and code != ExitCode.OK:  # one that ends well was told that the run is over, which this hears later
+        if not over and code != ExitCode.OK:  # one with 0 has received the end of the run, which arrives here later
             end = f"signal {-code}" if code < 0 else f"exit code {code}"
             log.warning("client ended early", client=str(number), end=end, log=str(output))
             for line in _last_lines(output, 3):

@@ -87,7 +87,7 @@ class Hosted:
         return cls(bus, task, ids, client, state_dir, options.open_pool(task, settings))
 
     async def run(self, followed: FollowedHost | None = None) -> None:
-        """Take part until all rounds are done. ``followed``: it is told of the host that runs."""
+        """Take part until all rounds are done. ``followed``: gets the host that runs, for its metrics."""
         try:
             async with open_bus(self.bus) as bus:
                 host = ClientHost(
