@@ -8,6 +8,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -251,3 +252,28 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_a_client_trains(metri
     with pytest.raises(ConfigError, match="evaluate of the task has returned None"):
         simulated(task, early_stop={"patience": 1, "metric": metric})
     gc.collect()  # which warns of a channel that is left open to a training process that was being started
+
+
+def test_an_evaluation_that_a_crash_cut_off_is_told_of_once_after_the_resume_with_what_clients_found(
+    tmp_path: Path,
+) -> None:
+    class Evaluated(Measured):
+        fails = True
+
+        def evaluate(self, model: Any) -> EvalResult:
+            if self.fails:
+                raise RuntimeError("no memory for it")
+            return super().evaluate(model)
+
+        def evaluate_local(self, model: Any, *, client_id: int) -> EvalResult:
+            return EvalResult(None, 1.0, 10)
+
+    settings = {"rounds": 2, "evaluation": {"every": 1}, "checkpoint": {"dir": str(tmp_path / "state")}}
+    with pytest.raises(Exception, match="no memory for it"):
+        simulated(Evaluated(), **settings)
+    task, follower = Evaluated(), Follower()
+    task.fails = False
+    simulated(task, given=(follower,), **settings)
+    found = [report for what, report in follower.calls if what == "evaluation"]
+    assert [report.round_id for report in found] == [1, 2]
+    assert [(report.eval_loss, report.by_clients.answered) for report in found] == [(0.5, 2)] * 2
