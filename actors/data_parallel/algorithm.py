@@ -96,7 +96,7 @@ def _check_elastic(algorithm: Algorithm, label: AlgorithmLabel, delay_steps: int
     """Before the algorithm is asked what it needs of the ranks, of which none is known yet. Raises ConfigError."""
     for fault, what in (
         (not algorithm.is_elastic, "keeps what is of certain ranks, or of late exchanges"),
-        (delay_steps > 0, "applies steps late (delay_steps)"),
+        (delay_steps > 0 and not algorithm.can_drop_late, "applies steps late (delay_steps)"),
         (algorithm.in_network is not None, "adds up in the network"),
         (algorithm.by_hosts, "adds up by hosts or a topology, which are those of a fixed world"),
     ):

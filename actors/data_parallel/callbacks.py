@@ -89,6 +89,11 @@ class StopVotes:
         self._wanted_end = wants_end
         self._handle = self._group.all_gather(f"worker/stop/{name}", vote, round_id=step, timeout_s=self._timeout_s)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a vote was cast that is not counted yet."""
+        return self._handle is not None
+
     async def counted(self) -> bool:
         """Whether a rank has voted for the end, in the newest vote; False if there was none."""
         if self._handle is None:

@@ -18,6 +18,10 @@ ready, and after the same step all divide the data anew, with it. No step is sen
 
 Where weights are exchanged, ranks are on their own between two exchanges, and all this goes by exchanges: they come
 and go after one. A rank that joins begins its first step when its copy is there; the others meet it in the next one.
+
+With a delay exchanges are on their way when a generation ends. Where ranks rest, all of them wait for these and apply
+them early. Where one is lost, some ranks may have applied more of them than others at the same step: so it is also
+their number that tells who has the newest state. What none has applied is dropped by all (see :mod:`.weights`).
 """
 
 from __future__ import annotations
@@ -82,7 +86,8 @@ from gradbus.runtime.wire.frames import VERSION
 
 # What ranks of one generation that stand at the same step have in common of a position; the rest is each one's own.
 _COMMON = (
-    "step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "skipped_exchanges", "mean_loss",
+    "step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "skipped_exchanges",
+    "ended_exchanges", "mean_loss",
 )  # fmt: skip
 
 MAX_RECORDED_BYTES = 1 << 30
@@ -367,7 +372,7 @@ class ElasticWorker(Worker):
         hello = {
             "settings": config.shared({"name": training.label.name, **training.label.options}),
             "synced": self._synced, "broken": self._broken, "is_stopped": self._is_stopped,
-            "step": stands.step, "epoch": stands.epoch,
+            "step": stands.step, "ended_exchanges": stands.ended_exchanges, "epoch": stands.epoch,
             "schedule_steps": self._schedule_steps, "data": self._data,
             "begins": self._has_seen_all and not self._place.number,
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
@@ -379,8 +384,8 @@ class ElasticWorker(Worker):
             hint="Start all processes with the same data set, its options included, and the same batch size",
         )  # fmt: skip
         check_equal_layouts([hello["layout"] for hello in hellos])
-        # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs.
-        places = [(hello["synced"], hello["step"], hello["epoch"]) for hello in hellos]
+        # Ranks that were lost at the end of an epoch may stand at one step, but in two epochs, with the same state.
+        places = [tuple(hello[name] for name in ("synced", "step", "ended_exchanges", "epoch")) for hello in hellos]
         newest = max(places)
         source = places.index(newest)
         # A vote that some have counted counts for all; ranks of another past may know of others.
@@ -402,7 +407,7 @@ class ElasticWorker(Worker):
             before = self._position
             if any(place != newest for place in places):
                 await self._share_position(source)
-            behind = [rank for rank, place in enumerate(places) if place[:2] != newest[:2]]
+            behind = [rank for rank, place in enumerate(places) if place[:-1] != newest[:-1]]
             await self._begin_transfers(behind, [hello["broken"] for hello in hellos], before)
         if group.rank not in self._follows:
             self._synced = generation
@@ -591,7 +596,7 @@ class ElasticWorker(Worker):
         if self._arriving is not None and self._arriving.done():
             await self._catch_up()
         elif not self._are_equal:
-            await self._count_votes()  # at once: so others come and go where the exchange has made weights equal
+            await self._count_votes_of_steps()  # at once: so they come and go where the exchange has made weights equal
 
     def _note_step(self) -> None:
         """As a Worker does. A rank that gets no data yet is in no step: so observers tell it from the others."""
@@ -617,9 +622,15 @@ class ElasticWorker(Worker):
         way, as so many steps are kept. Between two exchanges of weights ranks are on their own."""
         if not self._are_equal:
             alone = self._group.world == 1
-            return alone or self._training.algorithm.is_due(Step(step - 1, self._position.epoch))
+            is_due = alone or self._training.algorithm.is_due(Step(step - 1, self._position.epoch))
+            return is_due and not self._votes.is_pending
         is_last = self._plan is not None and self._position.epoch_step >= self._plan.steps
         return is_last or step <= self._plan_began or bool(self._follows) or step - self._voted_at >= self._votes.every
+
+    async def _count_votes_of_steps(self) -> None:
+        """As a Worker does. With a delay nobody waits for a vote before the exchange of its step is applied."""
+        if self.step - self._voted_at >= self._training.delay_steps:
+            await self._count_votes()
 
     async def _count_votes(self) -> None:
         await super()._count_votes()
@@ -703,6 +714,7 @@ class ElasticWorker(Worker):
         position, plan = self._position, self._plan
         if hasattr(self, "_stepper"):  # else somebody was lost before the first step
             self._note_mean_loss()
+            position.ended_exchanges = self._stepper.ended_exchanges
         if plan is not None and position.epoch_step:
             position.epoch_batches = plan.batches_done(position.epoch_step)
             position.skipped_exchanges = self._skipped_exchanges

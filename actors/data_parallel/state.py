@@ -47,6 +47,7 @@ class Position:
         loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
         skipped_exchanges: exchanges of weights in this epoch whose results were dropped.
+        ended_exchanges: of elastic ranks, exchanges of weights whose results were applied or dropped, of all epochs.
         metrics: of these batches, as ``MetricSums.plain`` gives them.
         mean_loss: see ``Stepper.mean_loss``; None if that is NaN.
         epoch_batches: of the order that elastic ranks share, how many all of them have had in this epoch.
@@ -60,6 +61,7 @@ class Position:
     skipped: int = 0
     skipped_in_row: int = 0
     skipped_exchanges: int = 0
+    ended_exchanges: int = 0
     metrics: Mapping[str, tuple[str, float, float]] = field(default_factory=dict)
     mean_loss: float | None = None
     epoch_batches: int = 0
@@ -67,7 +69,8 @@ class Position:
     def next_epoch(self) -> Position:
         """The start of the epoch after this one."""
         return Position(
-            step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row, mean_loss=self.mean_loss
+            step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row, mean_loss=self.mean_loss,
+            ended_exchanges=self.ended_exchanges,
         )  # fmt: skip
 
 
@@ -97,6 +100,7 @@ class SavedRank(Meta):
     skipped: Count
     skipped_in_row: Count
     skipped_exchanges: Count = 0
+    ended_exchanges: Count = 0
     metrics: Annotated[dict[str, tuple[MetricKind, Number, Number]], Field(max_length=MAX_METRICS)] = Field(
         default_factory=dict
     )

@@ -42,7 +42,8 @@ class Stepper(ABC):
     Attributes:
         mean_loss: of the last step that was not skipped, over the ranks that made it; NaN if nobody needs it. Where
             weights are exchanged, of the step before the exchange, and NaN if no rank has made that one.
-        skipped_exchanges: exchanges of weights so far whose results were dropped, on all ranks.
+        ended_exchanges: exchanges of weights so far whose results were applied, or dropped by all ranks.
+        skipped_exchanges: those of them that were dropped.
         is_diverged: whether a rank has announced with an exchange of weights that it had skipped as many steps in a row
             as it may; equal on all ranks.
         wait_s, bytes_out: seconds that this rank waited for others, and payload handed to DDS, so far.
@@ -69,6 +70,7 @@ class Stepper(ABC):
         self._newest_task: asyncio.Task[None] | None = None
         self._exchanges: list[StepExchange] = []  # that have not ended
         self.mean_loss = math.nan
+        self.ended_exchanges = 0
         self.skipped_exchanges = 0
         self.is_diverged = False
         self.wait_s = 0.0

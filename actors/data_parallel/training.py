@@ -159,6 +159,7 @@ class TrainingStep:
         as_begun: the step as the algorithm sees it, where that must not change until its programs start.
         metrics: of this rank's batches.
         weights: a copy of them, which is exchanged; before: as they were. change: of the weights, by the result.
+        staged: what the algorithm has staged in its memory, where it is committed when the result is applied.
         has_finite_result: whether weights that were exchanged are finite on this rank. has_result: when that is known,
             or the exchange has ended; on_result: called when it is known.
         verdict: of all ranks, shape (2,): how many had a result that is not finite, and how many have skipped too many
@@ -184,6 +185,7 @@ class TrainingStep:
     weights: TensorBucket | None = None
     before: Tensor | None = None
     change: Tensor | None = None
+    staged: Mapping[tuple[str, str], Tensor] | None = None
     as_begun: Step | None = None
     has_finite_result: bool = False
     has_result: asyncio.Event = field(default_factory=asyncio.Event)

@@ -17,6 +17,10 @@ for it: a rank goes on with a result that is finite on itself, and takes it back
 learns that another rank had none. It looks before the next exchange begins, and where all steps must be final: so after
 the same step in each run, whenever the message came. Elastic ranks, which may be lost in between, and those whose
 exchange ``overlaps`` computing, apply no result that is not agreed on.
+
+Of elastic ranks some may have the late result of an exchange, and others not, when one is lost. So it counts where it
+is applied, with what the algorithm remembers of it, and leaves no trace on a rank before that: all weights that were
+sent are still what differs from the last exchange that counts, and go with the next one.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ class WeightStepper(Stepper):
         """
         super().__init__(*args, **options)
         self._waits_for_all = waits_for_all or self._algorithm.overlaps
+        self._commits_late = waits_for_all and self._delay > 0
         self._max_nonfinite_steps = max_nonfinite_steps
         self._unsettled: deque[tuple[TrainingStep, asyncio.Task[None]]] = deque()  # applied, perhaps to be taken back
         self._log = get_logger("worker", rank=self._algorithm.place.rank)
@@ -79,14 +84,16 @@ class WeightStepper(Stepper):
         if is_due and not self._delay and (self._algorithm.needs_loss or (self._waits_for_all and not is_early)):
             # Elastic ranks find here who was lost since the last exchange: before the step leaves a trace.
             await self._agree_on_loss(step, profile)
+        if self._commits_late:  # here they find it with a delay
+            await self._wait_before(step.number + 1 - self._delay, profile)
         await run(training.apply, step, profile)
         await self._apply_before(step.number + 1 - self._delay, profile)
         if is_due and not is_early:
             await self._begin_exchange(step, profile)
             if not self._delay:
                 await self._apply_before(None, profile)
-            if self._waits_for_all:
-                await self._settle(profile)
+        if self._waits_for_all:
+            await self._settle(profile)
         return [step]
 
     async def drain(self) -> list[TrainingStep]:
@@ -117,6 +124,14 @@ class WeightStepper(Stepper):
             await super()._run(step, before)
         finally:
             step.has_result.set()
+
+    async def _wait_before(self, number: int, profile: StepProfile) -> None:
+        """Wait for the results of the steps before this one, and apply none yet."""
+        started_s = time.perf_counter()
+        for step, task in self._queue:
+            if step.number < number:
+                await self._result_of(step, task)
+        self._waited(started_s, time.perf_counter(), profile)
 
     async def _result_of(self, step: TrainingStep, task: asyncio.Task[None]) -> None:
         await step.has_result.wait()
@@ -184,6 +199,9 @@ class WeightStepper(Stepper):
 
     def _apply_late(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
         assert step.weights is not None
+        self.ended_exchanges += 1
+        if step.staged is not None:
+            self._algorithm.memory.commit_taken(step.staged)
         if step.counts if self._waits_for_all else step.has_finite_result:
             live, result = self._training.trained, step.weights.flat
             assert step.as_begun is not None
@@ -191,7 +209,7 @@ class WeightStepper(Stepper):
             step.change = None if self._waits_for_all else change
         else:
             self._restart()
-        step.weights = step.before = None
+        step.weights = step.before = step.staged = None
 
     def _take_back(self, step: TrainingStep) -> None:
         self.skipped_exchanges += 1
@@ -230,5 +248,8 @@ class WeightStepper(Stepper):
         if step.verdict is None:
             return False  # it was cancelled
         step.counts = not step.verdict[0]
-        (self._algorithm.commit if step.counts else self._algorithm.roll_back)()
+        if step.counts and self._commits_late:
+            step.staged = self._algorithm.memory.take_staged()
+        else:
+            (self._algorithm.commit if step.counts else self._algorithm.roll_back)()
         return False

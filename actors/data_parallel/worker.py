@@ -314,6 +314,7 @@ class Worker:
             )
         if self._position.mean_loss is not None:
             stepper.mean_loss = self._position.mean_loss
+        stepper.ended_exchanges = self._position.ended_exchanges
         return stepper
 
     def _note_sent(self, step: TrainingStep) -> None:
@@ -424,7 +425,7 @@ class Worker:
         self._probe.reached("after_step", position.step)
         position.epoch_step += 1
         await self._count(applied)
-        await self._count_votes()
+        await self._count_votes_of_steps()
         await self._after_steps(applied)
         if self._votes_after_steps:
             self._vote("step", position.step)
@@ -475,6 +476,10 @@ class Worker:
         for method in methods:
             self._wants_end |= bool(await self._compute.run(self._callbacks.call, method, report))
         self._vote("epoch", report.step)
+        await self._count_votes()
+
+    async def _count_votes_of_steps(self) -> None:
+        """Between two steps."""
         await self._count_votes()
 
     async def _count_votes(self) -> None:

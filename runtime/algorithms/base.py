@@ -101,8 +101,16 @@ class Memory:
 
     def commit(self) -> None:
         """The step counts."""
-        self._kept.update(self._staged)
-        self._staged.clear()
+        self.commit_taken(self.take_staged())
+
+    def take_staged(self) -> dict[tuple[str, str], Tensor]:
+        """Return what is staged, to be committed later, or never: it is staged no more."""
+        staged, self._staged = self._staged, {}
+        return staged
+
+    def commit_taken(self, staged: Mapping[tuple[str, str], Tensor]) -> None:
+        """What was taken counts. What another step has staged meanwhile stays staged."""
+        self._kept.update(staged)
 
     def roll_back(self) -> None:
         """The step does not count."""
@@ -161,6 +169,9 @@ class Algorithm(ABC):
         relative: those of them that are right only together with what other ranks remember, such as what others know of
             this rank. All ranks forget them when a rank joins or leaves, see :meth:`regroup`.
         is_elastic: whether ranks may come and go while a run goes on, see :meth:`regroup`.
+        can_drop_late: whether they may with a delay, too. A result that is on its way when a rank is lost is dropped by
+            all ranks, so an exchange changes nothing but its bucket and what it stages in ``memory``, and nothing of
+            that is exchanged again before it is applied. Then it is committed, without :meth:`commit`.
         may_change: options that a run may be resumed with others of, as the state does not depend on them.
 
     What a rank asks for, and the shapes, follow from the step, the place and ``shared`` alone: a rank that has joined
@@ -179,6 +190,7 @@ class Algorithm(ABC):
     shared: ClassVar[frozenset[str]] = frozenset()
     relative: ClassVar[frozenset[str]] = frozenset()
     is_elastic: ClassVar[bool] = True
+    can_drop_late: ClassVar[bool] = False
     may_change: ClassVar[frozenset[str]] = frozenset()
     Options: ClassVar[type[BaseModel]] = Options
 

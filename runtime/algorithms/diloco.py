@@ -54,6 +54,7 @@ class StreamingDiLoCo(Anchored):
     own = frozenset({RESIDUAL, RESIDUAL_OF_MEAN})
     shared = frozenset({ANCHOR, MOMENTUM})
     relative = frozenset({RESIDUAL_OF_MEAN})
+    can_drop_late = True
 
     class Options(base.Options):
         """Options of ``diloco``."""

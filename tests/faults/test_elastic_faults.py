@@ -11,6 +11,7 @@ import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,27 @@ def test_a_rank_dies_at_any_place_of_a_step_and_the_others_end_with_equal_weight
     run = Run({"max_steps": STEPS})
     run.play(founders(run, 3, {number: fail_at}))
     run.check(*({0, 1, 2} - {number}))
+
+
+@pytest.mark.parametrize(
+    ("number", "fail_at"),
+    [
+        (1, "before_step:5"),  # the exchange of step 4 is on its way until step 7
+        (0, "after_send:6"),
+        (2, "after_step:7"),  # it has applied the result, and says so to nobody
+        (1, "before_save:9"),  # the result of the exchange of step 8 is applied early
+    ],
+)
+def test_a_rank_dies_while_a_late_exchange_is_on_its_way_and_the_others_end_with_equal_weights(
+    number: int, fail_at: str, tmp_path: Path
+) -> None:
+    algorithm = {"name": "diloco", "steps": 4, "delay": 3, "codec": "q4"}
+    run = Run({"max_steps": 14, "algorithm": algorithm, "checkpoint": {"dir": tmp_path, "every_steps": 9}})
+    run.play(founders(run, 3, {number: fail_at}))
+    run.check(*({0, 1, 2} - {number}), steps=14)
+    left = [run.workers[other]._training.algorithm.shared_state() for other in {0, 1, 2} - {number}]
+    assert "momentum/fragment0" in left[0]
+    assert all(torch.equal(tensor, left[1][name]) for name, tensor in left[0].items())
 
 
 def test_two_of_five_ranks_die_in_one_step_at_different_places() -> None:

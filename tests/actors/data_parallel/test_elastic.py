@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import math
 import re
@@ -693,6 +694,7 @@ def test_a_broken_copy_is_taken_again_from_another_process(
     [
         {"name": "diloco", "steps": 4, "codec": "q8"},
         {"name": "diloco", "steps": 4, "fragments": 2},
+        {"name": "diloco", "steps": 4, "delay": 2, "codec": "q4"},
         {"name": "local-sgd", "steps": 4},
         {"name": "post-local-sgd", "steps": 4, "dense_steps": 2},
         {"name": "sparseloco", "steps": 4},
@@ -713,6 +715,235 @@ def test_ranks_that_exchange_weights_come_and_go_by_exchanges(place: dict[str, A
     assert ranks[0].error is ranks[4].error is None
     assert ranks[0].worker.step == ranks[4].worker.step
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)  # their mean, at the end
+
+
+LATE = {"name": "diloco", "steps": 4, "delay": 3, "outer_momentum": 0.5}
+
+
+class SharedStates:
+    """Hashes of what all ranks share of an algorithm, by the group: when an exchange was applied, or dropped by all
+    ranks, and when its generation has begun. Ranks of one generation have one hash."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: dict[tuple[str, int], set[str]] = {}
+        self.begun: dict[int, dict[int, dict[str, Tensor]]] = {}  # by generation and process: the tensors
+        begin, apply = ElasticWorker._begin, WeightStepper._apply_late
+
+        async def begin_and_note(worker: ElasticWorker, group: Any, generation: int) -> None:
+            await begin(worker, group, generation)
+            algorithm = worker._training.algorithm
+            self._note(group.name, worker._stepper.ended_exchanges, algorithm)
+            state = algorithm.shared_state() | algorithm.own_state()
+            kept = {name: tensor.clone() for name, tensor in state.items()}
+            self.begun.setdefault(generation, {})[worker._place.number] = kept
+
+        def apply_and_note(stepper: WeightStepper, step: TrainingStep, profile: Any) -> None:
+            apply(stepper, step, profile)
+            self._note(stepper._training._group.name, stepper.ended_exchanges, stepper._algorithm)
+
+        monkeypatch.setattr(ElasticWorker, "_begin", begin_and_note)
+        monkeypatch.setattr(WeightStepper, "_apply_late", apply_and_note)
+
+    def _note(self, group: str, exchanges: int, algorithm: Algorithm) -> None:
+        shared = sorted(algorithm.shared_state().items())
+        text = "".join(f"{name} {hashlib.sha256(tensor.numpy().data).hexdigest()}\n" for name, tensor in shared)
+        self.found.setdefault((group, exchanges), set()).add(text)
+
+    def check(self) -> None:
+        assert all(len(texts) == 1 for texts in self.found.values())
+        assert any("momentum/fragment0" in text for texts in self.found.values() for text in texts)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fragments": 4, "codec": "q4"}], ids=["one fragment", "several exchanges on their way"]
+)
+def test_with_a_delay_ranks_join_leave_and_are_lost_while_an_exchange_is_on_its_way_and_share_one_state(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    states = SharedStates(monkeypatch)
+
+    def scene(cast: Cast) -> None:
+        def kill(report: Any) -> None:
+            if report.world == 4 and report.step % 4 == 1:  # the exchange of the step before is applied two steps later
+                cast.kill(1)
+
+        def leave(report: Any) -> None:
+            if cast.ranks[0].worlds[-2:] == [4, 3]:
+                cast.later(cast.ranks[2].worker.leave)
+
+        cast.start(0, 3, on_step=ends_with([3, 4, 3, 2], cast, at_step(6, lambda: cast.later(cast.start, 4))))
+        cast.start(1, 3, on_step=kill)
+        cast.start(2, 3, on_step=leave)
+
+    ranks = play(place, scene, algorithm=LATE | options, epochs=LONG)
+    assert ranks[0].error is ranks[2].error is ranks[4].error is None
+    assert ranks[0].worlds == [3, 4, 3, 2]
+    assert ranks[2].worker.has_left
+    assert ranks[0].worker.step == ranks[4].worker.step
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)  # their mean, at the end
+    assert ranks[0].reports[-1].loss < ranks[0].reports[0].loss
+    states.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 4, "codec": "q4", "alpha": 0.0}], ids=["one", "four"])
+def test_with_a_delay_a_run_in_which_nothing_happens_has_the_bits_of_a_fixed_world(
+    place: dict[str, Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    # An epoch has 5 steps: the first one ends before the exchange of step 4 does.
+    settings = {"algorithm": LATE | options, "epochs": 3, "max_steps": 13}
+
+    def scene(cast: Cast) -> None:
+        for number in range(2):
+            cast.start(number, 2, task=make_task(batch_size=20))
+
+    def checkpoint(name: str) -> dict[str, Any]:
+        return {"dir": tmp_path / name, "every_steps": 9}  # the exchange of step 8 is on its way
+
+    ranks = play(place, scene, checkpoint=checkpoint("elastic"), **settings)
+    fixed = train(make_task(batch_size=20), checkpoint=checkpoint("fixed"), **settings)
+    for number, outcome in enumerate(fixed):
+        assert ranks[number].error is outcome.error is None
+        assert torch.equal(ranks[number].parameters, outcome.parameters)
+        found, expected = (one.worker._training.algorithm.shared_state() for one in (ranks[number], outcome))
+        assert sorted(found) == sorted(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_late_result_that_no_rank_has_applied_when_the_group_is_lost_leaves_no_trace_on_any(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = SharedStates(monkeypatch)
+    wait, conclude = WeightStepper._wait_before, WeightStepper._conclude
+    before: dict[int, dict[str, Tensor]] = {}  # of each rank, when the first exchange was applied
+    lost: set[int] = set()
+
+    async def wait_and_lose(stepper: WeightStepper, number: int, profile: Any) -> None:
+        """Both ranks lose their group before they apply the second exchange, of the step with number 7."""
+        rank = stepper._algorithm.place.rank
+        await wait(stepper, number, profile)
+        if number == 8 and rank not in lost:
+            lost.add(rank)
+            before[rank] = stepper._algorithm.shared_state() | stepper._algorithm.own_state()
+            raise PeerLost("world_1", {1 - rank: "has gone"})
+
+    def conclude_on_rank_0(stepper: WeightStepper, step: TrainingStep) -> bool:
+        """The result has come to rank 0 alone."""
+        if step.number == 7 and stepper._algorithm.place.rank == 1 and not lost:
+            return False
+        return conclude(stepper, step)
+
+    monkeypatch.setattr(WeightStepper, "_wait_before", wait_and_lose)
+    monkeypatch.setattr(WeightStepper, "_conclude", conclude_on_rank_0)
+
+    def scene(cast: Cast) -> None:
+        for number in range(2):
+            cast.start(number, 2)
+
+    ranks = play(place, scene, algorithm=LATE | {"codec": "q4"}, epochs=3)
+    assert lost == {0, 1}
+    assert ranks[0].error is ranks[1].error is None
+    for number in range(2):
+        begun = states.begun[2][number]
+        assert sorted(begun) == ["anchor/fragment0", "momentum/fragment0", "residual/fragment0"]
+        assert all(torch.equal(begun[name], before[number][name]) for name in begun)
+    assert ranks[0].worker.step == ranks[1].worker.step
+    assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+    states.check()
+
+
+@pytest.mark.parametrize(("steps", "every_steps"), [(5, 6), (4, 4)], ids=["end of an epoch", "checkpoint"])
+def test_a_rank_that_is_lost_before_it_applies_a_late_result_early_gets_the_state_of_one_that_has(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, every_steps: int
+) -> None:
+    states = SharedStates(monkeypatch)
+    drain, applied, lost = WeightStepper.drain, asyncio.Event(), list[int]()
+
+    async def drain_or_lose(stepper: WeightStepper) -> list[TrainingStep]:
+        is_late = bool(stepper._queue)
+        if is_late and stepper._algorithm.place.rank == 1 and not lost:
+            lost.append(stepper._queue[0][0].number)
+            await applied.wait()
+            raise PeerLost("world_1", {0: "has gone"})
+        found = await drain(stepper)
+        if is_late and stepper._algorithm.place.rank == 0:
+            applied.set()
+        return found
+
+    monkeypatch.setattr(WeightStepper, "drain", drain_or_lose)
+
+    def scene(cast: Cast) -> None:
+        for number in range(2):
+            cast.start(number, 2, task=make_task(batch_size=20))  # an epoch of two ranks has 5 steps
+
+    checkpoint = {"dir": tmp_path, "every_steps": every_steps}
+    ranks = play(place, scene, algorithm=LATE | {"steps": steps}, epochs=4, checkpoint=checkpoint)
+    assert lost == [steps - 1]
+    assert ranks[0].error is ranks[1].error is None
+    assert ranks[0].worker.step == ranks[1].worker.step
+    assert "momentum/fragment0" in states.begun[2][1]
+    assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+    states.check()
+
+
+def test_a_checkpoint_while_an_exchange_is_on_its_way_has_its_result_and_another_world_goes_on_from_it(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {"algorithm": LATE, "checkpoint": {"dir": tmp_path, "every_steps": 5}, "epochs": 3}
+
+    def run(place: dict[str, Any], world: int, **more: Any) -> dict[int, Rank]:
+        def scene(cast: Cast) -> None:
+            for number in range(world):
+                cast.start(number, world)
+
+        return play(place, scene, **settings, **more)
+
+    first = run(place, 2, max_steps=5)  # the exchange of step 4 would be applied in step 7
+    states = SharedStates(monkeypatch)
+    second = run(new_place(), 3)
+    shared = first[0].worker._training.algorithm.shared_state()
+    assert sorted(shared) == ["anchor/fragment0", "momentum/fragment0"]
+    for number, rank in second.items():
+        assert rank.error is None
+        assert all(torch.equal(states.begun[1][number][name], shared[name]) for name in shared)
+        assert torch.equal(rank.parameters, second[0].parameters)
+    assert second[0].reports[-1].loss < first[0].reports[0].loss
+    states.check()
+
+
+def test_with_a_delay_no_rank_waits_for_a_vote_before_the_exchange_of_its_step_is_applied(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, counted = ElasticWorker._count_votes, set[tuple[int, int]]()
+
+    async def note_and_count(worker: ElasticWorker) -> None:
+        if worker._votes.is_pending:
+            counted.add((worker._voted_at, worker.step))
+        await count(worker)
+
+    monkeypatch.setattr(ElasticWorker, "_count_votes", note_and_count)
+
+    def scene(cast: Cast) -> None:
+        for number in range(2):
+            cast.start(number, 2, task=make_task(batch_size=8))  # an epoch has 13 steps
+
+    ranks = play(place, scene, algorithm=LATE | {"fragments": 2}, epochs=1, max_steps=12)
+    assert ranks[0].error is ranks[1].error is None
+    # An exchange begins after every second step. The next vote goes when the one before is counted.
+    assert counted >= {(2, 5), (6, 9), (10, 12)}
+    assert all(step - voted == 3 or step == 12 for voted, step in counted)
+
+
+def test_with_a_delay_a_rank_that_is_lost_has_the_others_take_no_step_twice(place: dict[str, Any]) -> None:
+    task = Scheduled(make_task()._make_model, make_task().data, batch_size=16)
+
+    def scene(cast: Cast) -> None:
+        cast.start(0, 2, on_step=ends_with([2, 1], cast), task=task)
+        cast.start(1, 2, on_step=at_step(5, lambda: cast.kill(1)))  # the exchange of step 4 is on its way
+
+    ranks = play(place, scene, algorithm=LATE, epochs=LONG)
+    assert ranks[0].error is None
+    assert ranks[0].worlds == [2, 1]
+    assert task.scheduled == ranks[0].worker.step
 
 
 class Scheduled(ClassificationTask):
@@ -1091,6 +1322,7 @@ def test_a_leave_between_two_rare_votes_loses_no_step_and_no_batch(
     ("settings", "reason"),
     [
         ({"delay_steps": 1}, "applies steps late (delay_steps)"),
+        ({"algorithm__name": "local-sgd", "delay_steps": 1}, "applies steps late (delay_steps)"),
         ({"algorithm__name": "dense", "algorithm__route": "hierarchical"}, "adds up by hosts"),
         (
             {

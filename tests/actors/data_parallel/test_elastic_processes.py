@@ -20,8 +20,15 @@ GOES_ON_S = 2.0  # for the survivors' next step after a kill; the rest is for a 
 STANDS_STILL_S = 8.0
 
 
-def test_survivors_of_a_kill_go_on_one_joins_and_one_leaves_and_all_have_equal_weights() -> None:
-    with ddp_ranks(3, **ELASTIC) as ranks:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"algorithm__name": "diloco", "algorithm__steps": 4, "algorithm__delay": 3, "algorithm__fragments": 2}],
+    ids=["dense", "diloco with a delay"],
+)
+def test_survivors_of_a_kill_go_on_one_joins_and_one_leaves_and_all_have_equal_weights(
+    settings: dict[str, Any],
+) -> None:
+    with ddp_ranks(3, **ELASTIC, **settings) as ranks:
         nodes = ranks.start_all(rank_0={"ends_with": [3, 2, 3, 2]})
         nodes[2].wait_for("step", world=3)
         nodes[0].wait_for("step", world=3)
