@@ -261,6 +261,7 @@ def test_an_announced_leave_loses_no_step_and_the_others_no_batch(place: dict[st
 def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[str, Any]) -> None:
     shown: list[tuple[int, int, float | None, str]] = []
 
+    told: list[float] = []  # to observers, at the beginning of each step
     def scene(cast: Cast) -> None:
         def look(report: Any) -> None:
             worker = cast.ranks[0].worker
@@ -269,6 +270,7 @@ def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[
             if report.epoch == 0:
                 shown.append((report.step, report.world, worker.mean_ranks, worker.progress))
 
+                told.append(worker._group._membership.reporter.now(0.0).mean_ranks)
         for number in range(2):
             cast.start(number, 2, on_step=look if number == 0 else lambda _: None)
 
@@ -279,6 +281,7 @@ def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[
         assert mean == pytest.approx(sum(worlds[:count]) / count), step
         assert f", {mean:.2f} a step in this epoch" in text
 
+    assert told == pytest.approx([0.0, *(mean for _, _, mean, _ in shown[:-1])])
 
 def test_below_min_world_training_waits_for_one_more(place: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
