@@ -789,6 +789,23 @@ def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generatio
     lost = lose_the_exchange_of(5, monkeypatch)
 
     def scene(cast: Cast) -> None:
+def test_a_step_that_is_made_again_for_its_exchange_has_the_schedule_of_the_task_go_on_once(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_the_exchange_of(3, monkeypatch)
+    tasks = [Scheduled(make_task()._make_model, make_task().data, batch_size=16) for _ in range(2)]
+
+    def scene(cast: Cast) -> None:
+        for number, task in enumerate(tasks):
+            cast.start(number, 2, task=task)
+
+    ranks = play(place, scene, algorithm={"name": "local-sgd", "steps": 4}, epochs=1)
+    assert lost == [3]
+    for number, rank in ranks.items():
+        assert rank.error is None
+        assert tasks[number].scheduled == rank.worker.step
+
+
         def overflow() -> None:
             with torch.no_grad():
                 next(cast.ranks[1].worker.model.parameters()).fill_(torch.inf)
