@@ -37,10 +37,10 @@ from gradbus.experiments.bench.elastic_processes import (
 from gradbus.experiments.bench.idle import measure_idle
 from gradbus.experiments.bench.processes import DOMAIN, BenchRank, context, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
-from gradbus.experiments.buses import ELASTIC_LEASE_S
 from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import Host, hosts_on_a_switch, set_link
 from gradbus.runtime.collectives import join_group
+from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 
 LINKS = LinkConditions(rate_bit_s=1e9)
 _START_S = 30.0  # before the first fault of a storm
