@@ -18,6 +18,7 @@ import pytest
 import torch
 from ddp_scene import make_task, new_place, small_mlp, train, vector
 from group_node import LEASE_S
+from patience import eventually
 from settings import nested
 from torch import Tensor, nn
 
@@ -260,8 +261,8 @@ def test_an_announced_leave_loses_no_step_and_the_others_no_batch(place: dict[st
 
 def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[str, Any]) -> None:
     shown: list[tuple[int, int, float | None, str]] = []
-
     told: list[float] = []  # to observers, at the beginning of each step
+
     def scene(cast: Cast) -> None:
         def look(report: Any) -> None:
             worker = cast.ranks[0].worker
@@ -269,8 +270,8 @@ def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[
                 cast.ranks[1].worker.leave()
             if report.epoch == 0:
                 shown.append((report.step, report.world, worker.mean_ranks, worker.progress))
-
                 told.append(worker._group._membership.reporter.now(0.0).mean_ranks)
+
         for number in range(2):
             cast.start(number, 2, on_step=look if number == 0 else lambda _: None)
 
@@ -280,14 +281,19 @@ def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[
     for count, (step, _, mean, text) in enumerate(shown, start=1):
         assert mean == pytest.approx(sum(worlds[:count]) / count), step
         assert f", {mean:.2f} a step in this epoch" in text
-
     assert told == pytest.approx([0.0, *(mean for _, _, mean, _ in shown[:-1])])
+
 
 def test_below_min_world_training_waits_for_one_more(place: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
+        async def start_when_it_is_waited_for() -> None:
+            said = "waits for 1 more to join: at least 2 members are needed"
+            await eventually(lambda: said in cast.ranks[0].worker.progress)
+            cast.start(3)
+
         def start_another() -> None:
             cast.kill(1)
-            cast.later(cast.start, 3)
+            cast.later(lambda: cast._tasks.create_task(start_when_it_is_waited_for()))
 
         cast.start(0, 2)
         cast.start(1, 2, on_step=at_step(3, start_another))  # nobody goes on until it has come
@@ -783,12 +789,6 @@ def test_a_step_that_is_made_again_for_its_exchange_counts_once_in_the_loss_and_
         assert [(report.loss, report.train_metrics) for report in rank.reports] == [(1.0, {"batches": 13.0})]
 
 
-def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generations_and_by_who_joins(
-    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost = lose_the_exchange_of(5, monkeypatch)
-
-    def scene(cast: Cast) -> None:
 def test_a_step_that_is_made_again_for_its_exchange_has_the_schedule_of_the_task_go_on_once(
     place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -806,6 +806,12 @@ def test_a_step_that_is_made_again_for_its_exchange_has_the_schedule_of_the_task
         assert tasks[number].scheduled == rank.worker.step
 
 
+def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generations_and_by_who_joins(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_the_exchange_of(5, monkeypatch)
+
+    def scene(cast: Cast) -> None:
         def overflow() -> None:
             with torch.no_grad():
                 next(cast.ranks[1].worker.model.parameters()).fill_(torch.inf)
