@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
@@ -15,10 +16,6 @@ from gradbus.runtime.testing.faults import parse_rules
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus.bus import Bus
-
-# Of ranks that may come and go on a network. Until it ends, the others stand still; and one that is taken for dead is
-# back a second later, where it would end a run of a fixed world. So a dead machine is known within 5 s.
-ELASTIC_LEASE_S = 4.0
 
 
 def check(settings: BusSettings, *, rank: int | None = None) -> None:

@@ -242,6 +242,18 @@ def set_link(host: Host, up: bool) -> None:
     _ip("-n", host.name, "link", "set", host.interface, "up" if up else "down")
 
 
+def set_sides(*sides: Sequence[Host]) -> None:
+    """Cut a switch that the kernel is into several, one for the hosts of each side; one side of all hosts mends it."""
+    bridge = _bridge_of([min((host for side in sides for host in side), key=lambda host: host.name)])
+    for number, side in enumerate(sides):
+        switch = f"switch{number or ''}"
+        with suppress(subprocess.CalledProcessError):  # it is there
+            _ip("-n", bridge, "link", "add", switch, "type", "bridge")
+        _ip("-n", bridge, "link", "set", switch, "up")
+        for host in side:
+            _ip("-n", bridge, "link", "set", f"p{host.interface}", "master", switch)
+
+
 def _tbf(conditions: LinkConditions) -> tuple[str, ...]:
     shape = ("rate", f"{conditions.rate_bit_s or 0:.0f}bit", "burst", f"{conditions.burst_bytes}b")
     return ("tbf", *shape, "limit", f"{conditions.queue_bytes}b")

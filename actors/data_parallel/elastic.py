@@ -79,7 +79,7 @@ from gradbus.runtime.collectives.generations import (
     open_generations,
 )
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.config.timeouts import log_timeouts, parallel_timeouts
+from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S, log_timeouts, parallel_timeouts
 from gradbus.runtime.errors import CheckpointError, CollectiveError, ConfigError, ReplicasDiverged
 from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
@@ -304,7 +304,14 @@ class ElasticWorker(Worker):
     async def _prepare(self) -> dict[str, int]:
         """Load everything. Returns what must be equal on all members, as hashes."""
         config, training = self._config, self._training
-        log_timeouts(self._log, parallel_timeouts(config, lease_s=self._place.bus.remote_lease_s))
+        bus = self._place.bus
+        log_timeouts(self._log, parallel_timeouts(config, lease_s=bus.remote_lease_s))
+        if bus.remote_lease_s is not None and bus.has_default_lease:
+            self._log.warning(
+                "lease is that of a fixed world", lease_s=bus.remote_lease_s,
+                effect="when another machine is lost, all stand still for so long",
+                do=f"open the bus with lease_s={ELASTIC_LEASE_S:g}, or with another one that you choose",
+            )  # fmt: skip
         await self._compute.run(training.open)
         if config.checkpoint.dir is not None and self._place.number == 0 and self._place.founders:
             await self._compute.run(self._hold_directory, True)
@@ -601,7 +608,7 @@ class ElasticWorker(Worker):
     def _note_step(self) -> None:
         """As a Worker does. A rank that gets no data yet is in no step: so observers tell it from the others."""
         if self._group.rank not in self._follows:
-            super()._note_step()
+            self._group.at_step(self._position.step, self._position.epoch, mean_ranks=self.mean_ranks or 0.0)
 
     def _vote(self, name: str, step: int) -> None:
         if name == "step" and not self._is_vote_due(step):

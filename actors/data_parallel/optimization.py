@@ -127,6 +127,11 @@ class RunOptimizer:
             self._schedule.go_to(number, epoch)
         self.optimizer.step()
 
+    @property
+    def has_own_schedule(self) -> bool:
+        """Whether a schedule of the task's counts the steps."""
+        return self._own_schedule is not None
+
     def step_has_ended(self) -> None:
         """A step was made, or skipped: a schedule of the task's goes on."""
         if self._own_schedule is not None:

@@ -410,25 +410,25 @@ class ShardTraining:
                 buffers.keep()
 
     def apply(self, step: TrainingStep, profile: Profile | StepProfile) -> None:
-        """Count a step, and change the model by its gradients, unless it is skipped."""
+        """Count a step, and change the model by its gradients, unless it is skipped. Where weights are exchanged, the
+        step has not ended by that: a schedule goes on when the exchange has ended."""
         self.count(step)
         if self._recorded is not None:
             flats = None if step.skipped_by is not None else [bucket.flat.clone() for bucket in step.gradients]
             self._recorded.append(_RecordedStep(step.number, step.epoch, flats))
             return
-        if step.skipped_by is not None:
+        if step.skipped_by is None:
+            with profile.span("apply"):
+                if len(self._buffers) > 1:
+                    self._gradients.use(step.memory)
+                self._change_model(step.number, step.epoch, step.gradients)
+        if self.algorithm.scope != "weights":
             self.optimizer.step_has_ended()
-            return
-        with profile.span("apply"):
-            if len(self._buffers) > 1:
-                self._gradients.use(step.memory)
-            self._change_model(step.number, step.epoch, step.gradients)
 
     def _change_model(self, number: int, epoch: int, gradients: Sequence[TensorBucket]) -> None:
         if self.optimizer.clip_norm is not None and not self.algorithm.clips:
             _clip([bucket.flat for bucket in gradients], self.optimizer.clip_norm)
         self.optimizer.step(number, epoch)
-        self.optimizer.step_has_ended()
 
     # A rank that joins while the others go on
 
@@ -447,13 +447,12 @@ class ShardTraining:
         """Apply the steps that were recorded to the state that is there now, as the other ranks have done."""
         recorded, self._recorded = self._recorded or [], None
         for step in recorded:
-            if step.flats is None:
-                self.optimizer.step_has_ended()
-                continue
-            gradients = self._gradients.begin()
-            for bucket, flat in zip(gradients, step.flats, strict=True):
-                bucket.flat.copy_(flat)
-            self._change_model(step.number, step.epoch, gradients)
+            if step.flats is not None:
+                gradients = self._gradients.begin()
+                for bucket, flat in zip(gradients, step.flats, strict=True):
+                    bucket.flat.copy_(flat)
+                self._change_model(step.number, step.epoch, gradients)
+            self.optimizer.step_has_ended()
 
     def stop_following(self) -> None:
         """Drop what was recorded: it is of no use any more."""

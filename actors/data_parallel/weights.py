@@ -94,6 +94,8 @@ class WeightStepper(Stepper):
                 await self._apply_before(None, profile)
         if self._waits_for_all:
             await self._settle(profile)
+        if training.optimizer.has_own_schedule:  # not before: a step whose exchange is lost is made again
+            await run(training.optimizer.step_has_ended)
         return [step]
 
     async def drain(self) -> list[TrainingStep]:

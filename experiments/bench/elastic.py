@@ -37,10 +37,10 @@ from gradbus.experiments.bench.elastic_processes import (
 from gradbus.experiments.bench.idle import measure_idle
 from gradbus.experiments.bench.processes import DOMAIN, BenchRank, context, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
-from gradbus.experiments.buses import ELASTIC_LEASE_S
 from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import Host, hosts_on_a_switch, set_link
 from gradbus.runtime.collectives import join_group
+from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 
 LINKS = LinkConditions(rate_bit_s=1e9)
 _START_S = 30.0  # before the first fault of a storm
@@ -318,7 +318,8 @@ def measure_false_deaths(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 def measure_false_deaths_between_hosts(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """The same where each rank is on a host of its own, and loses 1 % of its packets: there the lease decides who is
-    dead, so that cases are left out in which all ranks stand still for as long as it, or longer."""
+    dead, so that cases are left out in which all ranks stand still for as long as it, or longer. The ranks of gloo
+    lose no packets."""
     lease_s = chosen.lease_s
     cases = [case for case in _CASES if case.still_s < lease_s]
     with hosts_on_a_switch(4, LINKS) as network:
@@ -332,6 +333,8 @@ def _false_deaths(
 ) -> Iterator[Measurement]:
     """``kinds``: of runs that are disturbed at the same time: how many ranks, and their seat."""
     deaths: dict[str, list[int]] = {case.name: [] for case in cases}
+    of_gloo: list[int] = []
+    kinds = [*kinds, *((world, seat | {"gloo": True}) for world, seat in dict(kinds).items())]  # one of each world
     while sum(map(len, deaths.values())) < count:
         with ExitStack() as stack:
             runs = [stack.enter_context(_run("false", world, **seat)) for world, seat in kinds]
@@ -341,13 +344,17 @@ def _false_deaths(
             while not done and sum(map(len, deaths.values())) < count:
                 for case in cases:
                     faults = _disturb(runs, case)
-                    deaths[case.name] += [bool(fault) for fault in faults]
+                    for run, fault in zip(runs, faults, strict=True):
+                        (of_gloo if run.seat.gloo else deaths[case.name]).append(bool(fault))
                     for fault in filter(None, faults):
                         print(f"  {case.name}: {fault}", file=sys.stderr, flush=True)
                         done = True  # all anew
     runs_made = sum(map(len, deaths.values()))
     yield measurement(
         "false deaths in all cases", "", [sum(map(sum, deaths.values()))], at_most=0, note=f"{runs_made} runs"
+    )
+    yield measurement(
+        "the same with torch over gloo", "", [sum(of_gloo)], note=f"{len(of_gloo)} runs, disturbed at the same time"
     )
     for name, found in deaths.items():
         yield measurement(name, "", [sum(found)], at_most=0, note=f"{len(found)} runs")

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
 import gradbus
 from gradbus import models
@@ -50,6 +51,8 @@ class ElasticSeat:
         number, founders: see ElasticPlace. hosts: namespaces, one for each number; empty: all on this machine.
         lease_s, shared_memory, loss_per_mille: of the bus. until_s: time.monotonic of the run's end, which its ranks
             agree on. compute_s: that each batch takes besides, with the processor free.
+        gloo: no run of gradbus, but a fixed group of torch over gloo, which sums as many numbers as the model has in
+            each step, without an end.
     """
 
     job: str
@@ -66,6 +69,7 @@ class ElasticSeat:
     loss_per_mille: int = 0
     compute_s: float = 0.0
     until_s: float = math.inf
+    gloo: bool = False
 
     @property
     def network(self) -> gradbus.NetworkConfig:
@@ -119,6 +123,23 @@ async def _train(seat: ElasticSeat) -> None:
     journal.note("done", step=summary.steps, hash=f"{summary.params_hash:016x}")
 
 
+def _sum_over_gloo(seat: ElasticSeat) -> None:
+    journal = History(seat.directory, f"rank-{seat.number}")
+    if seat.hosts:
+        os.environ["GLOO_SOCKET_IFNAME"] = seat.hosts[seat.number].interface
+    meets_at = (seat.directory / "store").absolute().as_uri()
+    dist.init_process_group("gloo", init_method=meets_at, rank=seat.number, world_size=seat.founders)
+    numbers = torch.zeros(sum(parameter.numel() for parameter in seat.model().parameters()))
+    for step in itertools.count(1):
+        time.sleep(seat.compute_s)
+        try:
+            dist.all_reduce(numbers)
+        except RuntimeError as error:  # a connection is broken, or 30 minutes are over
+            journal.note("lost", step=step, error=str(error))
+            raise
+        journal.note("step", step=step, world=seat.founders)
+
+
 def _live(seat: ElasticSeat) -> None:
     """The whole life of a process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -131,7 +152,10 @@ def _live(seat: ElasticSeat) -> None:
     torch.set_num_threads(1)
     code = 1
     try:
-        asyncio.run(_train(seat))
+        if seat.gloo:
+            _sum_over_gloo(seat)
+        else:
+            asyncio.run(_train(seat))
         code = 0
     finally:
         if code:

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from gradbus.experiments.buses import check
@@ -16,7 +17,7 @@ from gradbus.experiments.cli.options import settings_of
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch.launcher import Launch, Launcher
 from gradbus.experiments.run.rank_environment import MAX_WORLD
-from gradbus.experiments.rundir.directory import new_path
+from gradbus.experiments.rundir.directory import new_path, outcome_of
 from gradbus.runtime.errors import ConfigError
 
 
@@ -36,13 +37,13 @@ class ElasticLaunch:
             raise ConfigError(f"--elastic must be MIN:MAX, such as 2:4, got {text!r}")
         return cls(int(found[1]), int(found[2]), restarts)
 
-    def options(self, file: WorkerFile) -> list[str]:
+    def options(self, file: WorkerFile, run_dir: Path) -> list[str]:
         """Options of each rank. Raises ConfigError: the job has parameter servers."""
         if file.parameter_server.servers:
             raise ConfigError("--elastic is not for parameter servers, which go on without some workers by themselves")
         values = {"min_world": self.min_world, "max_world": self.max_world}
         options = [part for key, value in values.items() for part in ("--set", f"parallel.elastic.{key}={value}")]
-        return options if file.run_dir is not None else [*options, "--run-dir", str(new_path(file.bus.job))]
+        return options if file.run_dir is not None else [*options, "--run-dir", str(run_dir)]
 
 
 def launch_run(
@@ -71,7 +72,9 @@ def plan(
             raise ConfigError(
                 f"--{option.replace('_', '-')} is not for 'gradbus run', which gives every rank its own: use -n N"
             )
-    overrides = settings_of(options["overrides"], insecure=bool(options.get("insecure")))
+    overrides = settings_of(
+        options["overrides"], insecure=bool(options.get("insecure")), run_dir=options.get("run_dir")
+    )
     file = load(WorkerFile, options["config"], overrides=overrides, data_root=options["data_root"])
     check(file.bus, rank=0)  # the others have the same key file, and join rank 0
     world = _world(file, ranks, elastic)
@@ -90,7 +93,13 @@ def plan(
             return False
         return world - len(ranks) >= settings.workers_needed(world)
 
-    more = [] if elastic is None else elastic.options(file)
+    run_dir = file.run_dir or new_path(file.bus.job)
+    more = [] if elastic is None else elastic.options(file, run_dir)
+    before = outcome_of(run_dir)  # of an earlier start
+
+    def has_ended() -> bool:
+        found = outcome_of(run_dir)
+        return found is not None and found != before and found[0] == "done"
 
     def command(rank: int, again: bool) -> list[str]:
         # -P: Python would put the current directory in front of everything that is installed. With prefixes the log is
@@ -112,7 +121,7 @@ def plan(
     return Launch(
         world=world + settings.servers, command=command, environment=environment, grace_s=grace_s, name=name,
         goes_on_without=goes_on_without, ends_together=elastic is not None,
-        restarts=0 if elastic is None else elastic.restarts,
+        has_ended=has_ended, restarts=0 if elastic is None else elastic.restarts,
     )  # fmt: skip
 
 

@@ -45,7 +45,8 @@ class Launch:
     the request to end and the kill. ``name``: of a rank, for people. ``goes_on_without``: whether the others go on when
     these ranks have failed. ``restarts``: how often ranks that something has killed are started again in all.
     ``ends_together``: whether ranks that have come to the end of the run end at about the same time, so that nobody
-    goes on without one that fails then. ``program``: the command of ``gradbus`` that says so.
+    goes on without one that fails then. ``has_ended``: whether the run has come to its end, as what it has written
+    says. ``program``: the command of ``gradbus`` that says so.
     """
 
     world: int
@@ -55,6 +56,7 @@ class Launch:
     name: Callable[[int], str] = lambda rank: f"rank {rank}"
     goes_on_without: Callable[[Collection[int]], bool] = lambda ranks: False
     ends_together: bool = False
+    has_ended: Callable[[], bool] = lambda: True
     restarts: int = 0
     program: str = "run"
 
@@ -268,13 +270,18 @@ class Launcher:
 
         With an error of its checkpoints a rank ends before the first generation or at the end of the run, never in
         between; at the end it may exit before those that end well. Any other failure is one of the end if it comes
-        last: one that ends well may have left while the others train.
+        last: one that ends well may have left while the others train. A signal that kills the last one is a failure
+        unless the run has ended.
         """
         ends = self._ends if self._launch.ends_together else []
         is_over = not any(rank.running for rank in self._ranks)
         for number, end in enumerate(ends, 1):
             is_own = end.code > 0 and not end.was_asked and not end.is_consequence and end.code != ExitCode.NOBODY_CAME
-            if is_own and (end.code == ExitCode.CHECKPOINT or (is_over and number == len(ends))):
+            is_last = is_over and number == len(ends)
+            is_killed = end.code < 0 and not end.was_asked
+            if is_own and (end.code == ExitCode.CHECKPOINT or is_last):
+                return end
+            if is_killed and is_last and not self._launch.has_ended():
                 return end
         return None
 

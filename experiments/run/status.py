@@ -187,6 +187,7 @@ def _elastic(processes: Mapping[int, _Received], groups: Sequence[Mapping[str, A
     name = f"{newest.group}_{newest.generation}"
     ranks = [rank for group in groups if group["group"] == name for rank in group["ranks"] if "step" in rank]
     trains = newest.generation > 1 and any(rank["step"] >= 0 for rank in ranks)  # in the first one nobody has a state
+    _, mean_ranks = max(((rank["step"], rank["mean_ranks"]) for rank in ranks), default=(-1, 0.0))
     copying = [rank for rank in ranks if trains and rank["step"] < 0 and rank["rank"] < len(newest.numbers)]
     for rank in copying:
         if rank["state"] == "works":
@@ -197,6 +198,7 @@ def _elastic(processes: Mapping[int, _Received], groups: Sequence[Mapping[str, A
         "waiting": sorted(set(processes) - set(newest.numbers)),
         "silent": sorted(set(newest.numbers) - set(processes)),
         "leaving": sorted(number for number, received in processes.items() if received.body.leaving),
+        "mean_ranks": round(mean_ranks, 3) if mean_ranks else None,
     }  # fmt: skip
 
 
@@ -248,7 +250,7 @@ def _rank(rank: int, received: _Received | None, now_s: float) -> dict[str, Any]
         "rank": rank, "state": "works", "host": body.host, "up_s": round(body.up_s, 1), "step": body.step,
         "epoch": body.epoch, "steps_per_s": round(body.steps_per_s, 2), "bytes_out": body.bytes_out,
         "bytes_in": body.bytes_in, "pending": body.pending, "lost": body.lost, "dropped": body.dropped,
-        "silent_s": silent_s,
+        "mean_ranks": body.mean_ranks, "silent_s": silent_s,
     }  # fmt: skip
     if silent_s > 2 * SILENT_S * period_s(body.world):
         found["state"] = f"silent since {silent_s:.1f} s"
@@ -378,6 +380,7 @@ def _elastic_line(found: Mapping[str, Any]) -> str:
     parts = [f"elastic group {found['group']}: generation {found['generation']}, processes {members} take part"]
     if not found["generation"]:
         parts = [f"elastic group {found['group']}: waits for its first generation"]
+    parts += [f"{found['mean_ranks']:.2f} a step in this epoch"] if found["mean_ranks"] else []
     parts += [f"gets its copy: {ranges(found['copying'])}"] if found["copying"] else []
     parts += [f"{what} {ranges(found[what])}" for what in ("waiting", "leaving", "silent") if found[what]]
     return "; ".join(parts)

@@ -292,6 +292,15 @@ def finished(path: Path, state: Path, wanted: int) -> FinishedRun | None:
     return None
 
 
+def outcome_of(path: Path) -> tuple[str, str] | None:
+    """How and when the run in this directory has ended, as its summary says; None: there is none. Nothing is
+    written."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        summary = _summary_in(path)
+        return str(summary["outcome"]), str(summary["finished"])
+    return None
+
+
 def open_log(path: Path, name: str) -> TextIO:
     """A file in a run directory, for appending; the directory is made if need be. Raises ConfigError."""
     with _writing(path):

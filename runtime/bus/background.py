@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from pydantic import Field
@@ -20,10 +20,12 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.errors import BusError
 from gradbus.runtime.security.settings import Security, rank_security
 
 _PREFIX = "GRADBUS_BUS__"
 JOB_KEY = "gradbus/job"  # in the store of a process group: the number of its job
+_OPEN_S = 60.0  # a bus is open within 0.1 s, or some seconds on a machine that has much to do
 _CLOSE_S = 15.0
 
 T = TypeVar("T")
@@ -54,7 +56,8 @@ class BusThread:
     """A thread that keeps one bus open until it is released as often as it was acquired."""
 
     def __init__(self, job: str, settings: BusSettings, rank: int) -> None:
-        """Open the bus. ``rank``: of this process among all of the job. Raises ConfigError, BusError."""
+        """Open the bus. ``rank``: of this process among all of the job. Raises ConfigError; BusError: DDS refuses it,
+        or it was not open in time."""
         self.job = job
         self.users = 0
         self._made_in = forks.generation
@@ -65,6 +68,13 @@ class BusThread:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="gradbus-torch-loop", daemon=True)
         self._thread.start()
+        if not wait([self._opened], _OPEN_S).done:
+            self.call(self._stop.set)  # one that opens later closes at once
+            raise BusError(
+                f"the bus of job {job!r} was not open after {_OPEN_S:g} s, domain {settings.domain} on "
+                f"{settings.interface}. See what holds this process up, such as a disk of its key or log that does not "
+                f"answer, and try 'gradbus doctor' on this machine"
+            )
         self.bus = self._opened.result()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -112,7 +122,7 @@ def acquire(job: str, settings: BusSettings, rank: int) -> BusThread:
         rank: of this process among all of the job, not of one of its process groups.
 
     Raises:
-        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+        ConfigError: a setting is wrong. BusError: DDS cannot be started, or the bus was not open in time.
     """
     with _lock:
         thread = _threads.get((os.getpid(), job))

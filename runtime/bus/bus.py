@@ -63,6 +63,7 @@ class Bus:
         self.stall_timeout_s = stall_timeout_s
         self.memory = PayloadMemory(switched_on=participant.shared_memory)
         self.lease_s = participant.lease_s  # after so long a silence others elsewhere are gone
+        self.has_default_lease = participant.has_default_lease  # nobody has chosen it
         self.access_policy = participant.access_policy  # what its security says of this process
         self.reach = participant.reach  # who can be met on it
         self.faults: Faults | None = None  # of a test

@@ -105,10 +105,10 @@ class Group:
         which is faster. By default nothing that takes more than a millisecond is done there."""
         self._membership.calls_may_block()
 
-    def at_step(self, step: int, epoch: int) -> None:
-        """Note where this rank's training is, for ``gradbus status``."""
+    def at_step(self, step: int, epoch: int, *, mean_ranks: float = 0.0) -> None:
+        """Note where this rank's training is, for ``gradbus status``. ``mean_ranks``: as in RankStatus."""
         position = self._membership.reporter.position
-        position.step, position.epoch = step, epoch
+        position.step, position.epoch, position.mean_ranks = step, epoch, mean_ranks
 
     @property
     def members(self) -> tuple[Member, ...]:

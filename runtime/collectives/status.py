@@ -88,10 +88,12 @@ def period_s(world: int) -> float:
 
 @dataclass(slots=True)
 class TrainingPosition:
-    """Step and epoch of the worker of a group, which writes them. -1: there is no worker."""
+    """Step and epoch of the worker of a group, which writes them. -1: there is no worker. ``mean_ranks``: as in
+    RankStatus."""
 
     step: int = -1
     epoch: int = -1
+    mean_ranks: float = 0.0
 
 
 class StatusReporter:
@@ -134,4 +136,5 @@ class StatusReporter:
             oldest_s=0.0 if oldest is None else max(0.0, now_s - oldest.started_s), missing=missing[:MAX_SEQS],
             lost=sorted(engine.dead)[:MAX_SEQS],
             dropped={reason[:64]: count for reason, count in engine.dropped.most_common(16)},
+            mean_ranks=position.mean_ranks,
         )  # fmt: skip

@@ -13,6 +13,10 @@ from typing import Any
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import FederatedConfig
 
+ELASTIC_LEASE_S = 4.0
+"""The lease of ranks that may come and go on a network. Until it ends, the others stand still; and one that is taken
+for dead is back a second later, where it would end a run of a fixed world. So a dead machine is known within 5 s."""
+
 
 @dataclass(frozen=True, slots=True)
 class NamedTimeout:

@@ -360,6 +360,7 @@ class Participant:
         """
         self.needs_crc = True  # over the payload of frames
         self.lease_s = network.effective_lease_s
+        self.has_default_lease = network.lease_s is None
         self.access_policy = AccessPolicy()
         self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
         malloc.keep_memory()

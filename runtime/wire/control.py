@@ -552,6 +552,8 @@ class RankStatus:
             missing: ranks that it waits for and that have not made the call, as far as this rank knows.
         lost: ranks that it knows to be gone.
         dropped: frames that were not used, by reason.
+        mean_ranks: of an elastic run: how many ranks a step of the epoch had, in the mean. 0: it is none, or there was
+            no step.
     """
 
     group: Name
@@ -569,6 +571,7 @@ class RankStatus:
     missing: Ranks = dataclasses.field(default_factory=list)
     lost: Ranks = dataclasses.field(default_factory=list)
     dropped: Counts = dataclasses.field(default_factory=dict)
+    mean_ranks: Finite = 0.0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

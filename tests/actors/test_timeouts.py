@@ -58,6 +58,25 @@ def test_an_elastic_worker_has_its_wait_among_them(lines: Lines) -> None:
     assert "collective_s (60 s) is longer than parallel.elastic.wait_s (40 s)" in fault
 
 
+@pytest.mark.parametrize(
+    ("lease_s", "leaves_machine", "warned"), [(None, True, [60.0]), (5.0, True, []), (None, False, [])]
+)
+def test_an_elastic_worker_on_a_bus_of_its_users_own_says_which_lease_it_should_have(
+    lease_s: float | None, leaves_machine: bool, warned: list[float], lines: Lines
+) -> None:
+    config = DataParallelConfig.model_validate({"max_steps": 1, "elastic": {"min_world": 1}})
+
+    async def main() -> None:
+        async with asyncio.timeout(20), gradbus.connect(**new_place(), lease_s=lease_s) as bus:
+            bus.reach = replace(bus.reach, leaves_machine=leaves_machine)
+            await ElasticWorker(ElasticPlace(bus=bus, number=0, founders=1), make_task(), config).run()
+
+    asyncio.run(main())
+    found = [line for line in lines if line["event"] == "lease is that of a fixed world"]
+    assert [line["lease_s"] for line in found] == warned
+    assert all("open the bus with lease_s=4" in line["do"] for line in found)
+
+
 def test_workers_and_parameter_servers_log_theirs(lines: Lines) -> None:
     serve(make_task(), workers=1, parallel={"max_steps": 1}).succeeded()
     assert orders(lines) == ["join 60 s, collective 60 s, commit 600 s"] * 2

@@ -170,6 +170,8 @@ ENDS = """
 def wait_for(path):
     while not os.path.exists(path): time.sleep(0.005)
 """
+FAILS = "sys.exit(13) if rank == 0 else wait_for('known')"
+KILLED = "if rank == 0: wait_for('known'); os.kill(os.getpid(), signal.SIGKILL)"
 LEAVES = """
 if rank == 0: wait_for("known"); sys.exit(12)
 if rank == 2: wait_for("known of two")
@@ -177,23 +179,24 @@ if rank == 2: wait_for("known of two")
 
 
 @pytest.mark.parametrize(
-    ("world", "code", "end", "said"),
+    ("world", "code", "has_ended", "end", "said"),
     [
-        (2, "sys.exit(6) if rank == 0 else wait_for('known')", 6, 2 * ["failed with exit code 6"]),
-        (2, "if rank == 0: wait_for('known'); sys.exit(12)", 12, ["failed with exit code 12"]),
-        (2, "sys.exit(13) if rank == 0 else wait_for('known')", 0, ["failed with exit code 13; the others go on"]),
-        (2, "if rank == 0: wait_for('known'); os.kill(os.getpid(), signal.SIGKILL)", 0, []),
-        (3, LEAVES, 0, ["failed with exit code 12; the others go on"]),
+        (2, "sys.exit(6) if rank == 0 else wait_for('known')", True, 6, 2 * ["failed with exit code 6"]),
+        (2, "if rank == 0: wait_for('known'); sys.exit(12)", True, 12, ["failed with exit code 12"]),
+        (2, FAILS, True, 0, ["failed with exit code 13; the others go on"]),
+        (2, KILLED, True, 0, []),
+        (2, KILLED, False, 137, ["was killed by SIGKILL (was there not enough memory?)"]),
+        (3, LEAVES, True, 0, ["failed with exit code 12; the others go on"]),
     ],
     ids=[
         "of its checkpoints, before the others end", "after them", "while they train", "killed after them",
-        "while one trains and another has left",
+        "killed when the other has left", "while one trains and another has left",
     ],
 )  # fmt: skip
 def test_a_rank_that_fails_when_the_run_is_over_decides_the_exit_code_of_those_that_go_on_without_one(
-    tmp_path: Path, world: int, code: str, end: int, said: list[str]
+    tmp_path: Path, world: int, code: str, has_ended: bool, end: int, said: list[str]
 ) -> None:
-    more = "goes_on_without=lambda ranks: len(ranks) < 2, ends_together=True, "
+    more = f"goes_on_without=lambda ranks: len(ranks) < 2, ends_together=True, has_ended=lambda: {has_ended}, "
     program = LAUNCH.replace("grace_s=grace_s, ", f"grace_s=grace_s, {more}")
     program = program.replace(
         "    return await Launcher(launch).run()",

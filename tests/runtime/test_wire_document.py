@@ -38,6 +38,7 @@ TYPES = {
     "Patterns": "patterns",
     "Attempt": "uint32",
     "Binary": "binary",
+    "Finite": "float",
     "Annotated[bytes, Field(max_length=MAX_BINARY // 2)]": "binary",
     "Annotated[int, Field(ge=2, le=255)]": "integer",
     "Annotated[int, Field(ge=0, le=3)]": "integer",

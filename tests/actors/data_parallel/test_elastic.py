@@ -19,6 +19,7 @@ import pytest
 import torch
 from ddp_scene import make_task, new_place, small_mlp, train, vector
 from group_node import LEASE_S
+from patience import eventually
 from settings import nested
 from torch import Tensor, nn
 
@@ -261,6 +262,7 @@ def test_an_announced_leave_loses_no_step_and_the_others_no_batch(place: dict[st
 
 def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[str, Any]) -> None:
     shown: list[tuple[int, int, float | None, str]] = []
+    told: list[float] = []  # to observers, at the beginning of each step
 
     def scene(cast: Cast) -> None:
         def look(report: Any) -> None:
@@ -269,6 +271,7 @@ def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[
                 cast.ranks[1].worker.leave()
             if report.epoch == 0:
                 shown.append((report.step, report.world, worker.mean_ranks, worker.progress))
+                told.append(worker._group._membership.reporter.now(0.0).mean_ranks)
 
         for number in range(2):
             cast.start(number, 2, on_step=look if number == 0 else lambda _: None)
@@ -279,13 +282,19 @@ def test_the_mean_number_of_ranks_a_step_is_shown_while_ranks_leave(place: dict[
     for count, (step, _, mean, text) in enumerate(shown, start=1):
         assert mean == pytest.approx(sum(worlds[:count]) / count), step
         assert f", {mean:.2f} a step in this epoch" in text
+    assert told == pytest.approx([0.0, *(mean for _, _, mean, _ in shown[:-1])])
 
 
 def test_below_min_world_training_waits_for_one_more(place: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
+        async def start_when_it_is_waited_for() -> None:
+            said = "waits for 1 more to join: at least 2 members are needed"
+            await eventually(lambda: said in cast.ranks[0].worker.progress)
+            cast.start(3)
+
         def start_another() -> None:
             cast.kill(1)
-            cast.later(cast.start, 3)
+            cast.later(lambda: cast._tasks.create_task(start_when_it_is_waited_for()))
 
         cast.start(0, 2)
         cast.start(1, 2, on_step=at_step(3, start_another))  # nobody goes on until it has come
@@ -1009,6 +1018,23 @@ def test_a_step_that_is_made_again_for_its_exchange_counts_once_in_the_loss_and_
     for rank in ranks.values():
         assert rank.error is None
         assert [(report.loss, report.train_metrics) for report in rank.reports] == [(1.0, {"batches": 13.0})]
+
+
+def test_a_step_that_is_made_again_for_its_exchange_has_the_schedule_of_the_task_go_on_once(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_the_exchange_of(3, monkeypatch)
+    tasks = [Scheduled(make_task()._make_model, make_task().data, batch_size=16) for _ in range(2)]
+
+    def scene(cast: Cast) -> None:
+        for number, task in enumerate(tasks):
+            cast.start(number, 2, task=task)
+
+    ranks = play(place, scene, algorithm={"name": "local-sgd", "steps": 4}, epochs=1)
+    assert lost == [3]
+    for number, rank in ranks.items():
+        assert rank.error is None
+        assert tasks[number].scheduled == rank.worker.step
 
 
 def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generations_and_by_who_joins(

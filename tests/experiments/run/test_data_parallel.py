@@ -16,6 +16,7 @@ from gradbus.experiments.launch.command import ElasticLaunch, plan
 from gradbus.experiments.run.configured_task import ConfiguredShardTask, local_device
 from gradbus.experiments.run.data_parallel import check_equal_facts
 from gradbus.experiments.run.rank_environment import RankPlace, find_number, find_place
+from gradbus.experiments.rundir.directory import write_json
 from gradbus.runtime import errors
 from gradbus.runtime.errors import ConfigError
 
@@ -160,6 +161,23 @@ def test_elastic_ranks_go_on_while_enough_of_them_are_left_whichever_they_are(co
     assert planned.goes_on_without({0, 3})
     assert not planned.goes_on_without({0, 1, 3})
     assert planned.ends_together
+
+
+def test_an_elastic_launch_has_ended_when_its_run_has_a_new_summary_that_says_done(
+    configs: Path, tmp_path: Path
+) -> None:
+    def write(outcome: str, finished: str) -> None:
+        write_json(tmp_path / "summary.json", {"outcome": outcome, "finished": finished})
+
+    write("done", "at one")  # of an earlier start, with fewer epochs
+    bounds = ElasticLaunch.parse("1:2", restarts=0)
+    planned = launch([str(configs / "ddp.conf.json")], None, elastic=bounds, run_dir=tmp_path)
+    assert "--run-dir" not in planned.command(0, False)  # it is among the arguments of the user
+    assert not planned.has_ended()
+    write("left", "at two")
+    assert not planned.has_ended()
+    write("done", "at three")
+    assert planned.has_ended()
 
 
 @pytest.mark.parametrize("text", ["2", "4:2", "0:3", "a:b", "2:"])

@@ -167,17 +167,22 @@ def test_of_an_elastic_group_it_is_said_who_takes_part_and_who_waits() -> None:
 def test_a_rank_of_an_elastic_group_that_is_in_no_step_yet_while_others_train_gets_its_copy() -> None:
     view = GroupView("world", 3, 4, [0, 2, 5], [1, 1, 1], 0, 0, [], [], 0, False, False, False, False)
     views = [(number, 9.9, view) for number in (0, 2, 5)]
-    first, second, third = (RankStatus("world_4", 3, "h", 5.0, step=step, epoch=0) for step in (7, 7, -1))
+    first, second, third = (
+        RankStatus("world_4", 3, "h", 5.0, step=step, epoch=0, mean_ranks=mean)
+        for step, mean in ((7, 2.25), (6, 2.5), (-1, 0.0))
+    )  # fmt: skip
     observer = Observer()
     for sender, at_s, body in (*views, (0, 9.9, first), (1, 9.9, second), (2, 9.9, third)):
         observer.take(Control(sender, 100 + sender, body), at_s)
     picture = observer.picture("cells", 10.0)
     assert picture["elastic"]["copying"] == [5]
+    assert picture["elastic"]["mean_ranks"] == 2.25  # of the newest step
     assert lines_of(picture) == [
-        "job cells", "elastic group world: generation 4, processes 0, 2 take part; gets its copy: 5",
+        "job cells", "elastic group world: generation 4, processes 0, 2 take part; 2.25 a step in this epoch; "
+        "gets its copy: 5",
         "group world_4: 3 of 3 ranks have sent their status",
         "  rank 0: works, epoch 1, step 7, 0.0 steps/s, sent 0 B [h]",
-        "  rank 1: works, epoch 1, step 7, 0.0 steps/s, sent 0 B [h]",
+        "  rank 1: works, epoch 1, step 6, 0.0 steps/s, sent 0 B [h]",
         "  rank 2: gets its copy, sent 0 B [h]",
     ]  # fmt: skip
     begins = [(rank, 9.9, dataclasses.replace(first, step=-1)) for rank in range(3)]

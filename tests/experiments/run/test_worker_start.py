@@ -16,11 +16,15 @@ import pytest
 from report_runs import parallel_run
 
 from gradbus.actors import EpochReport
-from gradbus.experiments.files import TaskSettings
+from gradbus.experiments.buses import lease_of
+from gradbus.experiments.files import TaskSettings, WorkerFile
 from gradbus.experiments.run import commands, elastic
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
+from gradbus.experiments.run.data_parallel import Output
 from gradbus.experiments.run.lifecycle import Interrupted
+from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory, write_json
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
 
@@ -281,3 +285,25 @@ def test_an_elastic_run_leaves_its_profile_and_the_settings_of_its_newest_start(
     assert [line["last_step"] for line in map(json.loads, profile) if line["kind"] == "window"] == [1, 3]
     spans = json.loads((tmp_path / "run" / "trace-rank-0.json").read_text())["traceEvents"]
     assert {span["name"] for span in spans if span["ph"] == "X"} >= {"step 2", "step 3"}
+
+
+@pytest.mark.parametrize(("more", "lease_s"), [({}, 4.0), ({"lease_s": 9.0}, 9.0)])
+def test_a_rank_of_an_elastic_run_opens_its_bus_with_a_lease_of_4_s_unless_another_is_set(
+    more: dict[str, float], lease_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened(Exception):
+        """With these settings."""
+
+    def open_bus(settings: BusSettings, **_: object) -> None:
+        raise Opened(lease_of(settings))
+
+    monkeypatch.setattr(elastic, "open_bus", open_bus)
+    file = WorkerFile.model_validate(
+        {
+            "bus": {"network": "network", "interface": "eth0", **more}, "run_dir": tmp_path / "run",
+            "task": {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "data_options": {"train": 16, "test": 8}},
+            "parallel": {"elastic": {"min_world": 1}},
+        }
+    )  # fmt: skip
+    with pytest.raises(Opened, match=str(lease_s)):
+        asyncio.run(elastic.run_elastic_worker(file, RankPlace(0, 1), Output()))

@@ -365,3 +365,33 @@ def test_a_newcomer_is_not_excluded_for_what_it_sent_while_this_process_stood_st
     if pause_s:
         members.add(guest[:12])
     assert look_for(2.0) == (0 if pause_s else 1)
+
+
+def test_writers_that_are_deleted_together_wait_for_their_late_readers_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, waited_s = _Clock(), list[float]()
+
+    def wait_for_acks(timeout_s: float) -> bool:
+        waited_s.append(timeout_s)
+        clock.now_s += timeout_s
+        return False
+
+    writers: list[Any] = [
+        Mock(
+            topic=SimpleNamespace(name=f"train/{number}"), has_new_readers=True, awaited_since_s=0.0,
+            refused_since_s=0.0, throttled_s=0.0, wait_for_acks=wait_for_acks,
+            readers=lambda known, guest=bytes([number]) * 16: {1: MatchedReader(guest, True)},
+        ) for number in range(101, 121)
+    ]  # fmt: skip
+    receiver: Any = SimpleNamespace(writers=writers, rejected=Counter[str](), add_periodic=lambda periodic: None)
+    node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
+    monkeypatch.setattr(foreign_readers, "time", clock)
+    monkeypatch.setattr(foreign_readers, "MAX_FOREIGN", 100)
+    readers = foreign_readers.ForeignReaders(node, receiver, set)
+    readers.check()
+    clock.now_s += foreign_readers.GRACE_S + 0.1
+    readers.before_deletion(writers)
+    assert len(waited_s) == 20
+    assert sum(waited_s) == pytest.approx(foreign_readers.ACKS_S)
+    assert receiver.rejected["foreign reader"] == 20

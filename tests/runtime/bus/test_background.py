@@ -1,0 +1,34 @@
+"""The bus in a thread of its own, for programs without asyncio."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gradbus.runtime.bus import background
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.errors import BusError
+
+
+def test_a_bus_that_does_not_open_is_an_error_after_the_deadline_and_one_that_opens_later_closes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_open, closed = threading.Event(), threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def connect(*_: Any, **__: Any) -> AsyncIterator[object]:
+        may_open.wait(10.0)  # it holds up the thread, as a disk that does not answer
+        yield object()
+        closed.set()
+
+    monkeypatch.setattr(background, "connect", connect)
+    monkeypatch.setattr(background, "_OPEN_S", 0.05)
+    with pytest.raises(BusError, match=r"the bus of job 'late' was not open after 0.05 s, domain 3 on lo\. See what"):
+        background.acquire("late", BusSettings(domain=3), 0)
+    may_open.set()
+    assert closed.wait(10.0)
+    assert not [key for key in background._threads if key[1] == "late"]
