@@ -69,7 +69,8 @@ class ShardHolders:
     def __init__(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
         """All of these ranks make one, at the same time. ``group``: that which exchanges weights, None: the default
         one; what they agree on travels as its tensors do, but in a group of its own: FSDP uses the mesh meanwhile."""
-        mesh, whole = _mesh_of(parameters), group or dist.group.WORLD
+        mesh = _mesh_of(parameters)
+        whole: Any = group or dist.group.WORLD
         self._group: Any = None
         if mesh is not None:
             timeout = cpu_backend(whole).options._timeout
