@@ -221,7 +221,10 @@ class WeightStepper(Stepper):
         self._restart()
 
     def _restart(self) -> None:
-        if restart(self._training.trained, self._algorithm.weights_of_joiner):
+        live = self._training.trained
+        if are_finite([one.detach() for one in live.values()]):
+            return
+        if restart(live, self._algorithm.weights_of_joiner):  # else no exchange would count any more
             self._log.warning("weights are not finite: back to those of the last exchange")
 
     # In the background

@@ -169,14 +169,14 @@ class KeptResults:
 
 def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Points below dense, of each algorithm in each setting; a sample is a seed. Those with a limit come first."""
-    limited, others = _by_limit(_chosen(chosen, _compared()))
+    limited, others = _by_limit(those_named(chosen, _compared()))
     settings = PLANS[chosen.effort].settings
     yield from _accuracies(chosen, [(limited, one) for one in settings] + [(others, one) for one in settings])
 
 
 def measure_longer(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Measure the same after an epoch, for the algorithms with a limit: seed by seed, as time is short."""
-    limited, _ = _by_limit(_chosen(chosen, _compared()))
+    limited, _ = _by_limit(those_named(chosen, _compared()))
     yield from _accuracies(chosen, [(limited, one) for one in PLANS[chosen.effort].longer])
 
 
@@ -217,7 +217,7 @@ def _compared() -> list[Recipe]:
     return [*all_recipes(), TORCH_POWERSGD]
 
 
-def _chosen(chosen: argparse.Namespace, recipes: Sequence[Recipe]) -> list[Recipe]:
+def those_named(chosen: argparse.Namespace, recipes: Sequence[Recipe]) -> list[Recipe]:
     """Return those that ``--only`` names, and dense."""
     return [recipe for at, recipe in enumerate(recipes) if at == 0 or not chosen.only or recipe.title in chosen.only]
 
@@ -311,7 +311,7 @@ def measure_time(chosen: argparse.Namespace) -> Iterator[Measurement]:
     for setting in plan.timing:
         recipes = [
             recipe
-            for recipe in _chosen(chosen, [*all_recipes()])
+            for recipe in those_named(chosen, [*all_recipes()])
             if chosen.only or not plan.timed or recipe.title in plan.timed
         ]
         ways: dict[str, Callable[[], StepTimes]] = {

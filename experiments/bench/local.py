@@ -22,7 +22,7 @@ from torch import nn
 
 from gradbus import models
 from gradbus.experiments.bench.command import Benchmark, Part
-from gradbus.experiments.bench.compression import KeptResults, TrainingSetting, accuracy_key
+from gradbus.experiments.bench.compression import KeptResults, TrainingSetting, accuracy_key, those_named
 from gradbus.experiments.bench.lockstep_training import LockstepTraining, NotFinite
 from gradbus.experiments.bench.recipes import Recipe, local_recipes
 from gradbus.experiments.bench.results import Measurement, commit, measurement
@@ -136,7 +136,7 @@ def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
     split = models.load(plan.data, chosen.data_root, download=False)
     found: dict[tuple[TrainingSetting, str], dict[int, Mapping[str, Any]]] = {}
     trainer = _Trainer(chosen, "accuracy")
-    dense, *others = local_recipes()
+    dense, *others = those_named(chosen, local_recipes())
     asked = [dense, *(one for one in others if one.most_points is not None)]  # first, where time is short
     for recipes in (asked, [one for one in others if one.most_points is None]):
         for setting, seed in itertools.product(plan.settings, range(plan.seeds)):
@@ -159,7 +159,7 @@ def measure_accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
         if sent:
             all_sent = reference[seeds[0]]["bytes_per_step"]
             limit = recipe.most_bytes if asks and (setting.world == 2 or recipe.algorithm != "sparseloco") else None
-            note = f"{all_sent / sent:,.0f} times fewer"
+            note = f"{sent * setting.steps / 1e6:,.3g} MB a rank in the whole run, {all_sent / sent:,.0f} times fewer"
             yield measurement(f"{name}, bytes", "B", [sent], against=("dense", [all_sent]), at_most=limit, note=note)
 
 
@@ -280,6 +280,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=math.inf,
         help="begin no training after so long: rows then have fewer seeds, and another run trains what is missing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TITLE", choices=[it.title for it in local_recipes()],
+        help="accuracy of dense and this row alone, such as 'SparseLoCo, H = 30'; may be given several times",
     )  # fmt: skip
     parser.add_argument("--runs", type=int, default=3, help="of each way, for the utilisation [%(default)s]")
     parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer steps, one seed")

@@ -30,7 +30,14 @@ from gradbus.runtime.algorithms.replicas import check_replicas
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.algorithm_programs import AlgorithmPrograms
-from gradbus.torch.cpu_copies import EXCHANGED_TYPES, CpuCopies, are_finite_on_the_mesh, local_of, needs_copies
+from gradbus.torch.cpu_copies import (
+    EXCHANGED_TYPES,
+    CpuCopies,
+    ShardHolders,
+    are_finite_on_the_mesh,
+    local_of,
+    needs_copies,
+)
 from gradbus.torch.weight_exchange import WeightExchange
 
 Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
@@ -214,8 +221,9 @@ class AlgorithmHook:
         self._weights: WeightExchange | None = None
         if self.algorithm.scope == "weights":
             self._weights = WeightExchange(
-                self.algorithm, self._programs, self._parameters, self.delay_steps, self._skip, self._copies
-            )
+                self.algorithm, self._programs, self._parameters, self.delay_steps, self._skip, self._copies,
+                ShardHolders(self._parameters.values(), process_group),
+            )  # fmt: skip
             self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
 
     def _check(self, name: str, num_parameters: int) -> None:

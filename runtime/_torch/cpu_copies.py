@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.errors import ConfigError
+from gradbus.torch.process_group import cpu_backend
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -23,12 +26,17 @@ def local_of(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def _mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
+    """Of the ranks that hold the shards of these tensors; None: they have none."""
+    return next((one.device_mesh for one in tensors if isinstance(one, DTensor)), None)
+
+
 def are_finite_on_the_mesh(tensors: Iterable[Tensor]) -> bool:
     """Whether all entries are finite; of shards, on all ranks that hold one, which have to call this at the same time:
     those of a replica make a step together, or none of them does."""
     known = list(tensors)
     found = are_finite([local_of(one) for one in known])
-    mesh = next((one.device_mesh for one in known if isinstance(one, DTensor)), None)
+    mesh = _mesh_of(known)
     if mesh is None:
         return found
     agreed = torch.tensor(float(found), device=mesh.device_type)
@@ -43,7 +51,7 @@ EXCHANGED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def check_group(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     """Raises ConfigError: ranks of this group hold other shards of the same model, which are not to be exchanged."""
-    mesh = next((one.device_mesh for one in parameters if isinstance(one, DTensor)), None)
+    mesh = _mesh_of(parameters)
     if mesh is None:
         return
     others = set(mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
@@ -52,6 +60,30 @@ def check_group(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -
             f"DiLoCo: the model has shards, and ranks {sorted(others)} of the group hold others of the same model. "
             f"Give the ranks that hold the same shard as group: of a mesh of hosts and ranks, its dimension of hosts"
         )
+
+
+class ShardHolders:
+    """The ranks that hold the shards of one copy of the model. What they decide about an exchange of weights, they
+    decide for all shards alike."""
+
+    def __init__(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+        """All of these ranks make one, at the same time. ``group``: that which exchanges weights, None: the default
+        one; what they agree on travels as its tensors do, but in a group of its own: FSDP uses the mesh meanwhile."""
+        mesh = _mesh_of(parameters)
+        whole: Any = group or dist.group.WORLD
+        self._group: Any = None
+        if mesh is not None:
+            timeout = cpu_backend(whole).options._timeout
+            ranks = mesh.mesh.flatten().tolist()
+            self._group = dist.new_group(ranks, timeout, dist.get_backend(whole), use_local_synchronization=True)
+
+    def agree(self, *own: bool) -> list[bool]:
+        """Which of these hold on all of these ranks, each of which calls this. Without shards, which hold here."""
+        if self._group is None:
+            return list(own)
+        agreed = torch.tensor(own, dtype=torch.float32)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._group)
+        return [bool(one) for one in agreed]
 
 
 class CpuCopies:

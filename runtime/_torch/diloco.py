@@ -31,8 +31,8 @@ class DiLoCo(AlgorithmHook):
     weights stay as they are, and what they have changed is part of the next exchange. A rank whose gradients are not
     finite skips its own step. All drop the result of an exchange that has failed on some rank, or is not finite there:
     those that have it go on with it, and take it back before the next exchange, or in ``drain()``. A rank whose own
-    weights are not finite goes on from those of the last exchange. With shards, those of a replica skip a step
-    together; whether an exchange counts is decided for each shard.
+    weights are not finite goes on from those of the last exchange. With shards, all this is for the ranks that hold
+    those of one copy of the model alike: if one is not finite, all of them skip, drop or go back.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucke
 from gradbus.runtime.algorithms.live_weights import apply_result, restart, take_back
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.algorithm_programs import AlgorithmPrograms
-from gradbus.torch.cpu_copies import CpuCopies
+from gradbus.torch.cpu_copies import CpuCopies, ShardHolders
 
 log = get_logger("torch")
 
@@ -33,8 +33,9 @@ class _Exchange:
     """One exchange.
 
     Attributes:
-        step: as the algorithm was told of it. is_finite: whether the result is, on this rank.
-        counts: whether it is on all ranks, and the algorithm has committed it.
+        step: as the algorithm was told of it. is_finite: whether the result is, on this rank and on those that hold the
+            other shards of its model. began_finite: the same of their own weights.
+        counts: whether the result is finite on all ranks, and the algorithm has committed it.
         tensors: the ``result``, and where it is applied later what the weights were, ``before``; then the ``change``
             that was made of them.
         exchanged: when the result is there. ended: when it is known whether it counts.
@@ -46,6 +47,7 @@ class _Exchange:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     exchanged: Future[None] = field(default_factory=Future)
     ended: Future[None] = field(default_factory=Future)
+    began_finite: bool = True
 
 
 class WeightExchange:
@@ -56,18 +58,18 @@ class WeightExchange:
 
     def __init__(
         self, algorithm: Algorithm, programs: AlgorithmPrograms, parameters: Mapping[str, Tensor], delay_steps: int,
-        on_skipped: Callable[[str, int], object], copies: CpuCopies | None = None,
+        on_skipped: Callable[[str, int], object], copies: CpuCopies | None, holders: ShardHolders,
     ) -> None:  # fmt: skip
         """
         Args:
             parameters: that are trained, by name. delay_steps: after how many steps a result is applied.
-            copies: of these parameters, where they are not float32 on the CPU.
             on_skipped: called with the reason and the step of an exchange that all ranks take back.
+            copies: of these parameters, where they are not float32 on the CPU. holders: of the shards of the model.
         """
         self._algorithm, self._programs = algorithm, programs
         self._parameters, self._delay_steps = parameters, delay_steps
         self._on_skipped = on_skipped
-        self._copies = copies
+        self._copies, self._holders = copies, holders
         self._step = Step(0)  # the newest
         self._is_due = False  # whether there is an exchange after the optimizers' steps
         self._waiting: deque[_Exchange] = deque()  # those whose results have not been applied yet, oldest first
@@ -166,8 +168,10 @@ class WeightExchange:
     @torch.no_grad()
     def _exchange(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
         """Exchange, then agree whether it counts: whether the result is finite on each rank, and none has failed.
-        ``exchanged`` is set before that, as soon as the result is there. On the thread of the programs."""
+        ``exchanged`` is set before that, as soon as the result is there. The ranks that hold the shards of one model
+        agree first, so that all others learn the same of each shard. On the thread of the programs."""
         try:
+            own = are_finite([bucket.flat])
             try:
                 before = bucket.flat.clone() if self._delay_steps else None
                 if self._algorithm.needs_loss:
@@ -177,9 +181,10 @@ class WeightExchange:
                 self._programs.run(self._algorithm.exchange(bucket, one.step))
             except Exception:
                 with suppress(Exception):  # where the network has failed the first error says so
+                    self._holders.agree(False, own)
                     self._all_are(False)
                 raise
-            one.is_finite = are_finite([bucket.flat])
+            one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)
             if one.is_finite:
                 one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
             one.exchanged.set_result(None)
@@ -199,7 +204,8 @@ class WeightExchange:
 
     def _apply(self, until: int | None) -> None:
         """Apply the results of the exchanges of steps up to this one; None: of all. One that is not finite on this rank
-        is dropped; whether the others are finite on all ranks may not be known yet, see :meth:`_settle`."""
+        is dropped; whether the others are finite on all ranks may not be known yet, see :meth:`_settle`. Where own
+        weights were not finite, those of the last exchange take their place: else no exchange would count any more."""
         while self._waiting and (until is None or self._waiting[0].step.number <= until):
             one = self._waiting.popleft()
             one.exchanged.result()
@@ -208,7 +214,7 @@ class WeightExchange:
                 with self.changed() as weights:
                     change = apply_result(weights, self._algorithm, one.step, result, before)
                 one.tensors = {"change": change}
-            else:
+            elif not one.began_finite:
                 self._restart()
             self._unsettled.append(one)
 
@@ -226,7 +232,6 @@ class WeightExchange:
                             take_back(weights, one.tensors["change"])
                     reason = "an exchange of weights has failed on some rank, or its result is not finite"
                     self._on_skipped(reason, one.step.number)
-                    self._restart()
 
     def _restart(self) -> None:
         with self.changed() as weights:

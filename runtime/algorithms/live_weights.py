@@ -39,10 +39,8 @@ def take_back(live: Mapping[str, Tensor], change: Tensor) -> None:
 
 @torch.no_grad()
 def restart(live: Mapping[str, Tensor], weights_of_joiner: Callable[[Tensor], Tensor]) -> bool:
-    """Go on from the weights of the last exchange if the own ones are not finite, as after a step that overflowed, and
-    the algorithm, whose function this is, has them: else no exchange would count any more. Returns whether it has."""
-    if are_finite([one.detach() for one in live.values()]):
-        return False
+    """Go on from the weights of the last exchange, if the algorithm, whose function this is, has them: for a rank whose
+    own ones are not finite, as after a step that overflowed. Returns whether it has."""
     begun = weights_of_joiner(bucket_of(live).flat)
     if is_usable := are_finite([begun]):
         write_weights(live, begun)

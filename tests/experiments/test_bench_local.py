@@ -49,6 +49,18 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
     assert again == kept
 
 
+def test_only_what_is_named_is_trained_beside_dense_and_its_bytes_are_those_of_the_whole_run(tmp_path: Path) -> None:
+    out = tmp_path / "l.json"
+    arguments = ["local", "--tiny", "--out", str(out), "--part", "accuracy", "--only", "local SGD, H = 8"]
+    assert bench.main([*arguments, "--only", "post-local SGD, H = 8"]) == 0
+    accuracy = Results.load(out).run("accuracy")
+    assert accuracy is not None
+    found = {one.name.removeprefix("MLP, world 2: "): one for one in accuracy.figures}
+    assert found.keys() == {"local SGD, H = 8", "post-local SGD, H = 8", "post-local SGD, H = 8, bytes"}
+    sent = found["post-local SGD, H = 8, bytes"]  # in these two steps only this one exchanges anything
+    assert sent.note == f"{2 * sent.samples[0] / 1e6:,.3g} MB a rank in the whole run, 1 times fewer"
+
+
 def test_recipes_of_the_transformer_have_options_that_their_algorithms_take() -> None:
     for recipe in (*local.text_recipes({20: 40, 100: 80}), *local.tuned_text_recipes(40)):
         chosen = Choice.model_validate({**recipe.options, "name": recipe.algorithm})

@@ -21,6 +21,7 @@ from gradbus.runtime.algorithms.base import Step, TensorBucket
 from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.errors import CollectiveError, ConfigError
+from gradbus.torch.cpu_copies import local_of
 
 
 def example(place: RankLocation) -> dict[str, Any]:
@@ -172,6 +173,31 @@ def shards(place: RankLocation) -> dict[str, Any]:
     with pytest.raises(ConfigError, match="hold others of the same model"):
         gradbus.torch.DiLoCo(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
     return {"sharded": trained(sharded, between), "whole": trained(made(), between), "place": [host, within]}
+
+
+def spoilt_shard(place: RankLocation) -> dict[str, Any]:
+    """Two hosts of two ranks, with an exchange after every second step. In the second one the last rank has a shard
+    that is not finite. Each host's model after each exchange, what is exchanged then, and how many were skipped."""
+    place.start()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+    torch.manual_seed(5)
+    model = fully_shard(nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3)), mesh=mesh["within"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    between = mesh.get_group("between")
+    diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2, codec="fp32", group=between)
+    random = torch.Generator().manual_seed(place.rank // 2)
+    weights, shared = [], []
+    for number in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(16, 12, generator=random)).square().mean().backward()
+        if (place.rank, number) == (3, 3):
+            local_of(model[0].weight)[0] = torch.inf
+        optimizer.step()
+        if number % 2:
+            diloco.drain()
+            weights.append([one.full_tensor().detach().clone() for one in model.parameters()])  # type: ignore[attr-defined]
+            shared.append(copy.deepcopy(list(diloco.algorithm.shared_state().values())))
+    return {"weights": weights, "shared": shared, "skipped": diloco.skipped_steps}
 
 
 def damaged_states(place: RankLocation) -> dict[str, Any]:

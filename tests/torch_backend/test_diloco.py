@@ -48,6 +48,22 @@ def test_shards_of_fsdp2_are_exchanged_between_hosts_as_whole_models_are(backend
         assert all(map(torch.equal, of_rank["sharded"], found[0]["sharded"]))
 
 
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_an_exchange_that_is_spoilt_in_one_shard_is_dropped_for_all_shards_of_all_copies(backend: str) -> None:
+    ranks = play("diloco_scenes", "spoilt_shard", 4, backend)
+    assert [of_rank["skipped"] for of_rank in ranks] == [1] * 4
+    for of_rank in ranks:
+        first, spoilt, last = of_rank["shared"]
+        assert all(map(torch.equal, spoilt, first))
+        assert not any(map(torch.equal, last, first))
+    (theta, went_on, end), (_, went_back, _) = ranks[0]["weights"], ranks[3]["weights"]
+    assert all(map(torch.equal, went_back, theta))  # the whole copy, and not the shard alone
+    assert not any(map(torch.equal, went_on, theta))
+    for of_rank in ranks:
+        assert all(map(torch.equal, of_rank["weights"][2], end))
+        assert all(bool(one.isfinite().all()) for one in of_rank["weights"][2])
+
+
 def test_a_saved_state_that_does_not_fit_the_model_is_refused_and_changes_nothing() -> None:
     for told in play("diloco_scenes", "damaged_states", 2, "gloo"):
         assert "weights of 0.weight are [3, 3], here [20, 12]" in told["shape"]
