@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.evaluation import ClientEvaluation, OpenEvaluation
@@ -70,7 +70,7 @@ class ClientEvaluator:
         """An evaluation of the initial model by those that are drawn, which ends once all these metrics are found."""
         return await self.evaluate(0, self._drawn(0), lambda found: names <= found.names)
 
-    def _drawn(self, round_id: int) -> list[int]:
+    def _drawn(self, round_id: int) -> Sequence[int]:
         ready = self.ready()
         facts = [ClientFacts(client_id=client_id) for client_id in ready]
         draw = Draw(self._context.config.seed, round_id + _OTHER_DRAW)
