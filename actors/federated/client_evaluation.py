@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.evaluation import ClientEvaluation, OpenEvaluation
@@ -54,11 +54,8 @@ class ClientEvaluator:
 
     async def after_round(self, round_id: int) -> ClientEvaluation:
         """The evaluation of the model after this round, by those that are drawn for it."""
-        config, ready = self._context.config, self.ready()
-        wanted = self._selector.wanted(len(ready))
-        facts = [ClientFacts(client_id=client_id) for client_id in ready]
-        asked = self._selector.select(facts, wanted, Draw(config.seed, round_id + _OTHER_DRAW))
-        found = await self.evaluate(round_id, asked)
+        config = self._context.config
+        found = await self.evaluate(round_id, self._drawn(round_id))
         summary = await self._context.compute.run(
             found.summary, config.limits, config.evaluation.maximize, now_s=time.monotonic()
         )
@@ -69,8 +66,21 @@ class ClientEvaluator:
             )  # fmt: skip
         return summary
 
-    async def evaluate(self, round_id: int, asked: Iterable[int]) -> OpenEvaluation:
-        """Have these clients evaluate the model of this round. Returns when nothing more is awaited."""
+    async def initial(self, names: Set[str]) -> OpenEvaluation:
+        """An evaluation of the initial model by those that are drawn, which ends once all these metrics are found."""
+        return await self.evaluate(0, self._drawn(0), lambda found: names <= found.names)
+
+    def _drawn(self, round_id: int) -> Sequence[int]:
+        ready = self.ready()
+        facts = [ClientFacts(client_id=client_id) for client_id in ready]
+        draw = Draw(self._context.config.seed, round_id + _OTHER_DRAW)
+        return self._selector.select(facts, self._selector.wanted(len(ready)), draw)
+
+    async def evaluate(
+        self, round_id: int, asked: Iterable[int], is_enough: Callable[[OpenEvaluation], bool] = lambda found: False
+    ) -> OpenEvaluation:  # fmt: skip
+        """Have these clients evaluate the model of this round. Returns when nothing more is awaited, or ``is_enough``
+        says so of what has come."""
         config = self._context.config
         now_s = time.monotonic()
         found = self._open = OpenEvaluation(
@@ -80,7 +90,7 @@ class ClientEvaluator:
         repeat_at_s = now_s
         try:
             self.membership_changed()
-            while not found.is_over(now_s := time.monotonic()):
+            while not (found.is_over(now_s := time.monotonic()) or is_enough(found)):
                 if now_s >= repeat_at_s:
                     repeat_at_s = now_s + config.clients.heartbeat_s
                     await self._request(found, found.deadline_at_s - now_s)

@@ -363,6 +363,8 @@ class Controller:
             await self._compute.run(state.save_initial)
             with tolerate_write_timeout("model", state.round_id):
                 await self._publisher.publish_full(state.round_id)
+            if not state.round_id:
+                await self._evaluation.check_client_metrics()
             later = await self._amended(await self._evaluation.resumed_by_clients(self.progress.reports))
             amended = later or amended
         if amended is not None:

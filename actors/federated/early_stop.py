@@ -16,7 +16,7 @@ A round that a crash has cut off before its commit is done again, and so are its
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gradbus.actors.aggregation.updates import Facts
@@ -46,10 +46,14 @@ def evaluated_metric(report: RoundReport, metric: str, key: str, least_answered:
     named = report.named()
     if metric not in named:
         known = [name for name in named if not name.startswith(OF_CLIENTS)]
-        near = difflib.get_close_matches(metric, known, n=1)
-        hint = f". Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{key}: the evaluation has no {metric!r}; it has {', '.join(known)}{hint}")
+        raise ConfigError(f"{key}: the evaluation has no {metric!r}; it has {with_nearest(metric, known)}")
     return named[metric]
+
+
+def with_nearest(metric: str, known: Sequence[str]) -> str:
+    """The metrics that there are, for an error about one that there is not, and which of them may be meant."""
+    near = difflib.get_close_matches(metric, known, n=1)
+    return ", ".join(known) + (f". Did you mean {near[0]}?" if near else "")
 
 
 def _of_clients(report: RoundReport, metric: str, key: str, least_answered: float) -> float | None:

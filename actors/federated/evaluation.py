@@ -154,7 +154,7 @@ class OpenEvaluation:
     Attributes:
         round_id: of the model. asked: ids. deadline_at_s: by the clock of ``now_s``.
         open: clients whose result is awaited; each method takes time by what it changes, not by who is asked.
-        results: by client. failures: of the others that are not awaited any more, why.
+        results: by client. names: of the metrics in them. failures: of the others that are not awaited any more, why.
     """
 
     def __init__(
@@ -168,6 +168,7 @@ class OpenEvaluation:
         self.deadline_at_s = now_s + timeout_s
         self._max_samples = max_samples
         self.results: dict[int, EvaluationResult] = {}
+        self.names: set[str] = set()
         self.failures: dict[int, str] = {}
 
     def add(self, client_id: int, result: EvaluationResult) -> bool:
@@ -184,6 +185,7 @@ class OpenEvaluation:
             self.failures[client_id] = NO_SAMPLES
         else:
             self.results[client_id] = result
+            self.names.update(result.metrics)
         return True
 
     def follow(self, present: Collection[int]) -> list[int]:

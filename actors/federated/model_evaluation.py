@@ -7,13 +7,14 @@ from collections.abc import Collection
 from typing import Any
 
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.early_stop import evaluated_metric
+from gradbus.actors.federated.early_stop import evaluated_metric, with_nearest
+from gradbus.actors.federated.evaluation import MAX_NAMES
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import as_floats, unreadable
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.runtime.config.federated import OF_CLIENTS, FederatedConfig
+from gradbus.runtime.config.federated import OF_CLIENTS, FederatedConfig, split_metric
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import single_error
@@ -32,7 +33,7 @@ def check_evaluation(config: FederatedConfig, model: FlatModel) -> None:
     """Log which tensors are personal. Raises ConfigError: the run is to end by an evaluation that there is not."""
     if not (names := personal_of(model)):
         return
-    for key, metric in _metrics_of_controller(config).items():
+    for key, metric in _deciding_metrics(config, of_clients=False).items():
         raise ConfigError(
             f"{key}: {metric!r} is of an evaluation by this controller, which has no whole model: "
             f"{', '.join(names[:_NAMED])} are personal (federated.share). Take one that the clients find with "
@@ -44,14 +45,15 @@ def check_evaluation(config: FederatedConfig, model: FlatModel) -> None:
     )  # fmt: skip
 
 
-def _metrics_of_controller(config: FederatedConfig) -> dict[str, str]:
-    """The metrics of evaluations by the Controller that decide something, by the keys of their settings."""
+def _deciding_metrics(config: FederatedConfig, *, of_clients: bool) -> dict[str, str]:
+    """The metrics that decide something, by the keys of their settings: those that clients find, or those of
+    evaluations by the Controller."""
     stop, best = config.early_stop, config.checkpoint.keep_best
     named = {
         "federated.early_stop.metric": stop.metric if stop.patience is not None else "",
         "federated.checkpoint.keep_best": best or "",
     }
-    return {key: metric for key, metric in named.items() if metric and not metric.startswith(OF_CLIENTS)}
+    return {key: metric for key, metric in named.items() if metric and metric.startswith(OF_CLIENTS) == of_clients}
 
 
 class ModelEvaluation:
@@ -76,7 +78,7 @@ class ModelEvaluation:
     async def check_metrics(self) -> None:
         """Evaluate the initial model where a setting names a metric of the task, so that a name that is wrong is known
         before clients train. Raises ConfigError: the evaluation has none of this name."""
-        named = _metrics_of_controller(self._context.config)
+        named = _deciding_metrics(self._context.config, of_clients=False)
         if set(named.values()) - {"eval_loss"}:  # which each evaluation has
             found = RoundReport(round_id=0, **await self._context.compute.run(self._evaluate))
             for key, metric in named.items():
@@ -87,6 +89,34 @@ class ModelEvaluation:
                         f"federated.evaluation.every"
                     )
                 evaluated_metric(found, metric, key)
+
+    async def check_client_metrics(self) -> None:
+        """Have clients evaluate the initial model where a setting names a metric of theirs, so that a name that is
+        wrong is known before they train.
+
+        Raises:
+            ConfigError: so many have answered as ``evaluation.least_answered`` asks for, and none has found one of this
+                name. One that has is enough: what a few clients say, or do not say, ends no run.
+        """
+        config = self._context.config
+        named = _deciding_metrics(config, of_clients=True)
+        names = {split_metric(metric)[0] for metric in named.values()} - {"loss"}  # which each evaluation has
+        if not names:
+            return
+        self._progress.phase = "evaluating"
+        found = await self._evaluator.initial(names)
+        answered = len(found.results)
+        if not found.names or answered < config.evaluation.least_answered * len(found.asked):
+            return  # nothing is known: the evaluations of rounds will show it
+        for key, metric in named.items():
+            name, over_clients = split_metric(metric)
+            if name in names - found.names:
+                end = over_clients and f".{over_clients}"
+                known = [f"{OF_CLIENTS}{one}{end}" for one in sorted(found.names)[:MAX_NAMES]]
+                raise ConfigError(
+                    f"{key}: none of the {answered} clients that have evaluated the initial model has found a finite "
+                    f"{metric!r}; they have found {with_nearest(metric, known)}"
+                )
 
     async def after_round(self, round_id: int) -> dict[str, Any]:
         """The quality of the present weights, as this Controller finds it, and the clients at the same time."""

@@ -6,8 +6,9 @@ prometheus-client is an extra, and is imported only where it is asked for; what 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeVar
 
 from gradbus.experiments.files import MetricsSettings
 from gradbus.runtime.errors import ConfigError
@@ -18,83 +19,78 @@ if TYPE_CHECKING:
 
     from gradbus.experiments.report.followed import FollowedClient, FollowedHost, FollowedJob, FollowedRank
 
+T = TypeVar("T")
+
 _STOP_S = 5.0
 _LAST_PORT = 65_535
 
 log = get_logger("metrics")
 
 
-@contextlib.contextmanager
-def controller_metrics(settings: MetricsSettings, job: str) -> Iterator[FollowedJob]:
+def controller_metrics(settings: MetricsSettings, job: str) -> AbstractContextManager[FollowedJob]:
     """Serve the metrics of the controller that is followed, if a port is set. Raises ConfigError: it cannot be had."""
     from gradbus.experiments.report.followed import FollowedJob
 
-    followed = FollowedJob()
-    if settings.port is None:
-        yield followed
-        return
-    from gradbus.experiments.report.metrics import JobCollector
+    def collector(followed: FollowedJob) -> Collector:
+        from gradbus.experiments.report.metrics import JobCollector
 
-    with _served(JobCollector({job: followed}), settings, settings.port):
-        yield followed
+        return JobCollector({job: followed})
+
+    return _served(FollowedJob(), collector, settings)
 
 
-@contextlib.contextmanager
-def client_metrics(settings: MetricsSettings, job: str, client_id: int) -> Iterator[FollowedClient]:
+def client_metrics(settings: MetricsSettings, job: str, client_id: int) -> AbstractContextManager[FollowedClient]:
     """Serve the same of a client."""
     from gradbus.experiments.report.followed import FollowedClient
 
-    followed = FollowedClient()
-    if settings.port is None:
-        yield followed
-        return
-    from gradbus.experiments.report.process_metrics import ClientCollector
+    def collector(followed: FollowedClient) -> Collector:
+        from gradbus.experiments.report.process_metrics import ClientCollector
 
-    with _served(ClientCollector(job, client_id, followed), settings, settings.port):
-        yield followed
+        return ClientCollector(job, client_id, followed)
+
+    return _served(FollowedClient(), collector, settings)
 
 
-@contextlib.contextmanager
-def host_metrics(settings: MetricsSettings, job: str) -> Iterator[FollowedHost]:
+def host_metrics(settings: MetricsSettings, job: str) -> AbstractContextManager[FollowedHost]:
     """Serve the same of a host of virtual clients."""
     from gradbus.experiments.report.followed import FollowedHost
 
-    followed = FollowedHost()
-    if settings.port is None:
-        yield followed
-        return
-    from gradbus.experiments.report.process_metrics import HostCollector
+    def collector(followed: FollowedHost) -> Collector:
+        from gradbus.experiments.report.process_metrics import HostCollector
 
-    with _served(HostCollector(job, followed), settings, settings.port):
-        yield followed
+        return HostCollector(job, followed)
+
+    return _served(FollowedHost(), collector, settings)
 
 
-@contextlib.contextmanager
-def rank_metrics(settings: MetricsSettings, job: str, rank: int) -> Iterator[FollowedRank]:
+def rank_metrics(settings: MetricsSettings, job: str, rank: int) -> AbstractContextManager[FollowedRank]:
     """Serve the same of a rank. All ranks may read one file: each takes the port of the settings plus its rank."""
     from gradbus.experiments.report.followed import FollowedRank
 
-    followed = FollowedRank()
-    if settings.port is None:
-        yield followed
-        return
-    from gradbus.experiments.report.process_metrics import RankCollector
+    def collector(followed: FollowedRank) -> Collector:
+        from gradbus.experiments.report.process_metrics import RankCollector
 
-    port = settings.port and settings.port + rank  # 0, any free one, stays 0
-    with _served(RankCollector(job, rank, followed), settings, port):
-        yield followed
+        return RankCollector(job, rank, followed)
+
+    return _served(FollowedRank(), collector, settings, rank)
 
 
 @contextlib.contextmanager
-def _served(collector: Collector, settings: MetricsSettings, port: int) -> Iterator[None]:
+def _served(
+    followed: T, collector: Callable[[T], Collector], settings: MetricsSettings, rank: int = 0
+) -> Iterator[T]:  # fmt: skip
+    if settings.port is None:
+        yield followed
+        return
     from prometheus_client import CollectorRegistry, start_http_server
 
+    port = settings.port and settings.port + rank  # 0, any free one, stays 0
     if port > _LAST_PORT:
         raise ConfigError(
             f"metrics.port: this rank would have port {port}; the last one is {_LAST_PORT}. Set a lower one"
         )
     registry = CollectorRegistry()
-    registry.register(collector)
+    registry.register(collector(followed))
     try:
         server, thread = start_http_server(port, settings.host, registry)
     except OSError as error:
@@ -104,7 +100,7 @@ def _served(collector: Collector, settings: MetricsSettings, port: int) -> Itera
         ) from None
     log.info("metrics served", url=f"http://{settings.host}:{server.server_port}/metrics")
     try:
-        yield
+        yield followed
     finally:
         server.shutdown()
         server.server_close()

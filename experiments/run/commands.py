@@ -6,6 +6,7 @@ What takes seconds to import (torch) is imported once the settings are known to 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -121,13 +122,14 @@ def controller_run(
             f"To begin anew: another --run-dir"
         )
         return run_loop(lambda: end_again(file, done.run_id), loop)
-    with (
-        open_scalars(file, path) as scalars,
-        controller_metrics(file.metrics, file.bus.job) as followed,
-        ControllerDirectory(path) as run,
-    ):
+    with contextlib.ExitStack() as stack:
+        hosted = None
+        if clients is not None:  # first: processes that are forked have none of the threads and sockets of what follows
+            hosted = stack.enter_context(clients.start(file, path / "clients"))
+        scalars = stack.enter_context(open_scalars(file, path))
+        followed = stack.enter_context(controller_metrics(file.metrics, file.bus.job))
+        run = stack.enter_context(ControllerDirectory(path))
         if_stopped.append(f"To continue: gradbus {command} {config} {clients_option}--run-dir {run.path}")
-        hosted = None if clients is None else clients.start(file, run.path / "clients")
 
         def serve(*shown: Any, **more: Any) -> Coroutine[Any, Any, list[RoundReport]]:
             serving = run_controller(file, run, *shown, scalars=scalars, followed=followed, **more)

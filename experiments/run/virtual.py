@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
@@ -54,7 +55,7 @@ class VirtualClients:
         return file.model_copy(update={"federated": settings_of(file.federated, self.clients, self.fraction)})
 
     def start(self, file: ControllerFile, state_dir: Path) -> Hosted:
-        """Open the pool that trains them: before there is DDS, or a loop, in this process."""
+        """Open the pool that trains them: before there are DDS, threads, open ports or a loop in this process."""
         task = ConfiguredTask(file.task)
         check_first_round(file.federated, task)
         bus = file.bus.model_copy(update={"faults": ""})
@@ -64,7 +65,8 @@ class VirtualClients:
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """Clients that this process is about to speak for."""
+    """Clients that this process is about to speak for. A context manager, at whose end the pool is closed: not where
+    a loop runs."""
 
     bus: BusSettings
     task: ConfiguredTask
@@ -86,22 +88,25 @@ class Hosted:
         )
         return cls(bus, task, ids, client, state_dir, options.open_pool(task, settings))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run(self.pool.close())
+
     async def run(self, followed: FollowedHost | None = None) -> None:
         """Take part until all rounds are done. ``followed``: gets the host that runs, for its metrics."""
-        try:
-            async with open_bus(self.bus) as bus:
-                host = ClientHost(
-                    bus, self.task, ids=self.ids, pool=self.pool, state_dir=self.state_dir, config=self.client
-                )
-                if followed is not None:
-                    followed.host, followed.pool = host, self.pool
-                summary = await host.run()
-            log.info(
-                "clients done", updates=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
-                train_s=round(summary.train_s, 3), processes=self.pool.size, replaced=self.pool.replaced,
-            )  # fmt: skip
-        finally:
-            await self.pool.close()
+        async with open_bus(self.bus) as bus:
+            host = ClientHost(
+                bus, self.task, ids=self.ids, pool=self.pool, state_dir=self.state_dir, config=self.client
+            )
+            if followed is not None:
+                followed.host, followed.pool = host, self.pool
+            summary = await host.run()
+        log.info(
+            "clients done", updates=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
+            train_s=round(summary.train_s, 3), processes=self.pool.size, replaced=self.pool.replaced,
+        )  # fmt: skip
 
 
 def host_run(
@@ -122,6 +127,7 @@ def host_run(
         if state_dir is None:
             state_dir = stack.enter_context(scratch_folder(CLIENTS_PREFIX))
         every = [client_id for each in ranges for client_id in each]
-        hosted = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, options)
+        starting = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, options)
+        hosted = stack.enter_context(starting)
         followed = stack.enter_context(host_metrics(file.metrics, file.bus.job))
         run(lambda: hosted.run(followed))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradbus.runtime.algorithms.base import Place
-from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, ReduceOp, bytes_out
+from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, ReduceOp, Request, bytes_out
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.torch.programs import queue_of
@@ -80,18 +80,10 @@ class AlgorithmPrograms:
 
     def run(self, program: Program[R]) -> R:
         """Run a program to its end. Returns what it returns."""
-        return self._queue.run(self._counted(program))
+        return self._queue.run(program, self._count)
 
-    def _counted(self, program: Program[R]) -> Program[R]:
-        answer = None
-        while True:
-            try:
-                request = program.send(answer)
-            except StopIteration as end:
-                value: R = end.value
-                return value
-            self.bytes_out += bytes_out(request, self.place.rank, self.place.world)
-            answer = yield request
+    def _count(self, request: Request) -> None:
+        self.bytes_out += bytes_out(request, self.place.rank, self.place.world)
 
     def all_reduce(self, name: str, own: Tensor, op: ReduceOp = "sum") -> Tensor:
         """A program of one request."""

@@ -59,9 +59,9 @@ class ProgramQueue:
         """Call a function on that thread, after all that was queued before."""
         return self._thread.submit(function, *arguments)
 
-    def run(self, program: Program[R]) -> R:
+    def run(self, program: Program[R], on_request: Callable[[Request], object] = lambda request: None) -> R:
         """Run a program. For that thread."""
-        return run_program(program, self._group)
+        return run_program(program, self._group, on_request)
 
 
 _queues: WeakKeyDictionary[dist.ProcessGroup, ProgramQueue] = WeakKeyDictionary()
@@ -81,7 +81,10 @@ def queue_of(group: dist.ProcessGroup | None) -> ProgramQueue:
     return _queues[key]
 
 
-def run_program(program: Program[R], group: dist.ProcessGroup | None = None) -> R:
+def run_program(
+    program: Program[R], group: dist.ProcessGroup | None = None,
+    on_request: Callable[[Request], object] = lambda request: None,
+) -> R:  # fmt: skip
     """Run a program on this rank to its end, in this thread. Returns what it returns.
 
     All ranks of the group call this with programs that make the same requests in the same order: backends such as gloo
@@ -90,6 +93,7 @@ def run_program(program: Program[R], group: dist.ProcessGroup | None = None) -> 
 
     Args:
         group: the process group; None: the default one.
+        on_request: called with each request, before it is made.
 
     Raises:
         What the backend and the program raise.
@@ -101,6 +105,7 @@ def run_program(program: Program[R], group: dist.ProcessGroup | None = None) -> 
         except StopIteration as end:
             value: R = end.value
             return value
+        on_request(request)
         pending = [_start(simple, group) for simple in simple_requests(request)]
         answer = joined_results(request, [finish() for finish in pending])
 

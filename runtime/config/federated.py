@@ -86,6 +86,15 @@ MetricName = Annotated[str, Field(min_length=1, max_length=80)]
 OF_CLIENTS = "client."  # in front of the name of a metric that clients have found
 
 
+def split_metric(metric: str) -> tuple[str, str]:
+    """The name that a task gives a metric, and which number over clients is meant: ``median``, ``std``, ``min`` or
+    ``max``; empty: their mean, or the metric is none of clients."""
+    name, _, over_clients = metric.removeprefix(OF_CLIENTS).rpartition(".")
+    if metric.startswith(OF_CLIENTS) and over_clients in ("median", "std", "min", "max"):
+        return name, over_clients
+    return metric.removeprefix(OF_CLIENTS), ""
+
+
 class ClientsSettings(Settings):
     """The clients: how many there are, and when one counts as gone."""
 
@@ -551,9 +560,7 @@ class FederatedConfig(Settings):
 
     def mode_of(self, metric: str, mode: Literal["min", "max"] | None) -> Literal["min", "max"]:
         """Whether a small value of a metric is good, or a large one; ``mode``: what its setting says."""
-        name, _, over_clients = metric.removeprefix(OF_CLIENTS).rpartition(".")
-        if not metric.startswith(OF_CLIENTS) or over_clients not in ("median", "std", "min", "max"):
-            name, over_clients = metric.removeprefix(OF_CLIENTS), ""
+        name, over_clients = split_metric(metric)
         return mode or ("max" if name in self.evaluation.maximize and over_clients != "std" else "min")
 
     def _check_metric(self, key: str, metric: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -33,7 +34,7 @@ from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.security import Security
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.wire.control import EvaluationResult
@@ -228,13 +229,63 @@ def test_an_evaluation_that_is_of_no_more_use_gives_way_to_the_next_round() -> N
     assert begun == [1, 1]
 
 
-def test_a_run_ends_early_by_what_clients_find() -> None:
+@pytest.mark.parametrize("metric", ["client.loss", "client.rmse.max"])
+def test_a_run_ends_early_by_what_clients_find(metric: str) -> None:
     job = Job(
         [Measured()] * 2, evaluation={"every": 1}, rounds=9,
-        early_stop={"patience": 1, "metric": "client.loss", "min_delta": 10.0},
+        early_stop={"patience": 1, "metric": metric, "min_delta": 10.0},
     )  # fmt: skip
     assert len(job.run()) == 2
-    assert job.controller.progress.ended_early.startswith("client.loss is no better than in round 1")
+    assert job.controller.progress.ended_early.startswith(f"{metric} is no better than in round 1")
+
+
+class Finders(Measured):
+    """Of four clients some find no rmse, and some fail to evaluate."""
+
+    def __init__(self, find: Sequence[int], fail: Sequence[int] = ()) -> None:
+        super().__init__()
+        self._find, self._fail = find, fail
+
+    def evaluate_local(self, model: nn.Module, *, client_id: int) -> EvalResult:
+        if client_id in self._fail:
+            raise ArithmeticError("no data today")
+        found = super().evaluate_local(model, client_id=client_id)
+        return found if client_id in self._find else dataclasses.replace(found, metrics={"f1": 0.5})
+
+    def train(self, model: nn.Module, **arguments: Any) -> TrainResult:
+        raise ArithmeticError("a client trains")
+
+
+def first_error(task: Finders, **rules: Any) -> str:
+    """How a run ends, in which nobody gets as far as the end of its training."""
+    config = gradbus.FederatedConfig(
+        rounds=1, eval_every=0, evaluation={"every": 1}, clients={"dead_after_s": 30.0}, round={"max_attempts": 1},
+        **rules,
+    )  # fmt: skip
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=1)
+    with pytest.raises((ConfigError, TrainingFailed)) as ended:
+        gradbus.simulate(task, 4, config=config, options=options)
+    return str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "meant"), [("client.rsme", "client.rmse"), ("client.loss.medain", "client.loss"),
+                          ("client.rsme.median", "client.rmse.median")]
+)  # fmt: skip
+def test_a_metric_that_no_client_finds_of_the_initial_model_is_refused_before_they_train(
+    metric: str, meant: str
+) -> None:
+    told = first_error(Finders([0, 1, 2, 3]), early_stop={"patience": 1, "metric": metric})
+    assert "federated.early_stop.metric: none of the 4 clients that have evaluated the initial model" in told
+    assert f"has found a finite '{metric}'; they have found " in told
+    assert told.endswith(f". Did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    "task", [Finders([3]), Finders([], fail=[0, 1, 2])], ids=["one of them finds it", "most have failed to evaluate"]
+)
+def test_no_few_clients_refuse_a_metric(task: Finders) -> None:
+    assert "a client trains" in first_error(task, early_stop={"patience": 1, "metric": "client.rmse.max"})
 
 
 def test_a_run_that_goes_on_has_its_last_model_evaluated_and_its_best_one_kept(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from gradbus import codecs
 from gradbus.actors.aggregation.adaptive import FedAdam
 from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
-from gradbus.runtime.choices import STRATEGIES
+from gradbus.runtime.choices import STRATEGIES, Choice
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
@@ -177,6 +177,14 @@ def test_an_update_that_cannot_be_used_counts_not_at_all() -> None:
         )
     strategy.finish(weights)
     assert weights.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", STRATEGIES.table)
+def test_a_strategy_of_a_program_has_the_constants_of_one_that_the_configuration_names(name: str) -> None:
+    def constants(strategy: Strategy) -> dict[str, float]:
+        return {key: value for key, value in vars(strategy).items() if isinstance(value, float)}
+
+    assert constants(STRATEGIES.table[name](8)) == constants(STRATEGIES.make(Choice(name=name), 8))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from commands import Forked
 from fresh_shells import command_lines, write_mnist
+from patience import until
+from ports import kept_ports
 
 from gradbus.actors.virtual.simulation import SimulationOptions
 from gradbus.experiments.cli.exit_codes import ExitCode
@@ -94,6 +97,29 @@ def test_a_run_of_virtual_clients_has_trackers(invoke: Any, root: Path, tmp_path
     refused = invoke("virtual", file, "--clients", "2", "--tensorboard", tmp_path / "taken")
     assert refused.code == ExitCode.CONFIG
     assert "--tensorboard" in refused.err
+
+
+def test_processes_that_train_have_no_port_of_their_run_open(
+    fork: Callable[..., Forked], domain: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.json"
+    task = {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "threads": 1}
+    rules = {"rounds": 1000, "training": {"subset_size": 64}}
+    file.write_text(json.dumps({"bus": {"job": "ports", "domain": domain}, "task": task, "federated": rules}))
+
+    with kept_ports(1) as (port,):
+        process = fork(
+            "virtual", file, "--clients", 2, "--processes", 1, "--metrics-port", port, "--run-dir", tmp_path / "run"
+        )
+        own = psutil.Process(process.pid)
+
+        def listens(one: psutil.Process) -> bool:
+            return any(found.laddr.port == port for found in one.net_connections("tcp"))
+
+        until(lambda: listens(own) and len(own.children(recursive=True)) == 2, timeout_s=60.0)
+        template, trains = own.children(recursive=True)
+        assert not listens(template)
+        assert not listens(trains)
 
 
 @pytest.mark.parametrize("full", [True, False])
