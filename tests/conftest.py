@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import memory_maps
 import pytest
@@ -55,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: with two workers, the quick ones that are left fill the last minute of both."""
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)  # nobody calls it without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have a third worker run quick tests beside the slow ones of the other two."""
+    from spread import FromBothEnds
+
+    return FromBothEnds(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
