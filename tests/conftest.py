@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import gc
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import memory_maps
 import pytest
@@ -55,10 +57,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.hookimpl(optionalhook=True)  # nobody calls it without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have a third worker run quick tests beside the slow ones of the other two."""
+    from spread import FromBothEnds
+
+    return FromBothEnds(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the server that processes are forked from load what it needs while the first tests run."""
     if "warm" in sys.modules and any("slow" in item.keywords for item in session.items):
         sys.modules["warm"].start()
+    # Nearly a million objects of modules and tests that live until the end: to walk over them takes a second each time.
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries complain at the end of what was never freed
 
 
 class _Turns:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +23,7 @@ from gradbus.experiments.bench.thin_link import LossWindow
 from gradbus.experiments.figures import __main__ as program
 from gradbus.experiments.figures import aggregation, index
 from gradbus.experiments.figures.canvas import PublishedFile, published, stars
-from gradbus.experiments.figures.index import CATALOGUE, FigureEntry, install
+from gradbus.experiments.figures.index import CATALOGUE, FigureEntry, entries_of, install
 from gradbus.experiments.figures.plan import (
     CODECS,
     EXCHANGES,
@@ -290,46 +293,72 @@ def test_a_table_that_is_wrong_is_named(
         read_table(path, TABLES["ranks"])
 
 
-@pytest.fixture
-def program_here(tables: Tables, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The program, with runs that are all done, and a folder to work in."""
+@pytest.fixture(scope="module")
+def program_here(
+    tables: Tables, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], AbstractContextManager[Path]]:
+    """Enters a folder in which all runs of the program are done."""
+    here = tmp_path_factory.mktemp("program")
+    store = Store(here / "runs/figures")
+    for scale in (FULL, QUICK):
+        for _, run in runs_of(make_plan(scale)):
+            store.ensure(run, lambda folder: None)
 
     def all_done(finished: object) -> dict[str, list[TableRow]]:
         return {name: list(rows) for name, rows in tables.items()}
 
-    monkeypatch.setattr(program, "collect", all_done)
-    monkeypatch.chdir(tmp_path)
-    store = Store(Path("runs/figures"))
-    for scale in (FULL, QUICK):
-        for _, run in runs_of(make_plan(scale)):
-            store.ensure(run, lambda folder: None)
-    return tmp_path
+    @contextlib.contextmanager
+    def enter() -> Iterator[Path]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(program, "collect", all_done)
+            patch.chdir(here)
+            yield here
+
+    return enter
 
 
-def test_the_program_draws_all_figures_and_an_index_that_names_data_and_command(
-    program_here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert program.main(["--quick", "--draw-only"]) == 0
-    out = program_here / "build" / "figures-quick"
+@pytest.fixture(scope="module")
+def drawn(program_here: Callable[[], AbstractContextManager[Path]]) -> tuple[Path, str]:
+    """The folder, where it has drawn all figures and copied those of the documents, and what it said."""
+    said = io.StringIO()
+    with program_here() as here, contextlib.redirect_stdout(said):
+        (here / "docs" / "images").mkdir(parents=True)
+        assert program.main(["--draw-only", "--install-docs"]) == 0
+    return here, said.getvalue()
+
+
+def test_the_program_draws_all_figures_and_an_index_that_names_data_and_command(drawn: tuple[Path, str]) -> None:
+    here, said = drawn
+    out = here / "build" / "figures"
     page = (out / "index.md").read_text(encoding="utf-8")
     for name, entry in CATALOGUE.items():
         assert {f"{name}.png", f"{name}.svg"} <= set(os.listdir(out))
         assert f"![{entry.title}]({name}.png)" in page
         assert f"[{entry.table}.csv](data/{entry.table}.csv)" in page
-    assert page.count("command: `make figures QUICK=1`") == len(CATALOGUE)
-    for group, run in runs_of(make_plan(QUICK)):
+    assert page.count("command: `make figures`") == len(CATALOGUE)
+    for group, run in runs_of(make_plan(FULL)):
         assert f"| {group} | [{run.label}](../../runs/figures/{run.label}-" in page
-    assert "17 figures in" in capsys.readouterr().out
+    assert "17 figures in" in said
+
+
+def test_figures_of_a_quick_run_are_kept_apart_and_their_index_says_so(
+    program_here: Callable[[], AbstractContextManager[Path]],
+) -> None:
+    with program_here() as here:
+        assert program.main(["--quick", "--draw-only", "--only", "ladder"]) == 0
+    page = (here / "build" / "figures-quick" / "index.md").read_text(encoding="utf-8")
+    assert page.count('command: `make figures QUICK=1 ARGS="--only ladder"`') == len(entries_of(["ladder"]))
+    for group, run in runs_of(make_plan(QUICK)):
+        assert (f"| {group} | [{run.label}](../../runs/figures/{run.label}-" in page) == (group == "ladder")
 
 
 def test_copies_for_the_documents_are_small_and_never_quick(
-    program_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    drawn: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    here, _ = drawn
     assert program.main(["--quick", "--draw-only", "--install-docs"]) == 2
     assert "not with --quick" in capsys.readouterr().err
-    images = program_here / "docs" / "images"
-    images.mkdir(parents=True)
-    assert program.main(["--draw-only", "--install-docs"]) == 0
+    images = here / "docs" / "images"
     names = {f"{name.replace('_', '-')}.png" for name, entry in CATALOGUE.items() if entry.in_docs}
     assert set(os.listdir(images)) == names
     for name in names:
@@ -338,7 +367,7 @@ def test_copies_for_the_documents_are_small_and_never_quick(
             assert picture.width == 1080
     monkeypatch.setattr(index, "MAX_BYTES", 1000)
     with pytest.raises(ConfigError, match="at most 1,000"):
-        install(program_here / "build" / "figures", images)
+        install(here / "build" / "figures", images)
 
 
 def test_without_runs_it_says_which_figures_lack_what(

@@ -6,12 +6,11 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Forked
 from ports import kept_ports
 
 from gradbus.runtime import fast_paths
@@ -62,16 +61,16 @@ def _portable(monkeypatch: pytest.MonkeyPatch, domain: int) -> None:
 def run_script(folder: Path, *, portable_rank: str = "", ends: str = "well", portable: bool = True) -> Any:
     """Two ranks of the script. Returns the exit code and the error output of each, and each rank's line."""
     folder.mkdir()
-    (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-P", "script.py", str(folder), portable_rank, ends]
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
     with kept_ports(1) as (port,), contextlib.ExitStack() as started:
         place = {
             "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             fast_paths.SWITCH: "1" if portable else "",
         }  # fmt: skip
         ranks = [
-            subprocess.Popen(
-                command, cwd=folder, env={**os.environ, **place, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+            Forked(
+                [str(folder), portable_rank, ends], folder, {**os.environ, **place, "RANK": str(rank)}, program=script
             )
             for rank in range(2)
         ]

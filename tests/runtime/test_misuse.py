@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import subprocess
-import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Forked
 from dds_domains import new_domain
 
 import gradbus
@@ -124,18 +124,15 @@ asyncio.run(main())
 """
 
 
-def test_a_collective_that_nobody_awaits_warns_at_the_line_of_the_call_and_goes_on() -> None:
+def test_a_collective_that_nobody_awaits_warns_at_the_line_of_the_call_and_goes_on(tmp_path: Path) -> None:
     place = [f"misuse-{os.getpid()}", str(new_domain())]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *place, rank], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in ("0", "1")
-    ]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ranks = [Forked([*place, rank], tmp_path, os.environ, program=program) for rank in ("0", "1")]
     outputs = [rank.communicate(timeout=60) for rank in ranks]
     assert [out for out, _ in outputs] == ["[2.0, 2.0, 2.0, 2.0]\n"] * 2, outputs
     (warning,) = [line for line in outputs[0][1].splitlines() if "RuntimeWarning" in line]
-    assert warning.startswith("<string>:8: RuntimeWarning: collective 'forgotten' was started and its handle dropped")
+    assert warning.startswith(f"{program}:8: RuntimeWarning: collective 'forgotten' was started and its handle dropped")
     assert "Write 'await' before the call" in warning
     assert "RuntimeWarning" not in outputs[1][1]
 

@@ -6,6 +6,7 @@ The command itself is the real one, with its arguments, in a process, a folder a
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import warm
 from patience import PATIENT
 
@@ -53,11 +55,20 @@ class Commands(AbstractContextManager["Commands"]):
 
 
 class Forked:
-    """One command, with what tests use of ``subprocess.Popen``; its stdout and stderr are pipes, of text."""
+    """One command, with what tests use of ``subprocess.Popen``; its stdout and stderr are pipes, of text.
 
-    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    Args:
+        program: a Python program to run instead, whose arguments these are. It imports gradbus anew, so that what is
+            read of the environment at that import is what is read here.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], *, program: Path | None = None
+    ) -> None:
         (ours_out, theirs_out), (ours_err, theirs_err) = warm.pipe(), warm.pipe()
-        self._process = warm.fork(_run_with_pipes, list(arguments), folder, dict(environment), theirs_out, theirs_err)
+        self._process = warm.fork(
+            _run_with_pipes, program, list(arguments), folder, dict(environment), theirs_out, theirs_err
+        )
         self.pid: int = self._process.pid
         self.stdout, self.stderr = _text_of(ours_out), _text_of(ours_err)
         theirs_out.close()
@@ -115,12 +126,17 @@ def _text_of(pipe: Connection) -> TextIO:
         return open(os.dup(pipe.fileno()), encoding="utf-8")
 
 
-def _run_with_pipes(arguments: list[str], folder: Path, environment: dict[str, str], *pipes: Connection) -> None:
+def _run_with_pipes(
+    program: Path | None, arguments: list[str], folder: Path, environment: dict[str, str], *pipes: Connection
+) -> None:
     for number, pipe in enumerate(pipes, start=1):
         with pipe:
             os.dup2(pipe.fileno(), number)
     os.environ.clear()
-    _be(arguments, folder, environment)
+    if program is None:
+        _be(arguments, folder, environment)
+    else:
+        _be_program(program, arguments, folder, environment)
 
 
 def run_forked(arguments: list[str], folder: Path, output: Path, environment: dict[str, str]) -> None:
@@ -138,3 +154,13 @@ def _be(arguments: list[str], folder: Path, environment: dict[str, str]) -> None
     from gradbus.experiments.cli.main import main
 
     main()
+
+
+def _be_program(program: Path, arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
+    os.chdir(folder)
+    os.environ |= environment
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))  # torch has been loaded
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gradbus"]:
+        del sys.modules[name]
+    sys.argv = [str(program), *arguments]
+    runpy.run_path(str(program), run_name="__main__")

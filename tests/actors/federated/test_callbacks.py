@@ -181,11 +181,11 @@ def test_what_happens_while_a_callback_runs_ends_the_round_at_once() -> None:
         controllers.append(gradbus.Controller(*arguments, callbacks=[Slow()]))
         return controllers[0]
 
-    run = Run(range(2), secure=False, clients={"min": 1}, round={"timeout_s": 20.0})
+    run = Run(range(2), secure=False, clients={"min": 1}, round={"timeout_s": 12.0})
     run.task, run.make_controller = FailingLate(), make
     (report,) = run().progress.reports
     assert report.clients == (0,)
-    assert report.seconds < 15.0  # and not after the deadline
+    assert report.seconds < 11.0  # it is half of the time that the first update waits for the other one
 
 
 @pytest.mark.parametrize("method", ["on_update", "on_aggregate", "on_evaluation"])

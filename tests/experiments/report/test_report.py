@@ -62,6 +62,15 @@ def without_figures(run: RunFiles) -> str:
     return render(replace(page, sections=[replace(section, figures=()) for section in page.sections]))
 
 
+def check_it_needs_nothing_but_itself(html: str) -> None:
+    assert "<script" not in html
+    assert not re.search(r"https?://(?!www\.w3\.org/)", html)
+    assert set(re.findall(r'(?:src|srcset|href)="([^";,]*)', html)) <= {"data:", "data:image/svg+xml", "data:image/png"}
+    assert "default-src 'none'" in html
+    ids = re.findall(r' id="([^"]*)"', html)
+    assert len(ids) == len(set(ids))
+
+
 def test_a_federated_run_becomes_one_file_with_its_figures_and_every_round(invoke, federated: Path) -> None:
     ended = invoke("report", federated)
     assert ended.code == 0, ended.err
@@ -79,6 +88,7 @@ def test_a_federated_run_becomes_one_file_with_its_figures_and_every_round(invok
     facts = dict(rows_of(html, "versions"))
     assert {"python", "torch", "cyclonedds", "processor", "cores", "memory", "system"} <= facts.keys()
     assert notes_of(html) == ""
+    check_it_needs_nothing_but_itself(html)
 
 
 def test_a_data_parallel_run_becomes_one_file_with_its_figures_every_epoch_and_rank(invoke, parallel: Path) -> None:
@@ -92,17 +102,7 @@ def test_a_data_parallel_run_becomes_one_file_with_its_figures_every_epoch_and_r
     for theme in ("light", "dark"):
         assert ">exchange<" in drawing_of(html, "step-spans", theme)
     assert notes_of(html) == ""
-
-
-@pytest.mark.parametrize("kind", ["federated", "parallel"])
-def test_the_file_needs_nothing_but_itself(kind: str, request: pytest.FixtureRequest) -> None:
-    html = render(page_of([read_run(request.getfixturevalue(kind))]))
-    assert "<script" not in html
-    assert not re.search(r"https?://(?!www\.w3\.org/)", html)
-    assert set(re.findall(r'(?:src|srcset|href)="([^";,]*)', html)) <= {"data:", "data:image/svg+xml", "data:image/png"}
-    assert "default-src 'none'" in html
-    ids = re.findall(r' id="([^"]*)"', html)
-    assert len(ids) == len(set(ids))
+    check_it_needs_nothing_but_itself(html)
 
 
 def test_two_runs_are_shown_side_by_side_with_what_differs(invoke, federated: Path, broken: Path) -> None:
@@ -131,13 +131,15 @@ def test_data_parallel_runs_are_compared_as_well(invoke, parallel: Path, tmp_pat
 def test_what_is_no_run_is_an_error_that_says_what_one_is(invoke, federated: Path, parallel: Path) -> None:
     Path("empty").mkdir()
     Path("file").write_text("")
+    Path("young").mkdir()  # nothing of it is to be drawn
+    Path("young", "config.json").write_text('{"federated": {"rounds": 3}, "bus": {"job": "young"}}')
     for arguments, said in (
         (("gone",), "run directory gone does not exist"),
         (("file",), "run directory file is a file, not a directory"),
         (("empty",), "empty is no run directory: it has neither rounds.jsonl (federated) nor epochs.jsonl"),
         ((), "which run? Name its directory"),
         (("--compare", str(federated), str(parallel)), "only runs of one kind can be compared"),
-        ((str(federated), "--out", "file/x.html"), "cannot be written"),
+        (("young", "--out", "file/x.html"), "cannot be written"),
     ):
         ended = invoke("report", *arguments)
         assert ended.code == 2, arguments
@@ -172,11 +174,11 @@ def test_a_run_that_ended_early_says_why_and_what_it_has_spent(broken: Path) -> 
     (broken / "rounds.jsonl").write_text("".join(json.dumps(line | {"epsilon": 3.189}) + "\n" for line in lines))
     summary = json.loads((broken / "summary.json").read_text()) | {"outcome": "done", "rounds": 2}
     (broken / "summary.json").write_text(json.dumps(summary | {"ended_early": "the privacy budget is spent"}))
-    html = render(page_of([read_run(broken)]))
+    html = without_figures(read_run(broken))
     assert re.search(r"The run ended after round 2 of \d+: the privacy budget is spent\.", notes_of(html))
     assert "3.19" in html
     (broken / "summary.json").write_text(json.dumps(summary))
-    assert "its last report is of round 2 of" in notes_of(render(page_of([read_run(broken)])))
+    assert "its last report is of round 2 of" in notes_of(without_figures(read_run(broken)))
 
 
 def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""Optimizers of torch without torch's compiler. Many things load it, so each case is an interpreter of its own."""
+"""Optimizers of torch without torch's compiler. Many things load it, so each case is a process of its own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from commands import Forked
 
 SCRIPT = """
 import sys
@@ -55,10 +58,15 @@ def test_optimizers_make_the_same_steps_without_the_compiler_and_are_torchs_own_
 
 
 @pytest.mark.slow
-def test_where_the_compiler_is_loaded_already_nothing_is_changed() -> None:
-    play(
-        "import torch._dynamo\n"
+def test_where_the_compiler_is_loaded_already_nothing_is_changed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"{SCRIPT}\n"
+        "assert is_loaded()\n"
         "before = torch.optim.SGD.step, torch.optim.Optimizer.add_param_group\n"
         "defer_compiler()\n"
         "assert before == (torch.optim.SGD.step, torch.optim.Optimizer.add_param_group)\n"
     )
+    process = Forked([], tmp_path, os.environ, program=program)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors

@@ -1,0 +1,37 @@
+"""Which worker runs which files of tests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from spread import FromBothEnds
+
+TESTS = [f"{name}.py::test" for name in "abcdefgh"]
+
+
+class Worker:
+    """Notes which files it is given, and runs nothing."""
+
+    shutting_down = False
+
+    def __init__(self, number: int) -> None:
+        self.gateway = SimpleNamespace(id=f"gw{number}")
+        self.files: list[str] = []
+
+    def send_runtest_some(self, numbers: list[int]) -> None:
+        self.files += [TESTS[number].partition(".")[0] for number in numbers]
+
+
+@pytest.mark.parametrize(("count", "first"), [(2, ["ac", "bd"]), (3, ["ac", "bd", "hg"])])
+def test_two_workers_take_files_from_the_front_and_a_third_from_the_end(
+    count: int, first: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytestconfig.option, "tx", [f"{count}*popen"])
+    spread = FromBothEnds(pytestconfig)
+    workers = [Worker(number) for number in range(count)]
+    for worker in workers:
+        spread.add_node(worker)
+        spread.add_node_collection(worker, TESTS)
+    spread.schedule()
+    assert ["".join(worker.files[:2]) for worker in workers] == first
