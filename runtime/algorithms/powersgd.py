@@ -138,12 +138,14 @@ class PowerSGD(Algorithm):
             qs[name] = self._q(name, min(most, *m.shape), m.shape[1])
         ps = {name: qs[name] @ m.T for name, m in ms.items()}
         both = {**ps, **others}
-        copy_into(both, (yield AllReduce("p", flattened(both), "sum")))  # no mean of P: it is made orthonormal
+        flat = flattened(both)
+        copy_into(both, (yield AllReduce("p", flat, "sum", out=flat)))  # no mean of P: it is made orthonormal
         for other in others.values():
             other *= 1 / step.active
         ps = {name: orthonormal(p) for name, p in ps.items()}
         qs = {name: narrow_product(ps[name], m) for name, m in ms.items()}
-        copy_into(qs, (yield AllReduce("q", flattened(qs), "mean")))
+        flat = flattened(qs)
+        copy_into(qs, (yield AllReduce("q", flat, "mean", out=flat)))
         for name, tensor in tensors.items():
             m, error = ms[name], self._memory_of_error(name, ms[name])
             approximate(m, ps[name], qs[name], error)
