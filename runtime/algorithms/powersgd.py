@@ -252,7 +252,7 @@ def sum_outer_products(p: Tensor, q: Tensor, out: Tensor) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def blas_adds_in_order(rank: int, rows: int, columns: int, threads: int) -> bool:
-    """Whether a product of BLAS has the bits of :func:`sum_outer_products`, at a third of the time.
+    """Whether a product of BLAS has the bits of :func:`sum_outer_products`, which takes longer.
 
     That depends on the processor, the shape and the number of threads, not on the values, so it is tried out once.
     """
