@@ -249,8 +249,9 @@ class GradientStepper(Stepper):
     def _resume(self, step: TrainingStep, results: Sequence[Any], profile: StepProfile) -> bool:
         with profile.span("decode"):
             step.exchange.resume(results)
-            if step.exchange.goes_on:
-                return True
+        if step.exchange.goes_on:
+            return True
+        with profile.span("apply"):  # a look at every gradient, whatever has exchanged them
             self._conclude(step)
         self._training.apply(step, profile)
         return False

@@ -296,7 +296,8 @@ class StepTimes(NamedTuple):
 
     Attributes:
         step: of the slowest rank. wait: of the rank that waits least, for the exchange alone. coding: that the
-            algorithm computes, the mean over ranks, in a run without overlap, whose step is step_apart.
+            algorithm computes, and hands over, the mean over ranks, in a run without overlap, whose step is step_apart.
+            Whether what comes of it is finite is looked at in every step, also without a bus: that is no coding.
     """
 
     step: float

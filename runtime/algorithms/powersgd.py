@@ -14,14 +14,16 @@ A tensor is the matrix (shape[0], rest). It is compressed if (rows + columns) * 
 others go dense, together with P.
 
 Differs from the paper and the hook: ``max_aspect``, if it is set, makes other matrices of long ones; orthonormal is
-Gram-Schmidt in float64 with a fixed order, and P Q^T is a sum of outer products in a fixed order, by addcmul. So
-processors with AVX2 or AVX-512, where that is one fused operation, get the same bits, or nearly always, where QR and
-matrix products differ between libraries. One without them rounds differently: do not mix it with those. A column of
-Q that has become zero, as after a step without a gradient, is drawn anew: it would stay zero.
+Gram-Schmidt in float64 with a fixed order, and P Q^T is a sum of outer products in a fixed order, by addcmul, or by
+BLAS for shapes of which it gives the same bits. So processors with AVX2 or AVX-512, where that is one fused operation,
+get the same bits, or nearly always, where QR and matrix products differ between libraries. One without them rounds
+differently: do not mix it with those. A column of Q that has become zero, as after a step without a gradient, is drawn
+anew: it would stay zero.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
@@ -38,8 +40,9 @@ from gradbus.runtime.algorithms.parts import copy_into, flattened, mean_of
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 
 _TINY = 1e-10  # a column of which so little is left, of its length, depends on those before it: the rest is rounding
-_BLOCK_ELEMS = 1 << 16  # of a product at a time: what is computed twice with stays in the cache
-_NARROW_ELEMS = 1 << 17  # of a matrix that narrow ones are multiplied by: BLAS takes 1.5 times as long for a whole one
+# Of a matrix at a time: what is computed twice with stays in the cache, and BLAS multiplies narrow matrices by a whole
+# one in 1.5 times the time.
+_BLOCK_ELEMS = 1 << 17
 
 
 class PowerSGD(Algorithm):
@@ -135,12 +138,14 @@ class PowerSGD(Algorithm):
             qs[name] = self._q(name, min(most, *m.shape), m.shape[1])
         ps = {name: qs[name] @ m.T for name, m in ms.items()}
         both = {**ps, **others}
-        copy_into(both, (yield AllReduce("p", flattened(both), "sum")))  # no mean of P: it is made orthonormal
+        flat = flattened(both)
+        copy_into(both, (yield AllReduce("p", flat, "sum", out=flat)))  # no mean of P: it is made orthonormal
         for other in others.values():
             other *= 1 / step.active
         ps = {name: orthonormal(p) for name, p in ps.items()}
         qs = {name: narrow_product(ps[name], m) for name, m in ms.items()}
-        copy_into(qs, (yield AllReduce("q", flattened(qs), "mean")))
+        flat = flattened(qs)
+        copy_into(qs, (yield AllReduce("q", flat, "mean", out=flat)))
         for name, tensor in tensors.items():
             m, error = ms[name], self._memory_of_error(name, ms[name])
             approximate(m, ps[name], qs[name], error)
@@ -211,7 +216,7 @@ def narrow_product(p: Tensor, m: Tensor) -> Tensor:
         float32, shape (rank, columns).
     """
     rows, columns = m.shape
-    block = max(1, _NARROW_ELEMS // max(1, columns))
+    block = max(1, _BLOCK_ELEMS // max(1, columns))
     out = p[:, :block] @ m[:block]
     for start in range(block, rows, block):
         out.addmm_(p[:, start : start + block], m[start : start + block])
@@ -220,7 +225,7 @@ def narrow_product(p: Tensor, m: Tensor) -> Tensor:
 
 @torch.no_grad()
 def approximate(m: Tensor, p: Tensor, q: Tensor, error: Tensor) -> None:
-    """``error = m - p.T @ q``, then ``m = p.T @ q``: a sum of outer products in their order, by ``addcmul``.
+    """``error = m - p.T @ q``, then ``m = p.T @ q``: a sum of outer products in their order.
 
     Args:
         m, error: float32, shape (rows, columns). p: shape (rank, rows). q: shape (rank, columns).
@@ -229,9 +234,30 @@ def approximate(m: Tensor, p: Tensor, q: Tensor, error: Tensor) -> None:
     block = max(1, _BLOCK_ELEMS // max(1, columns))
     for start in range(0, rows, block):
         here = slice(start, min(rows, start + block))
-        total, rest = m[here], error[here]
+        total, rest, factor = m[here], error[here], p[:, here].contiguous()  # as it was tried out
         rest.copy_(total)
-        torch.mul(p[0, here].unsqueeze(1), q[0], out=total)
-        for i in range(1, p.shape[0]):
-            total.addcmul_(p[i, here].unsqueeze(1), q[i])
+        if blas_adds_in_order(len(p), len(total), columns, torch.get_num_threads()):
+            torch.mm(factor.T, q, out=total)
+        else:
+            sum_outer_products(factor, q, total)
         rest -= total
+
+
+def sum_outer_products(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """``out = p.T @ q``, added up in the order of their rows, for tensors as of :func:`approximate`."""
+    torch.mul(p[0].unsqueeze(1), q[0], out=out)
+    for one, other in zip(p[1:], q[1:], strict=True):
+        out.addcmul_(one.unsqueeze(1), other)
+
+
+@functools.lru_cache(maxsize=1024)
+def blas_adds_in_order(rank: int, rows: int, columns: int, threads: int) -> bool:
+    """Whether a product of BLAS has the bits of :func:`sum_outer_products`, which takes longer.
+
+    That depends on the processor, the shape and the number of threads, not on the values, so it is tried out once.
+    """
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(rank, rows, generator=generator), torch.randn(rank, columns, generator=generator)
+    out = torch.empty(rows, columns)
+    sum_outer_products(p, q, out)
+    return torch.equal(torch.mm(p.T, q), out)

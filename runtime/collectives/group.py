@@ -9,6 +9,7 @@ async with gradbus.join_group(bus, rank=0, world=2) as group:
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import re
 import threading
@@ -376,7 +377,7 @@ class Group:
             raise ValueError(f"a divisor belongs to op='mean', not to {op!r}")
         if op == "mean" and divisor is None:
             divisor = self.world
-        return Arithmetic(tensor.dtype, op, 1 if divisor is None else divisor)
+        return _arithmetic(tensor.dtype, op, 1 if divisor is None else divisor)
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.world:
@@ -386,6 +387,10 @@ class Group:
         self._check_rank(what, rank)
         if rank == self.rank:
             raise ValueError(f"{what}: rank {rank} is this one")
+
+
+# Few different ones, and each makes the text that ranks compare.
+_arithmetic = functools.lru_cache(maxsize=256)(Arithmetic)
 
 
 def _barrier_timeout(operation: Operation, timeout_s: float) -> Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import math
 import threading
 import time
 import warnings
@@ -33,10 +34,12 @@ def collective_timeout(operation: Operation, timeout_s: float) -> Exception:
 
 class DeadlineTimer:
     """Ends collectives at their deadlines, on the event loop. One for all of a group: most are over long before, so
-    they cost an entry in a list and no timer."""
+    they cost an entry in a list and no timer. Calls on other threads do not wake the loop while a timer is set that
+    comes no later than their deadline: to wake it takes as long as the rest of the call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_pending: Callable[[], None]) -> None:
-        """``on_pending``: called on the loop when a collective has not ended in the turn after its start."""
+        """``on_pending``: called when a collective that was started on the loop has not ended in its next turn, and
+        perhaps for those of other threads."""
         self._loop = loop
         self._on_pending = on_pending
         self._new: list[_Deadline] = []
@@ -45,17 +48,17 @@ class DeadlineTimer:
         self._running: list[_Deadline] = []  # a heap
         self._forget_at = _FEW
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0
+        self._timer_s = math.inf  # when the timer comes; infinity: there is none
 
     def watch(self, operation: Operation, timeout_s: float, timed_out: TimedOut, *, on_loop: bool) -> None:
         """End a collective with an error after ``timeout_s``. ``on_loop``: this is the thread of the event loop."""
+        at_s = time.monotonic() + timeout_s
         with self._lock:
-            self._new.append(
-                _Deadline(time.monotonic() + timeout_s, id(operation), weakref.ref(operation), timeout_s, timed_out)
-            )
-            is_called, self._is_called = self._is_called, True
-        if is_called:
-            return
+            self._new.append(_Deadline(at_s, id(operation), weakref.ref(operation), timeout_s, timed_out))
+            can_wait = not on_loop and self._timer_s <= at_s and len(self._new) < _FEW and not self._loop.is_closed()
+            if self._is_called or can_wait:
+                return
+            self._is_called = True
         try:
             (self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe)(self._look)
         except RuntimeError:  # the loop is closed, and nothing would watch the deadline
@@ -96,7 +99,7 @@ class DeadlineTimer:
         self._timer = self._loop.call_later(max(0.0, at_s - now_s), self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer = None  # first: it may be early by a little, and is needed again then
+        self._timer, self._timer_s = None, math.inf  # first: it may be early by a little, and is needed again then
         self._look()
 
 
@@ -144,9 +147,9 @@ class CollectiveWait:
         if self._history.next_polls():
             engine.progress.poll_briefly(lambda: operation.settled)
             self._history.note_poll(found=operation.settled)
-            if operation.settled:
+            if operation.settled and not engine.pending:
                 return
-        engine.progress.wake_io_thread()
+        engine.progress.wake_io_thread()  # also for what other threads have started meanwhile
 
     @property
     def loop_is_due(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from gradbus.experiments.simulate.lockstep import Lockstep
+from gradbus.runtime.algorithms import powersgd
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, TensorBucket, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.parts import entries_of
 from gradbus.runtime.algorithms.powersgd import PowerSGD
@@ -189,6 +190,25 @@ def test_powersgd_compresses_what_the_hook_of_torch_compresses(rank: int, min_ra
         expected = powerSGD_hook._should_compress(rows, columns, min(rows, columns, rank), min_rate)[0]
         assert (algorithm.rank_of(torch.Size(shape)) is not None) == expected
     assert algorithm.rank_of(torch.Size((1000,))) is None
+
+
+@pytest.mark.parametrize("by_blas", [True, False])
+@pytest.mark.parametrize("rank", [1, 3, 4, 32])
+@pytest.mark.parametrize("shape", [(128, 9216), (10, 128), (64, 288), (33, 1001), (1, 300), (2, 200_000), (5000, 7)])
+def test_an_approximation_is_the_sum_of_outer_products_in_their_order_bit_by_bit(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], rank: int, by_blas: bool
+) -> None:
+    if not by_blas:
+        monkeypatch.setattr(powersgd, "blas_adds_in_order", lambda *shape: False)
+    rows, columns = shape
+    torch.manual_seed(1)
+    m, p, q = torch.randn(shape), torch.randn(rank, rows), torch.randn(rank, columns)
+    expected, error, before = p[0].unsqueeze(1) * q[0], torch.empty(shape), m.clone()
+    for one, other in zip(p[1:], q[1:], strict=True):
+        expected.addcmul_(one.unsqueeze(1), other)
+    powersgd.approximate(m, p, q, error)
+    assert torch.equal(m, expected)
+    assert torch.equal(error, before - expected)
 
 
 def test_powersgd_recovers_from_steps_without_a_gradient() -> None:
