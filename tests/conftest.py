@@ -32,6 +32,10 @@ for _variable in ("GRADBUS_KEY", "GRADBUS_KEY_FILE"):
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib: figures are drawn without a screen
 
+# Before anything imports torch. Its threads wait for each other in loops, as if each had a core of its own: where two
+# workers and their processes share two cores, much of these is spent so. What is computed is the same, bit by bit.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The same examples each time (new ones are `make fuzz`'s), and a machine that stands still may make them slow.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
