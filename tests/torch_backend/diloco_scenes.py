@@ -172,7 +172,10 @@ def shards(place: RankLocation) -> dict[str, Any]:
     sharded = fully_shard(made(), mesh=mesh["within"])
     with pytest.raises(ConfigError, match="hold others of the same model"):
         gradbus.torch.DiLoCo(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
-    return {"sharded": trained(sharded, between), "whole": trained(made(), between), "place": [host, within]}
+    found = {"sharded": trained(sharded, between), "whole": trained(made(), between), "place": [host, within]}
+    with patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        trained(fully_shard(made(), mesh=mesh["within"]), between)
+    return {**found, "groups of a second run": new_group.call_count}
 
 
 def spoilt_shard(place: RankLocation) -> dict[str, Any]:

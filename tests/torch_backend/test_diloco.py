@@ -46,6 +46,7 @@ def test_shards_of_fsdp2_are_exchanged_between_hosts_as_whole_models_are(backend
             assert bool(sharded.isfinite().all())
             torch.testing.assert_close(sharded, whole)
         assert all(map(torch.equal, of_rank["sharded"], found[0]["sharded"]))
+        assert of_rank["groups of a second run"] == 0
 
 
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
