@@ -63,6 +63,11 @@ def check_group(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -
         )
 
 
+_TIMEOUTS = 10
+"""In which holders agree, as multiples of the timeout of the group that exchanges weights. Each waits for the exchange
+of the slowest one: some requests, one after the other, of which each may take that long. Whether one of them has died
+FSDP finds in the next pass."""
+
 # By the group that exchanges weights, and by the ranks: one is made once, as all of its ranks make it together, and it
 # keeps its connections for as long as the process lives.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
@@ -81,7 +86,7 @@ class ShardHolders:
         if mesh is not None:
             ranks, made = tuple(mesh.mesh.flatten().tolist()), _groups.setdefault(whole, {})
             if ranks not in made:
-                made[ranks] = group_beside(whole, ranks)
+                made[ranks] = group_beside(whole, ranks, timeouts=_TIMEOUTS)
             self._group = made[ranks]
 
     def agree(self, *own: bool) -> list[bool]:

@@ -188,10 +188,10 @@ def cpu_backend(group: ProcessGroup) -> Backend:
     return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 
-def group_beside(group: ProcessGroup, ranks: Sequence[int]) -> Any:
-    """Make a group of these ranks, all of which call this, with the backend and the timeout of another one: what
-    travels in it needs no common order with the calls of that one."""
-    timeout = cpu_backend(group).options._timeout
+def group_beside(group: ProcessGroup, ranks: Sequence[int], *, timeouts: int = 1) -> Any:
+    """Make a group of these ranks, all of which call this, with the backend of another one and so many times its
+    timeout: what travels in it needs no common order with the calls of that one."""
+    timeout = timeouts * cpu_backend(group).options._timeout
     return dist.new_group(list(ranks), timeout, dist.get_backend(group), use_local_synchronization=True)
 
 

@@ -169,22 +169,23 @@ class WeightExchange:
     def _exchange(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
         """Exchange, then agree whether it counts: whether the result is finite on each rank, and none has failed.
         ``exchanged`` is set before that, as soon as the result is there. The ranks that hold the shards of one model
-        agree first, so that all others learn the same of each shard. On the thread of the programs."""
+        agree first, so that all others learn the same of each shard. Whatever fails here, both agreements are made, as
+        backends match calls by their order. On the thread of the programs."""
         try:
             own = are_finite([bucket.flat])
             try:
-                before = bucket.flat.clone() if self._delay_steps else None
-                if self._algorithm.needs_loss:
-                    self._programs.agree_on_loss(loss)
-                    if self._delay_steps or not self._algorithm.overlaps:  # else in a run it would not be known yet
-                        one.step = dataclasses.replace(one.step, loss=self._programs.loss)
-                self._programs.run(self._algorithm.exchange(bucket, one.step))
+                try:
+                    before = bucket.flat.clone() if self._delay_steps else None
+                    self._run_program(one, loss, bucket)
+                except Exception:
+                    with suppress(Exception):  # where the network has failed the first error says so
+                        self._holders.agree(False, own)
+                    raise
+                one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)
             except Exception:
-                with suppress(Exception):  # where the network has failed the first error says so
-                    self._holders.agree(False, own)
+                with suppress(Exception):
                     self._all_are(False)
                 raise
-            one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)
             if one.is_finite:
                 one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
             one.exchanged.set_result(None)
@@ -198,6 +199,13 @@ class WeightExchange:
             for future in (one.exchanged, one.ended):
                 if not future.done():
                     future.set_exception(error)
+
+    def _run_program(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
+        if self._algorithm.needs_loss:
+            self._programs.agree_on_loss(loss)
+            if self._delay_steps or not self._algorithm.overlaps:  # else in a run it would not be known yet
+                one.step = dataclasses.replace(one.step, loss=self._programs.loss)
+        self._programs.run(self._algorithm.exchange(bucket, one.step))
 
     def _all_are(self, is_finite: bool) -> bool:
         return bool(self._programs.all_reduce("finite", torch.tensor([float(is_finite)]), "min"))

@@ -203,6 +203,58 @@ def spoilt_shard(place: RankLocation) -> dict[str, Any]:
     return {"weights": weights, "shared": shared, "skipped": diloco.skipped_steps}
 
 
+def failed_shard(place: RankLocation) -> dict[str, Any]:
+    """Two hosts of two ranks, with an exchange after every second step. In the second one the last rank fails in
+    its part, or both ranks of its host when they agree, by what fails: what ranks are told in which step, what is
+    shared after each exchange, and the weights at the end."""
+    place.start()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+    between = mesh.get_group("between")
+
+    def run(what: str, ranks: list[int]) -> dict[str, Any]:
+        torch.manual_seed(5)
+        model = fully_shard(nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3)), mesh=mesh["within"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2, codec="fp32", group=between)
+        assert diloco._weights is not None
+        holders = diloco._weights._holders
+        exchange, agree = diloco.algorithm.exchange, holders.agree
+        random, number = torch.Generator().manual_seed(place.rank // 2), 0
+        told, shared = [], []
+
+        def fail(now: str) -> None:
+            if (now, number) == (what, 3) and place.rank in ranks:
+                raise CollectiveError("a message that cannot be read")
+
+        def exchange_or_fail(bucket: TensorBucket, step: Step) -> Program[None]:
+            yield from exchange(bucket, step)
+            fail("exchange")
+
+        def agree_or_fail(*own: bool) -> list[bool]:
+            agreed = agree(*own)
+            fail("agreement")
+            return agreed
+
+        with (
+            patch.object(diloco.algorithm, "exchange", exchange_or_fail),
+            patch.object(holders, "agree", agree_or_fail),
+        ):
+            for number in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(16, 12, generator=random)).square().mean().backward()
+                try:
+                    optimizer.step()
+                except CollectiveError as error:
+                    told.append((number, str(error)))
+                if number % 2:
+                    diloco.drain()
+                    shared.append(copy.deepcopy(list(diloco.algorithm.shared_state().values())))
+        weights = [one.full_tensor().detach().clone() for one in model.parameters()]  # type: ignore[attr-defined]
+        return {"told": told, "shared": shared, "weights": weights, "skipped": diloco.skipped_steps}
+
+    return {"exchange": run("exchange", [3]), "agreement": run("agreement", [2, 3])}
+
+
 def damaged_states(place: RankLocation) -> dict[str, Any]:
     """What is told of saved states whose tensors do not fit the model, and whether they have left it as it was."""
     place.start()

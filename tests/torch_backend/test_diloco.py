@@ -65,6 +65,21 @@ def test_an_exchange_that_is_spoilt_in_one_shard_is_dropped_for_all_shards_of_al
         assert all(bool(one.isfinite().all()) for one in of_rank["weights"][2])
 
 
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_an_exchange_that_fails_in_one_shard_is_dropped_for_all_shards_and_the_next_one_counts(backend: str) -> None:
+    ranks = play("diloco_scenes", "failed_shard", 4, backend)
+    for way, end in ranks[0].items():
+        told = [(3, "a message that cannot be read")]
+        expected = {"exchange": [[], [], [], told], "agreement": [[], [], told, told]}[way]
+        assert [of_rank[way]["told"] for of_rank in ranks] == expected
+        assert [of_rank[way]["skipped"] for of_rank in ranks] == [int(not told) for told in expected]
+        for of_rank in ranks:
+            first, failed, last = of_rank[way]["shared"]
+            assert all(map(torch.equal, failed, first)), way
+            assert not any(map(torch.equal, last, first)), way
+            assert all(map(torch.equal, of_rank[way]["weights"], end["weights"])), way
+
+
 def test_a_saved_state_that_does_not_fit_the_model_is_refused_and_changes_nothing() -> None:
     for told in play("diloco_scenes", "damaged_states", 2, "gloo"):
         assert "weights of 0.weight are [3, 3], here [20, 12]" in told["shape"]
