@@ -403,6 +403,43 @@ def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
     return found
 
 
+def restarts(place: RankLocation) -> dict[str, Any]:
+    """Weights after each of ten steps, and how many exchanges were skipped, with an exchange after every second one and
+    a delay of three. Weights of the second rank overflow before two exchanges begin of which neither has been applied.
+    In runs that go on from what was saved after some steps it is what follows."""
+    place.start()
+
+    def made() -> tuple[Any, WithMethods, torch.optim.Optimizer]:
+        model = WithMethods()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return gradbus.torch.DiLoCo(model, optimizer, steps=4, fragments=2, delay=3, codec="fp32"), model, optimizer
+
+    def steps(run: tuple[Any, WithMethods, torch.optim.Optimizer], *numbers: int) -> list[Tensor]:
+        found = []
+        _, model, optimizer = run
+        for number in numbers:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1)
+            if (place.rank, number) == (1, 1):
+                model.layer.bias.detach().fill_(torch.inf)
+            optimizer.step()
+            found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        return found
+
+    whole = made()
+    found: dict[str, Any] = {"start": torch.cat([one.detach().flatten() for one in whole[1].parameters()])}
+    found["whole"], found["skipped"] = steps(whole, *range(10)), whole[0].skipped_steps
+    for count in (4, 6):  # before the weights are replaced, and after that but before the second exchange is applied
+        first = made()
+        steps(first, *range(count))
+        state, skipped = copy.deepcopy(first[0].state_dict()), first[0].skipped_steps
+        again = made()
+        again[0].load_state_dict(state)
+        found[f"after {count}"] = steps(again, *range(count, 10))
+        found[f"skipped after {count}"] = skipped + again[0].skipped_steps
+    return found
+
+
 def lost_verdict(place: RankLocation) -> dict[str, Any]:
     """Six steps with an exchange after every second one. The second rank does not learn whether the first exchange
     counts on all ranks."""

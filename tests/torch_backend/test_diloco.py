@@ -130,6 +130,20 @@ def test_an_exchange_that_is_spoilt_on_one_rank_is_taken_back_by_all_and_the_nex
         assert torch.allclose(momentum, torch.full_like(momentum, 0.1 * sum(steps) / 2), rtol=0.01), way
 
 
+def test_weights_that_are_not_finite_are_replaced_once_for_all_late_exchanges_that_had_begun_with_them() -> None:
+    ranks = play("diloco_scenes", "restarts", 2, "gloo")
+    for found in ranks:
+        assert [found[f"skipped{after}"] for after in ("", " after 4", " after 6")] == [2, 2, 2]
+    found = ranks[1]
+    weights = found["whole"]
+    assert torch.equal(weights[4], found["start"])  # when the first of the two is applied
+    for number in (5, 6, 7):  # the second one is in step 6
+        torch.testing.assert_close(weights[number], weights[number - 1] - 0.1)
+    assert all(bool(one.isfinite().all()) for one in weights[4:])
+    for count in (4, 6):
+        assert all(map(torch.equal, found[f"after {count}"], weights[count:])), count
+
+
 def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
     for told in play("diloco_scenes", "refusals", 2, "gloo"):
         assert "is torch.optim.SGD with one group of parameters, got Adam" in told["adam"]
