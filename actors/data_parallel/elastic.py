@@ -325,7 +325,9 @@ class ElasticWorker(Worker):
         }
         return {
             "model": _hash(describe_layout(self.model)), "settings": _hash(settings),
-            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION]),
+            # What ranks send one another as plain data is of no version of the protocol: a rank of before a field was
+            # added would fail all ranks that look for it.
+            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION, _COMMON]),
         }  # fmt: skip
 
     def _hold_directory(self, begins: bool) -> None:

@@ -355,11 +355,16 @@ def test_one_with_other_data_of_equal_size_is_refused_by_name_and_the_run_goes_o
     assert "its data differs from that of the members. Start it with the same configuration, data" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("VERSION", elastic.VERSION + 1), ("_COMMON", elastic._COMMON[:-1])],
+    ids=["of the protocol", "what is shared of a position"],
+)
 def test_one_of_another_version_is_refused_by_name_and_the_run_goes_on(
-    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     def newer() -> None:  # the others have told theirs by now
-        monkeypatch.setattr(elastic, "VERSION", elastic.VERSION + 1)
+        monkeypatch.setattr(elastic, name, value)
 
     assert "its version differs" in str(refusal_of_one_that_joins(place, make_task(), before=newer))
 
