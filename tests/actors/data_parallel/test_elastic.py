@@ -32,6 +32,7 @@ from gradbus.actors.data_parallel.training import ShardTraining, TrainingStep
 from gradbus.actors.data_parallel.weights import WeightStepper
 from gradbus.models import ClassificationTask, Metric, glyphs
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.collectives import membership
@@ -1373,6 +1374,30 @@ def test_what_cannot_be_elastic_is_refused(place: dict[str, Any], settings: dict
     ranks = play(place, scene, **settings)
     assert reason in str(ranks[0].error)
     assert "ranks cannot come and go then. Set elastic.min_world=0" in str(ranks[0].error)
+
+
+class OfGradients(StreamingDiLoCo):
+    scope = "step"
+
+
+class NeedsLoss(StreamingDiLoCo):
+    needs_loss = True
+
+
+class OwnCommit(StreamingDiLoCo):
+    def commit(self) -> None:
+        """As that of any algorithm."""
+        super().commit()
+
+
+@pytest.mark.parametrize("kind", [OfGradients, NeedsLoss, OwnCommit])
+def test_an_algorithm_whose_late_exchanges_would_leave_a_trace_is_refused_whatever_it_declares(
+    place: dict[str, Any], kind: type[StreamingDiLoCo]
+) -> None:
+    options = kind.Options(steps=4, delay=2)
+    ranks = play(place, lambda cast: cast.start(0, 1), make_algorithm=lambda place: kind(place, options), max_steps=1)
+    assert isinstance(ranks[0].error, ConfigError)
+    assert "it has can_drop_late, and exchanges no weights, needs the loss or has its own" in str(ranks[0].error)
 
 
 def test_who_is_cancelled_while_it_gives_up_a_transfer_is_cancelled(place: dict[str, Any]) -> None:
