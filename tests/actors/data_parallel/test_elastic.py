@@ -1044,10 +1044,11 @@ def test_a_step_that_is_made_again_for_its_exchange_has_the_schedule_of_the_task
         assert tasks[number].scheduled == rank.worker.step
 
 
+@pytest.mark.parametrize("options", [{}, {"delay": 2}, {"delay": 2, "fragments": 2}], ids=["at once", "late", "parts"])
 def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generations_and_by_who_joins(
-    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    lost = lose_the_exchange_of(5, monkeypatch)
+    lost = lose_the_exchange_of(7, monkeypatch)
 
     def scene(cast: Cast) -> None:
         def overflow() -> None:
@@ -1056,14 +1057,14 @@ def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generatio
 
         def wait_for_a_joiner(report: Any) -> None:
             if report.step == 3:
-                cast.later(cast.start, 2)
+                cast.later(cast.start, 2, task=make_task(batch_size=8))
                 cast.wait_for_a_joiner()
 
-        cast.start(0, 2, on_step=wait_for_a_joiner)
-        cast.start(1, 2, on_step=at_step(1, overflow))
+        cast.start(0, 2, on_step=wait_for_a_joiner, task=make_task(batch_size=8))
+        cast.start(1, 2, on_step=at_step(1, overflow), task=make_task(batch_size=8))
 
-    ranks = play(place, scene, algorithm={"name": "diloco", "steps": 2}, epochs=2)
-    assert lost == [5]
+    ranks = play(place, scene, algorithm={"name": "diloco", "steps": 4} | options, epochs=2)
+    assert lost == [7]
     for rank in ranks.values():
         assert rank.error is None
         assert [report.skipped_exchanges for report in rank.reports] == [1, 0]
@@ -1276,6 +1277,18 @@ def test_a_vote_for_the_end_that_one_rank_has_counted_counts_for_all(
     ranks = play(place, scene, epochs=LONG)
     assert ranks[0].error is ranks[1].error is None
     assert ranks[0].worker.step == ranks[1].worker.step == 4
+    assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+
+
+def test_with_a_delay_a_vote_for_the_end_counts_when_the_exchange_of_its_step_is_applied(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 2, on_step=lambda report: report.step == 2, task=make_task(batch_size=8))
+        cast.start(1, 2, task=make_task(batch_size=8))
+
+    ranks = play(place, scene, algorithm=LATE, epochs=LONG)
+    assert ranks[0].error is ranks[1].error is None
+    # The vote goes with the next exchange, after step 4.
+    assert ranks[0].worker.step == ranks[1].worker.step == 4 + 3
     assert torch.equal(ranks[0].parameters, ranks[1].parameters)
 
 
