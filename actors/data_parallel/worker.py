@@ -425,7 +425,7 @@ class Worker:
         self._probe.reached("after_step", position.step)
         position.epoch_step += 1
         await self._count(applied)
-        await self._count_votes_of_steps()
+        await self._count_votes_if_due()
         await self._after_steps(applied)
         if self._votes_after_steps:
             self._vote("step", position.step)
@@ -478,8 +478,8 @@ class Worker:
         self._vote("epoch", report.step)
         await self._count_votes()
 
-    async def _count_votes_of_steps(self) -> None:
-        """Between two steps."""
+    async def _count_votes_if_due(self) -> None:
+        """Called after each step, before its own vote."""
         await self._count_votes()
 
     async def _count_votes(self) -> None:
