@@ -611,7 +611,7 @@ class ElasticWorker(Worker):
     def _note_step(self) -> None:
         """As a Worker does. A rank that gets no data yet is in no step: so observers tell it from the others."""
         if self._group.rank not in self._follows:
-            self._group.at_step(self._position.step, self._position.epoch, mean_ranks=self.mean_ranks or 0.0)
+            super()._note_step()
 
     def _vote(self, name: str, step: int) -> None:
         if name == "step" and not self._is_vote_due(step):
