@@ -94,9 +94,16 @@ def start_algorithm(
 
 def _check_elastic(algorithm: Algorithm, label: AlgorithmLabel, delay_steps: int) -> None:
     """Before the algorithm is asked what it needs of the ranks, of which none is known yet. Raises ConfigError."""
+    leaves_no_trace = (  # when a late exchange is dropped: a loss that was agreed on, say, is known by then
+        algorithm.scope == "weights" and not algorithm.needs_loss and type(algorithm).commit is Algorithm.commit
+    )
     for fault, what in (
         (not algorithm.is_elastic, "keeps what is of certain ranks, or of late exchanges"),
         (delay_steps > 0 and not algorithm.can_drop_late, "applies steps late (delay_steps)"),
+        (
+            delay_steps > 0 and not leaves_no_trace,
+            "has can_drop_late, and exchanges no weights, needs the loss or has its own commit",
+        ),
         (algorithm.in_network is not None, "adds up in the network"),
         (algorithm.by_hosts, "adds up by hosts or a topology, which are those of a fixed world"),
     ):

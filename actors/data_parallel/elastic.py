@@ -217,8 +217,9 @@ class ElasticWorker(Worker):
         return self._has_ended
 
     def leave(self) -> None:
-        """Have this rank leave after the next vote, of its step or, where steps are short, one some ``VOTE_EVERY_S``
-        later: :meth:`epochs` ends then, and no step is lost."""
+        """Have this rank leave after the next vote: :meth:`epochs` ends then, and no step is lost. The vote is of its
+        step or, where steps are short, of one some ``VOTE_EVERY_S`` later. Where weights are exchanged it goes with the
+        next exchange, and with a delay, in which one vote is on its way at a time, it counts so many steps later."""
         self._is_leaving = True
         if self._generations is not None:
             self._generations.leave()
@@ -325,7 +326,9 @@ class ElasticWorker(Worker):
         }
         return {
             "model": _hash(describe_layout(self.model)), "settings": _hash(settings),
-            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION]),
+            # What ranks send one another as plain data is of no version of the protocol: a rank of before a field was
+            # added would fail all ranks that look for it.
+            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION, _COMMON]),
         }  # fmt: skip
 
     def _hold_directory(self, begins: bool) -> None:
@@ -602,13 +605,13 @@ class ElasticWorker(Worker):
         await super()._one_step(plan)
         if self._arriving is not None and self._arriving.done():
             await self._catch_up()
-        elif not self._are_equal:
-            await self._count_votes_of_steps()  # at once: so they come and go where the exchange has made weights equal
+        elif not self._are_equal and not self._training.delay_steps:
+            await self._count_votes()  # at once: so they come and go where the exchange has made weights equal
 
     def _note_step(self) -> None:
         """As a Worker does. A rank that gets no data yet is in no step: so observers tell it from the others."""
         if self._group.rank not in self._follows:
-            self._group.at_step(self._position.step, self._position.epoch, mean_ranks=self.mean_ranks or 0.0)
+            super()._note_step()
 
     def _vote(self, name: str, step: int) -> None:
         if name == "step" and not self._is_vote_due(step):
@@ -626,7 +629,8 @@ class ElasticWorker(Worker):
     def _is_vote_due(self, step: int) -> bool:
         """Whether the ranks vote after this step, equal on all of them. They do after the first and the last step of an
         epoch, so that what takes time in between makes nobody wait longer, and after each step while a copy is on its
-        way, as so many steps are kept. Between two exchanges of weights ranks are on their own."""
+        way, as so many steps are kept. Between two exchanges of weights ranks are on their own. A vote whose exchange
+        is not applied yet is not counted: the next one waits for that, as a rank has one vote on its way."""
         if not self._are_equal:
             alone = self._group.world == 1
             is_due = alone or self._training.algorithm.is_due(Step(step - 1, self._position.epoch))
@@ -634,7 +638,7 @@ class ElasticWorker(Worker):
         is_last = self._plan is not None and self._position.epoch_step >= self._plan.steps
         return is_last or step <= self._plan_began or bool(self._follows) or step - self._voted_at >= self._votes.every
 
-    async def _count_votes_of_steps(self) -> None:
+    async def _count_votes_if_due(self) -> None:
         """As a Worker does. With a delay nobody waits for a vote before the exchange of its step is applied."""
         if self.step - self._voted_at >= self._training.delay_steps:
             await self._count_votes()

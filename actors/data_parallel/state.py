@@ -47,7 +47,7 @@ class Position:
         loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
         skipped_exchanges: exchanges of weights in this epoch whose results were dropped.
-        ended_exchanges: of elastic ranks, exchanges of weights whose results were applied or dropped, of all epochs.
+        ended_exchanges: exchanges of weights whose results were applied or dropped, of all epochs.
         metrics: of these batches, as ``MetricSums.plain`` gives them.
         mean_loss: see ``Stepper.mean_loss``; None if that is NaN.
         epoch_batches: of the order that elastic ranks share, how many all of them have had in this epoch.
@@ -115,7 +115,7 @@ class SavedRank(Meta):
         saved, step = super().of(checkpoint), checkpoint.round_id
         for name, most in (
             ("epoch", step), ("epoch_step", step), ("skipped", saved.epoch_step), ("skipped_in_row", step),
-            ("skipped_exchanges", step), ("batches", saved.num_batches),
+            ("skipped_exchanges", step), ("ended_exchanges", step), ("batches", saved.num_batches),
         ):  # fmt: skip
             if getattr(saved, name) > most:
                 raise CheckpointError(f"meta.{name}: expected 0 to {most} at step {step}, got {getattr(saved, name)}")

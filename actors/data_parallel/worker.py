@@ -164,6 +164,11 @@ class Worker:
         return f"step {self.step}"
 
     @property
+    def mean_ranks(self) -> float | None:
+        """Return how many ranks a step of this epoch had, in the mean; None where they do not come and go."""
+        return None
+
+    @property
     def summary(self) -> WorkerSummary:
         """Return what was done so far."""
         stats, report = self._group.stats, self._report
@@ -425,7 +430,7 @@ class Worker:
         self._probe.reached("after_step", position.step)
         position.epoch_step += 1
         await self._count(applied)
-        await self._count_votes_of_steps()
+        await self._count_votes_if_due()
         await self._after_steps(applied)
         if self._votes_after_steps:
             self._vote("step", position.step)
@@ -439,7 +444,7 @@ class Worker:
 
     def _note_step(self) -> None:
         """Note for observers in which step this rank is."""
-        self._group.at_step(self._position.step, self._position.epoch)
+        self._group.at_step(self._position.step, self._position.epoch, mean_ranks=self.mean_ranks or 0.0)
 
     async def _drain(self) -> None:
         """Apply what is on its way."""
@@ -478,8 +483,8 @@ class Worker:
         self._vote("epoch", report.step)
         await self._count_votes()
 
-    async def _count_votes_of_steps(self) -> None:
-        """Between two steps."""
+    async def _count_votes_if_due(self) -> None:
+        """Called after each step, before its own vote."""
         await self._count_votes()
 
     async def _count_votes(self) -> None:

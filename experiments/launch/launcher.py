@@ -270,18 +270,17 @@ class Launcher:
 
         With an error of its checkpoints a rank ends before the first generation or at the end of the run, never in
         between; at the end it may exit before those that end well. Any other failure is one of the end if it comes
-        last: one that ends well may have left while the others train. A signal that kills the last one is a failure
-        unless the run has ended.
+        last: one that ends well may have left while the others train. Where the last one has waited for the others in
+        vain, misses them or is killed by a signal, that is a failure unless the run has ended.
         """
         ends = self._ends if self._launch.ends_together else []
         is_over = not any(rank.running for rank in self._ranks)
         for number, end in enumerate(ends, 1):
             is_own = end.code > 0 and not end.was_asked and not end.is_consequence and end.code != ExitCode.NOBODY_CAME
             is_last = is_over and number == len(ends)
-            is_killed = end.code < 0 and not end.was_asked
             if is_own and (end.code == ExitCode.CHECKPOINT or is_last):
                 return end
-            if is_killed and is_last and not self._launch.has_ended():
+            if is_last and end.code != 0 and not end.was_asked and not self._launch.has_ended():
                 return end
         return None
 

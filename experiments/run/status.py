@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,9 @@ class Observer:
         if groups:
             found["groups"] = [self._group(group, now_s) for group in groups]
         if self.elastic:
-            found["elastic"] = _elastic(self.elastic, found.get("groups", ()))
+            found["elastic"] = _elastic(
+                self.elastic, found.get("groups", ()), [received.body for received in self.ranks.values()]
+            )
         return found
 
     def _clients(self, status: Status | None, now_s: float) -> list[dict[str, Any]]:
@@ -180,14 +182,16 @@ class Observer:
         return {"group": name, "world": world, "ranks": ranks}
 
 
-def _elastic(processes: Mapping[int, _Received], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _elastic(
+    processes: Mapping[int, _Received], groups: Sequence[Mapping[str, Any]], statuses: Iterable[RankStatus]
+) -> dict[str, Any]:
     """Return who is in the newest generation that a process knows, and who is not. Ranks that are in no step, while
     others are, get a copy of the state: that is noted in ``groups``, too."""
     newest: GroupView = max((received.body for received in processes.values()), key=lambda view: view.generation)
     name = f"{newest.group}_{newest.generation}"
     ranks = [rank for group in groups if group["group"] == name for rank in group["ranks"] if "step" in rank]
     trains = newest.generation > 1 and any(rank["step"] >= 0 for rank in ranks)  # in the first one nobody has a state
-    _, mean_ranks = max(((rank["step"], rank["mean_ranks"]) for rank in ranks), default=(-1, 0.0))
+    _, mean_ranks = max(((one.step, one.mean_ranks) for one in statuses if one.group == name), default=(-1, 0.0))
     copying = [rank for rank in ranks if trains and rank["step"] < 0 and rank["rank"] < len(newest.numbers)]
     for rank in copying:
         if rank["state"] == "works":
@@ -250,7 +254,7 @@ def _rank(rank: int, received: _Received | None, now_s: float) -> dict[str, Any]
         "rank": rank, "state": "works", "host": body.host, "up_s": round(body.up_s, 1), "step": body.step,
         "epoch": body.epoch, "steps_per_s": round(body.steps_per_s, 2), "bytes_out": body.bytes_out,
         "bytes_in": body.bytes_in, "pending": body.pending, "lost": body.lost, "dropped": body.dropped,
-        "mean_ranks": body.mean_ranks, "silent_s": silent_s,
+        "silent_s": silent_s,
     }  # fmt: skip
     if silent_s > 2 * SILENT_S * period_s(body.world):
         found["state"] = f"silent since {silent_s:.1f} s"

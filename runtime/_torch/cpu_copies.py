@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.errors import ConfigError
-from gradbus.torch.process_group import cpu_backend
+from gradbus.torch.process_group import group_beside
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -62,6 +63,16 @@ def check_group(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -
         )
 
 
+_TIMEOUTS = 10
+"""In which holders agree, as multiples of the timeout of the group that exchanges weights. Each waits for the exchange
+of the slowest one: some requests, one after the other, of which each may take that long. Whether one of them has died
+FSDP finds in the next pass."""
+
+# By the group that exchanges weights, and by the ranks: one is made once, as all of its ranks make it together, and it
+# keeps its connections for as long as the process lives.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+
 class ShardHolders:
     """The ranks that hold the shards of one copy of the model. What they decide about an exchange of weights, they
     decide for all shards alike."""
@@ -73,9 +84,10 @@ class ShardHolders:
         whole: Any = group or dist.group.WORLD
         self._group: Any = None
         if mesh is not None:
-            timeout = cpu_backend(whole).options._timeout
-            ranks = mesh.mesh.flatten().tolist()
-            self._group = dist.new_group(ranks, timeout, dist.get_backend(whole), use_local_synchronization=True)
+            ranks, made = tuple(mesh.mesh.flatten().tolist()), _groups.setdefault(whole, {})
+            if ranks not in made:
+                made[ranks] = group_beside(whole, ranks, timeouts=_TIMEOUTS)
+            self._group = made[ranks]
 
     def agree(self, *own: bool) -> list[bool]:
         """Which of these hold on all of these ranks, each of which calls this. Without shards, which hold here."""

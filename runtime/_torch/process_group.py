@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
@@ -185,6 +186,13 @@ def cpu_backend(group: ProcessGroup) -> Backend:
         return group.dds
     backend: Backend = group._get_backend(_CPU)
     return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def group_beside(group: ProcessGroup, ranks: Sequence[int], *, timeouts: int = 1) -> Any:
+    """Make a group of these ranks, all of which call this, with the backend of another one and so many times its
+    timeout: what travels in it needs no common order with the calls of that one."""
+    timeout = timeouts * cpu_backend(group).options._timeout
+    return dist.new_group(list(ranks), timeout, dist.get_backend(group), use_local_synchronization=True)
 
 
 def make_options(backend: str, timeout: timedelta, group_name: Any, global_ranks: Sequence[int]) -> Backend.Options:

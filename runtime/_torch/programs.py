@@ -28,7 +28,7 @@ from gradbus.runtime.collectives.data_movement import AllGatherOperation
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.calls import CollectiveCall
 from gradbus.torch.functions import start
-from gradbus.torch.process_group import DdsProcessGroup, cpu_backend
+from gradbus.torch.process_group import DdsProcessGroup, group_beside
 
 R = TypeVar("R")
 Finish = Callable[[], Any]  # waits, and returns the result of a request
@@ -48,9 +48,7 @@ class ProgramQueue:
         """On all ranks of ``parent``, the group of the ranks; None: the default one."""
         whole: Any = parent or dist.group.WORLD
         ranks = dist.get_process_group_ranks(whole)
-        self._group: Any = dist.new_group(
-            ranks, cpu_backend(whole).options._timeout, dist.get_backend(whole), use_local_synchronization=True
-        )
+        self._group = group_beside(whole, ranks)
         self.rank, self.world = sorted(ranks).index(dist.get_rank()), len(ranks)  # as torch sorts them
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "gradbus-algorithm", partial(torch.set_num_threads, threads))

@@ -74,6 +74,7 @@ class WeightExchange:
         self._is_due = False  # whether there is an exchange after the optimizers' steps
         self._waiting: deque[_Exchange] = deque()  # those whose results have not been applied yet, oldest first
         self._unsettled: deque[_Exchange] = deque()  # applied, perhaps to be taken back
+        self._restarted = 0  # the step of the newest restart: exchanges of steps before it began with older weights
         programs.call(algorithm.begin, bucket_of(self._read()))
 
     def begin_step(self, step: Step, loss: float | None) -> None:
@@ -116,6 +117,7 @@ class WeightExchange:
             {
                 "number": one.step.number, "epoch": one.step.epoch, "active": one.step.active, "loss": one.step.loss,
                 "counts": one.counts, "tensors": one.tensors,
+                "began_finite": one.began_finite or one.step.number < self._restarted,
             }
             for one in self._waiting
         ]  # fmt: skip
@@ -130,15 +132,16 @@ class WeightExchange:
 
     def load(self, waiting: Iterable[Mapping[str, Any]], steps: int) -> None:
         """The inverse of :meth:`state`, after so many steps."""
-        self._step = Step(steps - 1)
+        self._step, self._restarted = Step(steps - 1), 0
         self._waiting.clear()
         self._unsettled.clear()
         for saved in waiting:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
-            epoch, active, loss = (
-                saved.get(key, old) for key, old in (("epoch", 0), ("active", 1), ("loss", math.nan))
-            )
+            # What states of older versions lack.
+            older: dict[str, Any] = {"epoch": 0, "active": 1, "loss": math.nan, "began_finite": True}
+            epoch, active, loss, began_finite = (saved.get(key, value) for key, value in older.items())
             one = _Exchange(Step(saved["number"], epoch, active, loss), saved["counts"], saved["counts"], tensors)
+            one.began_finite = began_finite
             one.exchanged.set_result(None)
             one.ended.set_result(None)
             self._waiting.append(one)
@@ -169,22 +172,23 @@ class WeightExchange:
     def _exchange(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
         """Exchange, then agree whether it counts: whether the result is finite on each rank, and none has failed.
         ``exchanged`` is set before that, as soon as the result is there. The ranks that hold the shards of one model
-        agree first, so that all others learn the same of each shard. On the thread of the programs."""
+        agree first, so that all others learn the same of each shard. Whatever fails here, both agreements are made, as
+        backends match calls by their order. On the thread of the programs."""
         try:
             own = are_finite([bucket.flat])
             try:
-                before = bucket.flat.clone() if self._delay_steps else None
-                if self._algorithm.needs_loss:
-                    self._programs.agree_on_loss(loss)
-                    if self._delay_steps or not self._algorithm.overlaps:  # else in a run it would not be known yet
-                        one.step = dataclasses.replace(one.step, loss=self._programs.loss)
-                self._programs.run(self._algorithm.exchange(bucket, one.step))
+                try:
+                    before = bucket.flat.clone() if self._delay_steps else None
+                    self._run_program(one, loss, bucket)
+                except Exception:
+                    with suppress(Exception):  # where the network has failed the first error says so
+                        self._holders.agree(False, own)
+                    raise
+                one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)
             except Exception:
-                with suppress(Exception):  # where the network has failed the first error says so
-                    self._holders.agree(False, own)
+                with suppress(Exception):
                     self._all_are(False)
                 raise
-            one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)
             if one.is_finite:
                 one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
             one.exchanged.set_result(None)
@@ -199,13 +203,21 @@ class WeightExchange:
                 if not future.done():
                     future.set_exception(error)
 
+    def _run_program(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
+        if self._algorithm.needs_loss:
+            self._programs.agree_on_loss(loss)
+            if self._delay_steps or not self._algorithm.overlaps:  # else in a run it would not be known yet
+                one.step = dataclasses.replace(one.step, loss=self._programs.loss)
+        self._programs.run(self._algorithm.exchange(bucket, one.step))
+
     def _all_are(self, is_finite: bool) -> bool:
         return bool(self._programs.all_reduce("finite", torch.tensor([float(is_finite)]), "min"))
 
     def _apply(self, until: int | None) -> None:
         """Apply the results of the exchanges of steps up to this one; None: of all. One that is not finite on this rank
         is dropped; whether the others are finite on all ranks may not be known yet, see :meth:`_settle`. Where own
-        weights were not finite, those of the last exchange take their place: else no exchange would count any more."""
+        weights were not finite, those of the last exchange take their place: else no exchange would count any more.
+        Once for all exchanges that had begun by then: what has been trained since is kept."""
         while self._waiting and (until is None or self._waiting[0].step.number <= until):
             one = self._waiting.popleft()
             one.exchanged.result()
@@ -214,7 +226,7 @@ class WeightExchange:
                 with self.changed() as weights:
                     change = apply_result(weights, self._algorithm, one.step, result, before)
                 one.tensors = {"change": change}
-            elif not one.began_finite:
+            elif not one.began_finite and one.step.number >= self._restarted:
                 self._restart()
             self._unsettled.append(one)
 
@@ -234,6 +246,7 @@ class WeightExchange:
                     self._on_skipped(reason, one.step.number)
 
     def _restart(self) -> None:
+        self._restarted = self._step.number  # whose own exchange begins after this
         with self.changed() as weights:
             is_back = restart(weights, lambda flat: self._programs.call(self._algorithm.weights_of_joiner, flat))
         if is_back:

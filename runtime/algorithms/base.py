@@ -171,7 +171,8 @@ class Algorithm(ABC):
         is_elastic: whether ranks may come and go while a run goes on, see :meth:`regroup`.
         can_drop_late: whether they may with a delay, too. A result that is on its way when a rank is lost is dropped by
             all ranks, so an exchange changes nothing but its bucket and what it stages in ``memory``, and nothing of
-            that is exchanged again before it is applied. Then it is committed, without :meth:`commit`.
+            that is exchanged again before it is applied. Then it is committed, without :meth:`commit`. So only an
+            algorithm of scope ``weights`` can, that does not need the loss and leaves :meth:`commit` as it is.
         may_change: options that a run may be resumed with others of, as the state does not depend on them.
 
     What a rank asks for, and the shapes, follow from the step, the place and ``shared`` alone: a rank that has joined

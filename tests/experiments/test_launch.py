@@ -172,6 +172,7 @@ def wait_for(path):
 """
 FAILS = "sys.exit(13) if rank == 0 else wait_for('known')"
 KILLED = "if rank == 0: wait_for('known'); os.kill(os.getpid(), signal.SIGKILL)"
+VAIN = "if rank == 0: wait_for('known of two'); sys.exit({})"
 LEAVES = """
 if rank == 0: wait_for("known"); sys.exit(12)
 if rank == 2: wait_for("known of two")
@@ -186,11 +187,15 @@ if rank == 2: wait_for("known of two")
         (2, FAILS, True, 0, ["failed with exit code 13; the others go on"]),
         (2, KILLED, True, 0, []),
         (2, KILLED, False, 137, ["was killed by SIGKILL (was there not enough memory?)"]),
+        (3, VAIN.format(4), False, 4, ["failed with exit code 4"]),
+        (3, VAIN.format(9), False, 9, ["failed with exit code 9"]),
+        (3, VAIN.format(4), True, 0, []),
         (3, LEAVES, True, 0, ["failed with exit code 12; the others go on"]),
     ],
     ids=[
         "of its checkpoints, before the others end", "after them", "while they train", "killed after them",
-        "killed when the other has left", "while one trains and another has left",
+        "killed when the other has left", "waits in vain for two that have left", "misses two that have left",
+        "waits in vain when the run has ended", "while one trains and another has left",
     ],
 )  # fmt: skip
 def test_a_rank_that_fails_when_the_run_is_over_decides_the_exit_code_of_those_that_go_on_without_one(

@@ -172,7 +172,10 @@ def shards(place: RankLocation) -> dict[str, Any]:
     sharded = fully_shard(made(), mesh=mesh["within"])
     with pytest.raises(ConfigError, match="hold others of the same model"):
         gradbus.torch.DiLoCo(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
-    return {"sharded": trained(sharded, between), "whole": trained(made(), between), "place": [host, within]}
+    found = {"sharded": trained(sharded, between), "whole": trained(made(), between), "place": [host, within]}
+    with patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        trained(fully_shard(made(), mesh=mesh["within"]), between)
+    return {**found, "groups of a second run": new_group.call_count}
 
 
 def spoilt_shard(place: RankLocation) -> dict[str, Any]:
@@ -198,6 +201,58 @@ def spoilt_shard(place: RankLocation) -> dict[str, Any]:
             weights.append([one.full_tensor().detach().clone() for one in model.parameters()])  # type: ignore[attr-defined]
             shared.append(copy.deepcopy(list(diloco.algorithm.shared_state().values())))
     return {"weights": weights, "shared": shared, "skipped": diloco.skipped_steps}
+
+
+def failed_shard(place: RankLocation) -> dict[str, Any]:
+    """Two hosts of two ranks, with an exchange after every second step. In the second one the last rank fails in
+    its part, or both ranks of its host when they agree, by what fails: what ranks are told in which step, what is
+    shared after each exchange, and the weights at the end."""
+    place.start()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+    between = mesh.get_group("between")
+
+    def run(what: str, ranks: list[int]) -> dict[str, Any]:
+        torch.manual_seed(5)
+        model = fully_shard(nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3)), mesh=mesh["within"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2, codec="fp32", group=between)
+        assert diloco._weights is not None
+        holders = diloco._weights._holders
+        exchange, agree = diloco.algorithm.exchange, holders.agree
+        random, number = torch.Generator().manual_seed(place.rank // 2), 0
+        told, shared = [], []
+
+        def fail(now: str) -> None:
+            if (now, number) == (what, 3) and place.rank in ranks:
+                raise CollectiveError("a message that cannot be read")
+
+        def exchange_or_fail(bucket: TensorBucket, step: Step) -> Program[None]:
+            yield from exchange(bucket, step)
+            fail("exchange")
+
+        def agree_or_fail(*own: bool) -> list[bool]:
+            agreed = agree(*own)
+            fail("agreement")
+            return agreed
+
+        with (
+            patch.object(diloco.algorithm, "exchange", exchange_or_fail),
+            patch.object(holders, "agree", agree_or_fail),
+        ):
+            for number in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(16, 12, generator=random)).square().mean().backward()
+                try:
+                    optimizer.step()
+                except CollectiveError as error:
+                    told.append((number, str(error)))
+                if number % 2:
+                    diloco.drain()
+                    shared.append(copy.deepcopy(list(diloco.algorithm.shared_state().values())))
+        weights = [one.full_tensor().detach().clone() for one in model.parameters()]  # type: ignore[attr-defined]
+        return {"told": told, "shared": shared, "weights": weights, "skipped": diloco.skipped_steps}
+
+    return {"exchange": run("exchange", [3]), "agreement": run("agreement", [2, 3])}
 
 
 def damaged_states(place: RankLocation) -> dict[str, Any]:
@@ -345,6 +400,43 @@ def spoilt_exchanges(place: RankLocation) -> dict[str, Any]:
             "weights": [parameter.detach().clone() for parameter in model.parameters()],
             "shared": {name: tensor.clone() for name, tensor in diloco.algorithm.shared_state().items()},
         }  # fmt: skip
+    return found
+
+
+def restarts(place: RankLocation) -> dict[str, Any]:
+    """Weights after each of ten steps, and how many exchanges were skipped, with an exchange after every second one and
+    a delay of three. Weights of the second rank overflow before two exchanges begin of which neither has been applied.
+    In runs that go on from what was saved after some steps it is what follows."""
+    place.start()
+
+    def made() -> tuple[Any, WithMethods, torch.optim.Optimizer]:
+        model = WithMethods()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return gradbus.torch.DiLoCo(model, optimizer, steps=4, fragments=2, delay=3, codec="fp32"), model, optimizer
+
+    def steps(run: tuple[Any, WithMethods, torch.optim.Optimizer], *numbers: int) -> list[Tensor]:
+        found = []
+        _, model, optimizer = run
+        for number in numbers:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1)
+            if (place.rank, number) == (1, 1):
+                model.layer.bias.detach().fill_(torch.inf)
+            optimizer.step()
+            found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        return found
+
+    whole = made()
+    found: dict[str, Any] = {"start": torch.cat([one.detach().flatten() for one in whole[1].parameters()])}
+    found["whole"], found["skipped"] = steps(whole, *range(10)), whole[0].skipped_steps
+    for count in (4, 6):  # before the weights are replaced, and after that but before the second exchange is applied
+        first = made()
+        steps(first, *range(count))
+        state, skipped = copy.deepcopy(first[0].state_dict()), first[0].skipped_steps
+        again = made()
+        again[0].load_state_dict(state)
+        found[f"after {count}"] = steps(again, *range(count, 10))
+        found[f"skipped after {count}"] = skipped + again[0].skipped_steps
     return found
 
 

@@ -46,6 +46,7 @@ def test_shards_of_fsdp2_are_exchanged_between_hosts_as_whole_models_are(backend
             assert bool(sharded.isfinite().all())
             torch.testing.assert_close(sharded, whole)
         assert all(map(torch.equal, of_rank["sharded"], found[0]["sharded"]))
+        assert of_rank["groups of a second run"] == 0
 
 
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
@@ -62,6 +63,21 @@ def test_an_exchange_that_is_spoilt_in_one_shard_is_dropped_for_all_shards_of_al
     for of_rank in ranks:
         assert all(map(torch.equal, of_rank["weights"][2], end))
         assert all(bool(one.isfinite().all()) for one in of_rank["weights"][2])
+
+
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_an_exchange_that_fails_in_one_shard_is_dropped_for_all_shards_and_the_next_one_counts(backend: str) -> None:
+    ranks = play("diloco_scenes", "failed_shard", 4, backend)
+    for way, end in ranks[0].items():
+        told = [(3, "a message that cannot be read")]
+        expected = {"exchange": [[], [], [], told], "agreement": [[], [], told, told]}[way]
+        assert [of_rank[way]["told"] for of_rank in ranks] == expected
+        assert [of_rank[way]["skipped"] for of_rank in ranks] == [int(not told) for told in expected]
+        for of_rank in ranks:
+            first, failed, last = of_rank[way]["shared"]
+            assert all(map(torch.equal, failed, first)), way
+            assert not any(map(torch.equal, last, first)), way
+            assert all(map(torch.equal, of_rank[way]["weights"], end["weights"])), way
 
 
 def test_a_saved_state_that_does_not_fit_the_model_is_refused_and_changes_nothing() -> None:
@@ -112,6 +128,20 @@ def test_an_exchange_that_is_spoilt_on_one_rank_is_taken_back_by_all_and_the_nex
     for way, steps in {"with exchange": (4, 2), "before it": (4, 2), "failed": (4, 4)}.items():
         momentum = first[way]["shared"]["momentum/fragment0"]  # of one exchange: what the ranks have changed
         assert torch.allclose(momentum, torch.full_like(momentum, 0.1 * sum(steps) / 2), rtol=0.01), way
+
+
+def test_weights_that_are_not_finite_are_replaced_once_for_all_late_exchanges_that_had_begun_with_them() -> None:
+    ranks = play("diloco_scenes", "restarts", 2, "gloo")
+    for found in ranks:
+        assert [found[f"skipped{after}"] for after in ("", " after 4", " after 6")] == [2, 2, 2]
+    found = ranks[1]
+    weights = found["whole"]
+    assert torch.equal(weights[4], found["start"])  # when the first of the two is applied
+    for number in (5, 6, 7):  # the second one is in step 6
+        torch.testing.assert_close(weights[number], weights[number - 1] - 0.1)
+    assert all(bool(one.isfinite().all()) for one in weights[4:])
+    for count in (4, 6):
+        assert all(map(torch.equal, found[f"after {count}"], weights[count:])), count
 
 
 def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:

@@ -32,6 +32,7 @@ from gradbus.actors.data_parallel.training import ShardTraining, TrainingStep
 from gradbus.actors.data_parallel.weights import WeightStepper
 from gradbus.models import ClassificationTask, Metric, glyphs
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.collectives import membership
@@ -355,11 +356,16 @@ def test_one_with_other_data_of_equal_size_is_refused_by_name_and_the_run_goes_o
     assert "its data differs from that of the members. Start it with the same configuration, data" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("VERSION", elastic.VERSION + 1), ("_COMMON", elastic._COMMON[:-1])],
+    ids=["of the protocol", "what is shared of a position"],
+)
 def test_one_of_another_version_is_refused_by_name_and_the_run_goes_on(
-    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     def newer() -> None:  # the others have told theirs by now
-        monkeypatch.setattr(elastic, "VERSION", elastic.VERSION + 1)
+        monkeypatch.setattr(elastic, name, value)
 
     assert "its version differs" in str(refusal_of_one_that_joins(place, make_task(), before=newer))
 
@@ -1038,10 +1044,11 @@ def test_a_step_that_is_made_again_for_its_exchange_has_the_schedule_of_the_task
         assert tasks[number].scheduled == rank.worker.step
 
 
+@pytest.mark.parametrize("options", [{}, {"delay": 2}, {"delay": 2, "fragments": 2}], ids=["at once", "late", "parts"])
 def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generations_and_by_who_joins(
-    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    lost = lose_the_exchange_of(5, monkeypatch)
+    lost = lose_the_exchange_of(7, monkeypatch)
 
     def scene(cast: Cast) -> None:
         def overflow() -> None:
@@ -1050,14 +1057,14 @@ def test_exchanges_that_were_skipped_in_an_epoch_are_reported_over_its_generatio
 
         def wait_for_a_joiner(report: Any) -> None:
             if report.step == 3:
-                cast.later(cast.start, 2)
+                cast.later(cast.start, 2, task=make_task(batch_size=8))
                 cast.wait_for_a_joiner()
 
-        cast.start(0, 2, on_step=wait_for_a_joiner)
-        cast.start(1, 2, on_step=at_step(1, overflow))
+        cast.start(0, 2, on_step=wait_for_a_joiner, task=make_task(batch_size=8))
+        cast.start(1, 2, on_step=at_step(1, overflow), task=make_task(batch_size=8))
 
-    ranks = play(place, scene, algorithm={"name": "diloco", "steps": 2}, epochs=2)
-    assert lost == [5]
+    ranks = play(place, scene, algorithm={"name": "diloco", "steps": 4} | options, epochs=2)
+    assert lost == [7]
     for rank in ranks.values():
         assert rank.error is None
         assert [report.skipped_exchanges for report in rank.reports] == [1, 0]
@@ -1273,6 +1280,18 @@ def test_a_vote_for_the_end_that_one_rank_has_counted_counts_for_all(
     assert torch.equal(ranks[0].parameters, ranks[1].parameters)
 
 
+def test_with_a_delay_a_vote_for_the_end_counts_when_the_exchange_of_its_step_is_applied(place: dict[str, Any]) -> None:
+    def scene(cast: Cast) -> None:
+        cast.start(0, 2, on_step=lambda report: report.step == 2, task=make_task(batch_size=8))
+        cast.start(1, 2, task=make_task(batch_size=8))
+
+    ranks = play(place, scene, algorithm=LATE, epochs=LONG)
+    assert ranks[0].error is ranks[1].error is None
+    # The vote goes with the next exchange, after step 4.
+    assert ranks[0].worker.step == ranks[1].worker.step == 4 + 3
+    assert torch.equal(ranks[0].parameters, ranks[1].parameters)
+
+
 def test_a_wish_to_end_in_a_vote_that_is_lost_is_told_again(place: dict[str, Any]) -> None:
     def scene(cast: Cast) -> None:
         cast.start(0, 3, on_step=lambda report: report.step == 3)
@@ -1368,6 +1387,30 @@ def test_what_cannot_be_elastic_is_refused(place: dict[str, Any], settings: dict
     ranks = play(place, scene, **settings)
     assert reason in str(ranks[0].error)
     assert "ranks cannot come and go then. Set elastic.min_world=0" in str(ranks[0].error)
+
+
+class OfGradients(StreamingDiLoCo):
+    scope = "step"
+
+
+class NeedsLoss(StreamingDiLoCo):
+    needs_loss = True
+
+
+class OwnCommit(StreamingDiLoCo):
+    def commit(self) -> None:
+        """As that of any algorithm."""
+        super().commit()
+
+
+@pytest.mark.parametrize("kind", [OfGradients, NeedsLoss, OwnCommit])
+def test_an_algorithm_whose_late_exchanges_would_leave_a_trace_is_refused_whatever_it_declares(
+    place: dict[str, Any], kind: type[StreamingDiLoCo]
+) -> None:
+    options = kind.Options(steps=4, delay=2)
+    ranks = play(place, lambda cast: cast.start(0, 1), make_algorithm=lambda place: kind(place, options), max_steps=1)
+    assert isinstance(ranks[0].error, ConfigError)
+    assert "it has can_drop_late, and exchanges no weights, needs the loss or has its own" in str(ranks[0].error)
 
 
 def test_who_is_cancelled_while_it_gives_up_a_transfer_is_cancelled(place: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ddp_scene import Outcome, make_task, succeeded, train
 from torch import nn
 
 from gradbus.actors import Worker
-from gradbus.actors.data_parallel.state import WorkerState, newest_common
+from gradbus.actors.data_parallel.state import SavedRank, WorkerState, newest_common
 from gradbus.models import ClassificationTask
 from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.dense import Dense
@@ -217,6 +218,15 @@ def test_other_options_of_the_algorithm_are_refused(tmp_path: Path, before: Any,
     saved_run(tmp_path, algorithm=before)
     for error in errors(train(make_task(), epochs=2, checkpoint__dir=tmp_path, algorithm=now)):
         assert text in error
+
+
+@pytest.mark.parametrize("name", ["epoch", "skipped_in_row", "skipped_exchanges", "ended_exchanges"])
+def test_a_checkpoint_that_counts_more_than_its_steps_is_refused(tmp_path: Path, name: str) -> None:
+    train(make_task(), world=1, epochs=1, max_steps=3, checkpoint={"dir": tmp_path})
+    saved = CheckpointStore.to_read(tmp_path / "rank-0").load(3)
+    assert SavedRank.of(saved).epoch_step == 3
+    with pytest.raises(CheckpointError, match=f"meta.{name}: expected 0 to 3 at step 3, got 4"):
+        SavedRank.of(replace(saved, meta={**saved.meta, name: 4}))
 
 
 def test_what_only_says_how_a_sum_is_made_may_change(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_a_rank_of_an_elastic_group_that_is_in_no_step_yet_while_others_train_ge
     picture = observer.picture("cells", 10.0)
     assert picture["elastic"]["copying"] == [5]
     assert picture["elastic"]["mean_ranks"] == 2.25  # of the newest step
+    assert not any("mean_ranks" in rank for rank in picture["groups"][0]["ranks"])
     assert lines_of(picture) == [
         "job cells", "elastic group world: generation 4, processes 0, 2 take part; 2.25 a step in this epoch; "
         "gets its copy: 5",
