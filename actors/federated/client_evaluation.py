@@ -67,8 +67,8 @@ class ClientEvaluator:
         return summary
 
     async def initial(self, names: Set[str]) -> OpenEvaluation:
-        """An evaluation of the initial model by those that are drawn, which ends once all these metrics are found."""
-        return await self.evaluate(0, self._drawn(0), lambda found: names <= found.names)
+        """An evaluation of the initial model by all that are ready, which ends once all these metrics are found."""
+        return await self.evaluate(0, self.ready(), lambda found: names <= found.names)
 
     def _drawn(self, round_id: int) -> Sequence[int]:
         ready = self.ready()

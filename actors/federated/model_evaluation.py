@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.early_stop import evaluated_metric, with_nearest
+from gradbus.actors.federated.early_stop import MAX_NAMED, evaluated_metric, with_nearest
 from gradbus.actors.federated.evaluation import MAX_NAMES
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import as_floats, unreadable
@@ -94,9 +94,12 @@ class ModelEvaluation:
         """Have clients evaluate the initial model where a setting names a metric of theirs, so that a name that is
         wrong is known before they train.
 
+        All that are ready are asked, not those alone that are drawn for an evaluation.
+
         Raises:
-            ConfigError: so many have answered as ``evaluation.least_answered`` asks for, and none has found one of this
-                name. One that has is enough: what a few clients say, or do not say, ends no run.
+            ConfigError: more than half of them have answered, and as many as ``evaluation.least_answered`` asks for,
+                and none has found one of this name. One client that has found it is enough to go on; one that has
+                not ends no run, unless `clients.num` says that there is no other.
         """
         config = self._context.config
         named = _deciding_metrics(config, of_clients=True)
@@ -105,14 +108,20 @@ class ModelEvaluation:
             return
         self._progress.phase = "evaluating"
         found = await self._evaluator.initial(names)
-        answered = len(found.results)
-        if not found.names or answered < config.evaluation.least_answered * len(found.asked):
-            return  # nothing is known: the evaluations of rounds will show it
+        answered, asked = len(found.results), len(found.asked)
+        least = max(asked // 2 + 1, config.evaluation.least_answered * asked, 1 if config.clients.num == 1 else 2)
         for key, metric in named.items():
             name, over_clients = split_metric(metric)
             if name in names - found.names:
                 end = over_clients and f".{over_clients}"
                 known = [f"{OF_CLIENTS}{one}{end}" for one in sorted(found.names)[:MAX_NAMES]]
+                if not known or answered < least:
+                    log.warning(
+                        "metric not found by clients", setting=key, metric=metric, asked=asked,
+                        answered=answered, found=known[:MAX_NAMED],
+                        effect="the run goes on: too few have answered to tell that none finds it",
+                    )  # fmt: skip
+                    continue
                 raise ConfigError(
                     f"{key}: none of the {answered} clients that have evaluated the initial model has found a finite "
                     f"{metric!r}; they have found {with_nearest(metric, known)}"

@@ -22,6 +22,7 @@ import torch
 from dds_domains import new_domain
 from identities import Identities
 from patience import eventually
+from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
@@ -258,10 +259,10 @@ class Finders(Measured):
 
 def first_error(task: Finders, **rules: Any) -> str:
     """How a run ends, in which nobody gets as far as the end of its training."""
-    config = gradbus.FederatedConfig(
-        rounds=1, eval_every=0, evaluation={"every": 1}, clients={"dead_after_s": 30.0}, round={"max_attempts": 1},
-        **rules,
-    )  # fmt: skip
+    config = gradbus.FederatedConfig(**{
+        "rounds": 1, "eval_every": 0, "evaluation": {"every": 1}, "clients": {"dead_after_s": 30.0},
+        "round": {"max_attempts": 1}, **rules,
+    })  # fmt: skip
     options = gradbus.SimulationOptions(domain=new_domain(), processes=1)
     with pytest.raises((ConfigError, TrainingFailed)) as ended:
         gradbus.simulate(task, 4, config=config, options=options)
@@ -286,6 +287,28 @@ def test_a_metric_that_no_client_finds_of_the_initial_model_is_refused_before_th
 )
 def test_no_few_clients_refuse_a_metric(task: Finders) -> None:
     assert "a client trains" in first_error(task, early_stop={"patience": 1, "metric": "client.rmse.max"})
+
+
+@pytest.mark.parametrize("finder", [0, 3])
+def test_the_one_client_that_is_drawn_to_evaluate_refuses_no_metric_that_another_finds(finder: int) -> None:
+    task, stop = Finders([finder]), {"patience": 1, "metric": "client.rmse"}
+    assert "a client trains" in first_error(task, early_stop=stop, evaluation={"every": 1, "count": 1})
+
+
+def test_one_answer_refuses_no_metric_unless_a_job_has_one_client_alone() -> None:
+    def job(num: int) -> Job:
+        return Job(
+            [Measured()], rounds=1, evaluation={"every": 1, "least_answered": 0.0},
+            clients={"num": num, "start_grace_s": 0.1}, early_stop={"patience": 1, "metric": "client.auc"},
+        )  # fmt: skip
+
+    with capture_logs() as logs:
+        assert len(job(2).run()) == 1
+    (line,) = [one for one in logs if one["event"] == "metric not found by clients"]
+    assert (line["asked"], line["answered"], line["found"]) == (1, 1, ["client.loss", "client.rmse"])
+    with pytest.raises(BaseExceptionGroup) as errors:
+        job(1).run()
+    assert "none of the 1 clients" in str(single_error(errors.value))
 
 
 def test_a_run_that_goes_on_has_its_last_model_evaluated_and_its_best_one_kept(tmp_path: Path) -> None:
