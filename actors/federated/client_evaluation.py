@@ -66,9 +66,9 @@ class ClientEvaluator:
             )  # fmt: skip
         return summary
 
-    async def initial(self, names: Set[str]) -> OpenEvaluation:
-        """An evaluation of the initial model by all that are ready, which ends once all these metrics are found."""
-        return await self.evaluate(0, self.ready(), lambda found: names <= found.names)
+    async def present(self, names: Set[str]) -> OpenEvaluation:
+        """An evaluation of the present model by all that are ready, which ends once all these metrics are found."""
+        return await self.evaluate(self._context.state.round_id, self.ready(), lambda found: names <= found.names)
 
     def _drawn(self, round_id: int) -> Sequence[int]:
         ready = self.ready()

@@ -277,7 +277,7 @@ def test_a_metric_that_no_client_finds_of_the_initial_model_is_refused_before_th
     metric: str, meant: str
 ) -> None:
     told = first_error(Finders([0, 1, 2, 3]), early_stop={"patience": 1, "metric": metric})
-    assert "federated.early_stop.metric: none of the 4 clients that have evaluated the initial model" in told
+    assert "federated.early_stop.metric: none of the 4 clients that have evaluated the model" in told
     assert f"has found a finite '{metric}'; they have found " in told
     assert told.endswith(f". Did you mean {meant}?")
 
@@ -328,6 +328,33 @@ def test_a_run_that_goes_on_has_its_last_model_evaluated_and_its_best_one_kept(t
     assert [path.name for path in sorted((tmp_path / "best").glob("*.json"))] == [f"round-{best:06d}.json"]
     assert best == 1, "so the seeds say"
     assert {path: path.read_bytes() for path in (tmp_path / "best").iterdir()} == meta
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"early_stop": {"patience": 5, "metric": "client.rsme"}}, "Did you mean client.rmse?"),
+        ({"eval_every": 2, "early_stop": {"patience": 5, "metric": "rsme"}}, "the evaluation has no 'rsme'"),
+    ],
+)
+def test_a_metric_that_is_named_at_a_resume_and_is_not_there_is_refused_before_clients_train(
+    rules: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    kept: dict[str, Any] = {"checkpoint": {"dir": tmp_path}}
+    Job([Measured()] * 2, rounds=1, **kept).run()
+    again = Job([Measured()] * 2, rounds=4, evaluation={"every": 2}, **kept, **rules)
+    with pytest.raises(BaseExceptionGroup) as errors:
+        again.run()
+    assert told in str(single_error(errors.value))
+    assert not again.weights
+
+
+def test_a_metric_that_a_report_before_the_resume_has_is_not_looked_for_again(tmp_path: Path) -> None:
+    begun: list[int] = []
+    rules: dict[str, Any] = {"evaluation": {"every": 1}, "early_stop": {"patience": 9, "metric": "client.rmse"}}
+    Job([Measured()], rounds=2, checkpoint={"dir": tmp_path}, **rules).run()
+    Job([Measured(begun.append)], rounds=3, checkpoint={"dir": tmp_path}, **rules).run()
+    assert begun == [0, 0], "the last model before the resume, and the one after it"
 
 
 def test_virtual_clients_find_what_clients_with_a_process_of_their_own_find() -> None:
