@@ -94,7 +94,7 @@ class ClientEvaluator:
                 if now_s >= repeat_at_s:
                     repeat_at_s = now_s + config.clients.heartbeat_s
                     await self._request(found, found.deadline_at_s - now_s)
-                if not found.is_over(time.monotonic()):  # results may have come meanwhile
+                if not (found.is_over(time.monotonic()) or is_enough(found)):  # results may have come meanwhile
                     await self._sleep_until(min(repeat_at_s, found.deadline_at_s))
         finally:
             self._open = None
