@@ -256,8 +256,8 @@ def blas_adds_in_order(rank: int, rows: int, columns: int, threads: int) -> bool
 
     That depends on the processor, the shape, the number of threads and perhaps on where in memory a result lies, not on
     the values, so it is tried out once: for a result at the start of its memory, and for one a float behind it, as a
-    gradient may lie in its bucket. But for the sign of zero: where all products are -0.0, as with columns of zeros, BLAS
-    adds them to 0.0.
+    gradient may lie in its bucket. But for the sign of zero: where all products are -0.0, as may be with columns of
+    zeros, BLAS adds them to 0.0.
     """
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn(rank, rows, generator=generator), torch.randn(rank, columns, generator=generator)
