@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -392,6 +393,7 @@ def deletes_together(monkeypatch: pytest.MonkeyPatch, needed_s: Sequence[float])
     node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
     monkeypatch.setattr(foreign_readers, "time", clock)
     monkeypatch.setattr(foreign_readers, "MAX_FOREIGN", 100)
+    monkeypatch.setattr(foreign_readers.ForeignReaders, "_all", WeakSet())  # no others, which may know these guests
     readers = foreign_readers.ForeignReaders(node, receiver, set)
     readers.check()
     clock.now_s += foreign_readers.GRACE_S + 0.1
