@@ -35,3 +35,21 @@ def test_two_workers_take_files_from_the_front_and_a_third_from_the_end(
         spread.add_node_collection(worker, TESTS)
     spread.schedule()
     assert ["".join(worker.files[:2]) for worker in workers] == first
+
+
+def test_a_worker_in_place_of_one_of_two_that_has_crashed_takes_files_from_the_front(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytestconfig.option, "tx", ["2*popen"])
+    spread = FromBothEnds(pytestconfig)
+    workers = [Worker(number) for number in range(2)]
+    for worker in workers:
+        spread.add_node(worker)
+        spread.add_node_collection(worker, TESTS)
+    spread.schedule()
+    spread.remove_node(workers[0])
+    new = Worker(2)
+    spread.add_node(new)
+    spread.add_node_collection(new, TESTS)
+    spread.schedule()
+    assert new.files[0] == "f", "the first that waits; those of the crashed worker are at the end"

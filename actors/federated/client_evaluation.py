@@ -66,9 +66,9 @@ class ClientEvaluator:
             )  # fmt: skip
         return summary
 
-    async def initial(self, names: Set[str]) -> OpenEvaluation:
-        """An evaluation of the initial model by those that are drawn, which ends once all these metrics are found."""
-        return await self.evaluate(0, self._drawn(0), lambda found: names <= found.names)
+    async def present(self, names: Set[str]) -> OpenEvaluation:
+        """An evaluation of the present model by all that are ready, which ends once all these metrics are found."""
+        return await self.evaluate(self._context.state.round_id, self.ready(), lambda found: names <= found.names)
 
     def _drawn(self, round_id: int) -> Sequence[int]:
         ready = self.ready()
@@ -94,7 +94,7 @@ class ClientEvaluator:
                 if now_s >= repeat_at_s:
                     repeat_at_s = now_s + config.clients.heartbeat_s
                     await self._request(found, found.deadline_at_s - now_s)
-                if not found.is_over(time.monotonic()):  # results may have come meanwhile
+                if not (found.is_over(time.monotonic()) or is_enough(found)):  # results may have come meanwhile
                     await self._sleep_until(min(repeat_at_s, found.deadline_at_s))
         finally:
             self._open = None

@@ -357,16 +357,14 @@ class Controller:
         # It may show that the run had ended: then no clients are waited for.
         amended = await self._amended(await self._evaluation.resumed(self.progress.reports))
         if state.round_id < rounds and not self._stop.reason:
-            if not state.round_id:
-                await self._evaluation.check_metrics()
+            await self._evaluation.check_metrics(self.progress.reports)
             await self._wait_for_clients()
             await self._compute.run(state.save_initial)
             with tolerate_write_timeout("model", state.round_id):
                 await self._publisher.publish_full(state.round_id)
-            if not state.round_id:
-                await self._evaluation.check_client_metrics()
             later = await self._amended(await self._evaluation.resumed_by_clients(self.progress.reports))
             amended = later or amended
+            await self._evaluation.check_client_metrics(self.progress.reports)
         if amended is not None:
             await self._compute.run(self._stop.evaluated, amended)
         while state.round_id < rounds and await self._compute.run(self._stop.may_begin, state.round_id + 1):

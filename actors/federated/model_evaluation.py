@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.early_stop import evaluated_metric, with_nearest
+from gradbus.actors.federated.early_stop import MAX_NAMED, evaluated_metric, with_nearest
 from gradbus.actors.federated.evaluation import MAX_NAMES
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import as_floats, unreadable
@@ -75,12 +75,17 @@ class ModelEvaluation:
         every, last = self._context.config.eval_every, self._context.config.rounds
         return bool(every) and self._has_whole_model and (round_id % every == 0 or round_id == last)
 
-    async def check_metrics(self) -> None:
-        """Evaluate the initial model where a setting names a metric of the task, so that a name that is wrong is known
-        before clients train. Raises ConfigError: the evaluation has none of this name."""
+    async def check_metrics(self, reports: Sequence[RoundReport]) -> None:
+        """Evaluate the present model where a setting names a metric of the task, so that a name that is wrong is known
+        before clients train; or take the newest evaluation of ``reports``, the rounds before a resume.
+
+        Raises:
+            ConfigError: the evaluation has none of this name.
+        """
         named = _deciding_metrics(self._context.config, of_clients=False)
         if set(named.values()) - {"eval_loss"}:  # which each evaluation has
-            found = RoundReport(round_id=0, **await self._context.compute.run(self._evaluate))
+            found = next((one for one in reversed(reports) if one.eval_loss is not None), None)
+            found = found or RoundReport(round_id=0, **await self._context.compute.run(self._evaluate))
             for key, metric in named.items():
                 if found.eval_loss is None:
                     raise ConfigError(
@@ -90,31 +95,41 @@ class ModelEvaluation:
                     )
                 evaluated_metric(found, metric, key)
 
-    async def check_client_metrics(self) -> None:
-        """Have clients evaluate the initial model where a setting names a metric of theirs, so that a name that is
-        wrong is known before they train.
+    async def check_client_metrics(self, reports: Sequence[RoundReport]) -> None:
+        """Have clients evaluate the present model where a setting names a metric of theirs that no evaluation of
+        ``reports``, the rounds before a resume, has: a name that is wrong is known before they train.
+
+        All that are ready are asked, not those alone that are drawn for an evaluation.
 
         Raises:
-            ConfigError: so many have answered as ``evaluation.least_answered`` asks for, and none has found one of this
-                name. One that has is enough: what a few clients say, or do not say, ends no run.
+            ConfigError: more than half of them have answered, and as many as ``evaluation.least_answered`` asks for,
+                and none has found one of this name. One client that has found it is enough to go on; one that has
+                not ends no run, unless `clients.num` says that there is no other.
         """
         config = self._context.config
         named = _deciding_metrics(config, of_clients=True)
         names = {split_metric(metric)[0] for metric in named.values()} - {"loss"}  # which each evaluation has
+        names.difference_update(*(report.by_clients.metrics for report in reports))
         if not names:
             return
         self._progress.phase = "evaluating"
-        found = await self._evaluator.initial(names)
-        answered = len(found.results)
-        if not found.names or answered < config.evaluation.least_answered * len(found.asked):
-            return  # nothing is known: the evaluations of rounds will show it
+        found = await self._evaluator.present(names)
+        answered, asked = len(found.results), len(found.asked)
+        least = max(asked // 2 + 1, config.evaluation.least_answered * asked, 1 if config.clients.num == 1 else 2)
         for key, metric in named.items():
             name, over_clients = split_metric(metric)
             if name in names - found.names:
                 end = over_clients and f".{over_clients}"
                 known = [f"{OF_CLIENTS}{one}{end}" for one in sorted(found.names)[:MAX_NAMES]]
+                if not known or answered < least:
+                    log.warning(
+                        "metric not found by clients", setting=key, metric=metric, asked=asked,
+                        answered=answered, found=known[:MAX_NAMED],
+                        effect="the run goes on: too few have answered to tell that none finds it",
+                    )  # fmt: skip
+                    continue
                 raise ConfigError(
-                    f"{key}: none of the {answered} clients that have evaluated the initial model has found a finite "
+                    f"{key}: none of the {answered} clients that have evaluated the model has found a finite "
                     f"{metric!r}; they have found {with_nearest(metric, known)}"
                 )
 
@@ -149,7 +164,7 @@ class ModelEvaluation:
             raise unreadable("evaluate", found, error) from None
         return {"accuracy": figures.get("accuracy"), "eval_loss": figures.get("eval_loss"), "metrics": metrics}
 
-    async def resumed(self, reports: Collection[RoundReport]) -> RoundReport | None:
+    async def resumed(self, reports: Sequence[RoundReport]) -> RoundReport | None:
         """The newest report with what this Controller finds: the round before a crash was committed, but may not have
         been evaluated. None: nothing was missing."""
         last = _newest(reports)
@@ -157,7 +172,7 @@ class ModelEvaluation:
             last, await self._by_controller(last.round_id)
         )  # fmt: skip
 
-    async def resumed_by_clients(self, reports: Collection[RoundReport]) -> RoundReport | None:
+    async def resumed_by_clients(self, reports: Sequence[RoundReport]) -> RoundReport | None:
         """Return the same with what the clients find, once they are here."""
         last = _newest(reports)
         if last is None or last.by_clients.asked or not self._evaluator.is_due(last.round_id):
@@ -173,5 +188,5 @@ class ModelEvaluation:
         return report
 
 
-def _newest(reports: Collection[RoundReport]) -> RoundReport | None:
-    return next(reversed(list(reports)), None)
+def _newest(reports: Sequence[RoundReport]) -> RoundReport | None:
+    return reports[-1] if reports else None

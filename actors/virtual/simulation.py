@@ -163,7 +163,7 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
             "federated.secure_aggregation: one process speaks for all virtual clients, and knows their updates. Use "
             "processes of their own for the clients (gradbus client)"
         )
-    changed = config.model_dump(exclude_defaults=True)
+    changed = config.model_dump(exclude_unset=True)
     changed["clients"] = {**changed.get("clients", {}), "num": clients}
     if fraction is not None:
         if not 0 < fraction <= 1:

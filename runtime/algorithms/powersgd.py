@@ -254,10 +254,14 @@ def sum_outer_products(p: Tensor, q: Tensor, out: Tensor) -> None:
 def blas_adds_in_order(rank: int, rows: int, columns: int, threads: int) -> bool:
     """Whether a product of BLAS has the bits of :func:`sum_outer_products`, which takes longer.
 
-    That depends on the processor, the shape and the number of threads, not on the values, so it is tried out once.
+    That depends on the processor, the shape, the number of threads and perhaps on where in memory a result lies, not on
+    the values, so it is tried out once: for a result at the start of its memory, and for one a float behind it, as a
+    gradient may lie in its bucket. But for the sign of zero: where all products are -0.0, as may be with columns of
+    zeros, BLAS adds them to 0.0.
     """
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn(rank, rows, generator=generator), torch.randn(rank, columns, generator=generator)
-    out = torch.empty(rows, columns)
-    sum_outer_products(p, q, out)
-    return torch.equal(torch.mm(p.T, q), out)
+    expected, memory = torch.empty(rows, columns), torch.empty(rows * columns + 1)
+    sum_outer_products(p, q, expected)
+    places = [memory[start : start + expected.numel()].view(rows, columns) for start in (0, 1)]
+    return all(torch.equal(torch.mm(p.T, q, out=place), expected) for place in places)

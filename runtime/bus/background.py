@@ -6,10 +6,12 @@ Frequent work (collectives) does not pass here: only forming and leaving groups 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import Field
@@ -25,7 +27,9 @@ from gradbus.runtime.security.settings import Security, rank_security
 
 _PREFIX = "GRADBUS_BUS__"
 JOB_KEY = "gradbus/job"  # in the store of a process group: the number of its job
-_OPEN_S = 60.0  # a bus is open within 0.1 s, or some seconds on a machine that has much to do
+# A bus is open within 0.1 s, or some seconds on a machine that has much to do. No argument: torch gives a group a time
+# for its other processes, and this waits for none of them.
+_OPEN_S = 60.0
 _CLOSE_S = 15.0
 
 T = TypeVar("T")
@@ -110,8 +114,40 @@ class BusThread:
             self._opened.set_exception(error)
 
 
-_threads: dict[tuple[int, str], BusThread] = {}  # by process (a fork does not inherit threads) and job
-_lock = forks.new_lock()
+@dataclass(slots=True)
+class _Job:
+    """The thread of one job of this process.
+
+    Attributes:
+        lock: held while its bus opens or closes, for which other jobs do not wait.
+        calls: of :func:`_exclusive` that hold the lock or wait for it.
+        thread: None: nobody uses the bus.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    calls: int = 0
+    thread: BusThread | None = None
+
+
+_jobs: dict[tuple[int, str], _Job] = {}  # by process (a fork does not inherit threads) and name
+_lock = forks.new_lock()  # of the table, held for no longer than a look into it
+
+
+@contextlib.contextmanager
+def _exclusive(name: str) -> Iterator[_Job]:
+    """The job of this name, which no other thread opens or closes meanwhile."""
+    key = os.getpid(), name
+    with _lock:
+        job = _jobs.setdefault(key, _Job())
+        job.calls += 1
+    try:
+        with job.lock:
+            yield job
+    finally:
+        with _lock:
+            job.calls -= 1
+            if not job.calls and job.thread is None:
+                _jobs.pop(key, None)
 
 
 def acquire(job: str, settings: BusSettings, rank: int) -> BusThread:
@@ -124,18 +160,17 @@ def acquire(job: str, settings: BusSettings, rank: int) -> BusThread:
     Raises:
         ConfigError: a setting is wrong. BusError: DDS cannot be started, or the bus was not open in time.
     """
-    with _lock:
-        thread = _threads.get((os.getpid(), job))
-        if thread is None:
-            thread = _threads[os.getpid(), job] = BusThread(job, settings, rank)
-        thread.users += 1
-        return thread
+    with _exclusive(job) as shared:
+        if shared.thread is None:
+            shared.thread = BusThread(job, settings, rank)
+        shared.thread.users += 1
+        return shared.thread
 
 
 def release(thread: BusThread) -> None:
     """One user less; the last one closes the bus, and who wants the next one waits for that."""
-    with _lock:
+    with _exclusive(thread.job) as shared:
         thread.users -= 1
         if not thread.users:
-            _threads.pop((os.getpid(), thread.job), None)
+            shared.thread = None
             thread.close()

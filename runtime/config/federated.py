@@ -95,6 +95,14 @@ def split_metric(metric: str) -> tuple[str, str]:
     return metric.removeprefix(OF_CLIENTS), ""
 
 
+def _need(settings: Settings, key: str, *others: str) -> None:
+    """Raises ValueError: of these settings others are set that have no effect without ``key``. Where that is set to
+    null or 0 it is meant to be switched off, as in a configuration that was written down, which has every setting."""
+    given = settings.model_fields_set
+    if key not in given and (without := [other for other in others if other in given]):
+        raise ValueError(f"{without[0]} has no effect without {key}: set {key}, too, or leave {without[0]} out")
+
+
 class ClientsSettings(Settings):
     """The clients: how many there are, and when one counts as gone."""
 
@@ -380,6 +388,7 @@ class EvaluationSettings(Settings):
     def _consistent(self) -> EvaluationSettings:
         if self.count is not None and self.fraction != 1.0:
             raise ValueError("give fraction or count, not both")
+        _need(self, "every", "fraction", "count", "least_answered")
         return self
 
 
@@ -424,6 +433,11 @@ class EarlyStopSettings(Settings):
     min_delta: NonNegative = 0.0
     """By how much it has to be better to count as an improvement."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> EarlyStopSettings:
+        _need(self, "patience", "metric", "mode", "min_delta")
+        return self
+
 
 class InitialCheckpointSettings(CheckpointSettings):
     """Checkpoints of the controller, and the model that a run begins with."""
@@ -436,6 +450,11 @@ class InitialCheckpointSettings(CheckpointSettings):
     best_mode: Literal["min", "max"] | None = None
     """Whether a small value of that metric is good, or a large one. null: a large one of those in
     `evaluation.maximize`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> InitialCheckpointSettings:
+        _need(self, "keep_best", "best_mode")
+        return self
 
 
 class RunHistorySettings(HistorySettings):

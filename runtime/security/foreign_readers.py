@@ -33,6 +33,7 @@ IDLE_S = 1.0  # interval of checks while no writer has foreign readers
 CHECK_S, QUIET_CHECK_S = 0.05, 0.25  # the same of writers that have some; the latter while none is delayed
 WINDOW_S = 0.2  # over which the waiting time of writes is measured
 ACKS_S = 0.05  # for readers to take the last samples of all writers that are deleted together
+LEAST_ACKS_S = 0.005  # for those of one writer, when readers of others have used that up; one that takes needs 1 ms
 DELAYED_SHARE = 0.25  # of that window; readers that take all samples cost less
 # A member announces itself within milliseconds of being found, or later when its process or machine is busy. Once
 # foreign readers have delayed writes, later ones get less time; and none when writes have waited for STRAIN_S for
@@ -174,7 +175,7 @@ class ForeignReaders:
                 prefix for prefix in watched.prefixes(reliable=True) - known
                 if not self._is_out(prefix) and now_s - self._foreign.get(prefix, now_s) > GRACE_S
             }  # fmt: skip
-            if late and not watched.writer.wait_for_acks(max(0.0, until_s - time.monotonic())):
+            if late and not watched.writer.wait_for_acks(max(LEAST_ACKS_S, until_s - time.monotonic())):
                 self._exclude(dict.fromkeys(late, watched.writer.topic.name), now_s)
 
     def _is_out(self, prefix: bytes) -> bool:

@@ -22,6 +22,7 @@ import torch
 from dds_domains import new_domain
 from identities import Identities
 from patience import eventually
+from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
@@ -258,10 +259,10 @@ class Finders(Measured):
 
 def first_error(task: Finders, **rules: Any) -> str:
     """How a run ends, in which nobody gets as far as the end of its training."""
-    config = gradbus.FederatedConfig(
-        rounds=1, eval_every=0, evaluation={"every": 1}, clients={"dead_after_s": 30.0}, round={"max_attempts": 1},
-        **rules,
-    )  # fmt: skip
+    config = gradbus.FederatedConfig(**{
+        "rounds": 1, "eval_every": 0, "evaluation": {"every": 1}, "clients": {"dead_after_s": 30.0},
+        "round": {"max_attempts": 1}, **rules,
+    })  # fmt: skip
     options = gradbus.SimulationOptions(domain=new_domain(), processes=1)
     with pytest.raises((ConfigError, TrainingFailed)) as ended:
         gradbus.simulate(task, 4, config=config, options=options)
@@ -276,7 +277,7 @@ def test_a_metric_that_no_client_finds_of_the_initial_model_is_refused_before_th
     metric: str, meant: str
 ) -> None:
     told = first_error(Finders([0, 1, 2, 3]), early_stop={"patience": 1, "metric": metric})
-    assert "federated.early_stop.metric: none of the 4 clients that have evaluated the initial model" in told
+    assert "federated.early_stop.metric: none of the 4 clients that have evaluated the model" in told
     assert f"has found a finite '{metric}'; they have found " in told
     assert told.endswith(f". Did you mean {meant}?")
 
@@ -286,6 +287,28 @@ def test_a_metric_that_no_client_finds_of_the_initial_model_is_refused_before_th
 )
 def test_no_few_clients_refuse_a_metric(task: Finders) -> None:
     assert "a client trains" in first_error(task, early_stop={"patience": 1, "metric": "client.rmse.max"})
+
+
+@pytest.mark.parametrize("finder", [0, 3])
+def test_the_one_client_that_is_drawn_to_evaluate_refuses_no_metric_that_another_finds(finder: int) -> None:
+    task, stop = Finders([finder]), {"patience": 1, "metric": "client.rmse"}
+    assert "a client trains" in first_error(task, early_stop=stop, evaluation={"every": 1, "count": 1})
+
+
+def test_one_answer_refuses_no_metric_unless_a_job_has_one_client_alone() -> None:
+    def job(num: int) -> Job:
+        return Job(
+            [Measured()], rounds=1, evaluation={"every": 1, "least_answered": 0.0},
+            clients={"num": num, "start_grace_s": 0.1}, early_stop={"patience": 1, "metric": "client.auc"},
+        )  # fmt: skip
+
+    with capture_logs() as logs:
+        assert len(job(2).run()) == 1
+    (line,) = [one for one in logs if one["event"] == "metric not found by clients"]
+    assert (line["asked"], line["answered"], line["found"]) == (1, 1, ["client.loss", "client.rmse"])
+    with pytest.raises(BaseExceptionGroup) as errors:
+        job(1).run()
+    assert "none of the 1 clients" in str(single_error(errors.value))
 
 
 def test_a_run_that_goes_on_has_its_last_model_evaluated_and_its_best_one_kept(tmp_path: Path) -> None:
@@ -305,6 +328,33 @@ def test_a_run_that_goes_on_has_its_last_model_evaluated_and_its_best_one_kept(t
     assert [path.name for path in sorted((tmp_path / "best").glob("*.json"))] == [f"round-{best:06d}.json"]
     assert best == 1, "so the seeds say"
     assert {path: path.read_bytes() for path in (tmp_path / "best").iterdir()} == meta
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"early_stop": {"patience": 5, "metric": "client.rsme"}}, "Did you mean client.rmse?"),
+        ({"eval_every": 2, "early_stop": {"patience": 5, "metric": "rsme"}}, "the evaluation has no 'rsme'"),
+    ],
+)
+def test_a_metric_that_is_named_at_a_resume_and_is_not_there_is_refused_before_clients_train(
+    rules: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    kept: dict[str, Any] = {"checkpoint": {"dir": tmp_path}}
+    Job([Measured()] * 2, rounds=1, **kept).run()
+    again = Job([Measured()] * 2, rounds=4, evaluation={"every": 2}, **kept, **rules)
+    with pytest.raises(BaseExceptionGroup) as errors:
+        again.run()
+    assert told in str(single_error(errors.value))
+    assert not again.weights
+
+
+def test_a_metric_that_a_report_before_the_resume_has_is_not_looked_for_again(tmp_path: Path) -> None:
+    begun: list[int] = []
+    rules: dict[str, Any] = {"evaluation": {"every": 1}, "early_stop": {"patience": 9, "metric": "client.rmse"}}
+    Job([Measured()], rounds=2, checkpoint={"dir": tmp_path}, **rules).run()
+    Job([Measured(begun.append)], rounds=3, checkpoint={"dir": tmp_path}, **rules).run()
+    assert begun == [0, 0], "the last model before the resume, and the one after it"
 
 
 def test_virtual_clients_find_what_clients_with_a_process_of_their_own_find() -> None:

@@ -205,7 +205,7 @@ def test_of_two_processes_with_rank_0_the_second_one_is_told(
     job: tuple[int, str], first: DdsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as apart:
-        apart.setattr(background, "_threads", {})  # a bus of its own, as another process has
+        apart.setattr(background, "_jobs", {})  # a bus of its own, as another process has
         the_second_one_is_told(job)
     second = open_rank(job, 1, 2)
     first.set("k", "1")
@@ -220,7 +220,7 @@ def the_second_one_is_told(job: tuple[int, str]) -> None:
         contextlib.closing(open_rank(job, 0, 2)) as second,
     ):
         second.get("nothing")
-    until(lambda: not background._threads)  # else its bus would stay
+    until(lambda: not background._jobs)  # else its bus would stay
 
 
 def test_a_store_that_all_ranks_have_joined_goes_on_whoever_comes(raw: RawRank, first: DdsStore) -> None:

@@ -11,6 +11,7 @@ import pytest
 from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.early_stop import EarlyStop
 from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.virtual.simulation import settings_of
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.federated import EarlyStopSettings, FederatedConfig
 from gradbus.runtime.errors import ConfigError
@@ -114,3 +115,27 @@ def test_what_cannot_work_is_refused() -> None:
         Callbacks("federated", [object()], [])
     with pytest.raises(ConfigError, match="set eval_every"):
         FederatedConfig(eval_every=0, early_stop={"patience": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("without", "key", "off"),
+    [
+        ({"early_stop": {"metric": "client.loss"}}, "patience", None),
+        ({"early_stop": {"mode": "max"}}, "patience", None),
+        ({"early_stop": {"min_delta": 0.1}}, "patience", None),
+        ({"checkpoint": {"best_mode": "max"}}, "keep_best", None),
+        ({"evaluation": {"count": 3}}, "every", 0),
+        ({"evaluation": {"fraction": 0.5}}, "every", 0),
+        ({"evaluation": {"least_answered": 0.1}}, "every", 0),
+    ],
+)
+def test_a_setting_without_the_one_that_gives_it_an_effect_is_refused_unless_that_is_switched_off_by_name(
+    without: dict[str, dict[str, Any]], key: str, off: Any
+) -> None:
+    ((group, given),) = without.items()
+    (name,) = given
+    with pytest.raises(ConfigError, match=f"{group}: {name} has no effect without {key}: set {key}, too"):
+        FederatedConfig(**without)  # type: ignore[arg-type]
+    written = FederatedConfig(**{group: {key: off, **given}})  # type: ignore[arg-type]
+    assert settings_of(written, 3, None).replaced("clients.num", None) == written
+    assert FederatedConfig(**written.model_dump(mode="json")) == written

@@ -211,6 +211,25 @@ def test_an_approximation_is_the_sum_of_outer_products_in_their_order_bit_by_bit
     assert torch.equal(error, before - expected)
 
 
+@pytest.mark.parametrize("shape", [(128, 9216), (10, 128), (33, 1001), (5000, 7)])
+def test_an_approximation_is_the_same_for_a_gradient_anywhere_in_its_bucket_and_for_columns_of_zeros(
+    shape: tuple[int, int],
+) -> None:
+    rows, columns = shape
+    torch.manual_seed(1)
+    p, q = torch.randn(4, rows), torch.randn(4, columns)
+    q[:, ::3], p[1] = 0, 0
+    expected, bucket = torch.empty(shape), torch.randn(rows * columns + 3)
+    powersgd.sum_outer_products(p, q, expected)
+    for start in range(4):
+        m = bucket[start : start + rows * columns].view(shape)
+        before = m.clone()
+        error = torch.empty(shape)
+        powersgd.approximate(m, p, q, error)
+        assert torch.equal(m, expected), "0.0 and -0.0 are equal"
+        assert torch.equal(error, before - expected)
+
+
 def test_powersgd_recovers_from_steps_without_a_gradient() -> None:
     shapes = {"w": (40, 30)}
     ranks = Ranks("powersgd", 2, rank=2, min_rate=1)

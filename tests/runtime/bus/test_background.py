@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -31,4 +32,35 @@ def test_a_bus_that_does_not_open_is_an_error_after_the_deadline_and_one_that_op
         background.acquire("late", BusSettings(domain=3), 0)
     may_open.set()
     assert closed.wait(10.0)
-    assert not [key for key in background._threads if key[1] == "late"]
+    assert not [key for key in background._jobs if key[1] == "late"]
+
+
+def test_a_bus_that_does_not_open_yet_holds_up_the_other_jobs_of_its_process_neither_at_their_begin_nor_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opens, may_open = threading.Event(), threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def connect(job: str, **_: Any) -> AsyncIterator[object]:
+        if job == "slow":
+            opens.set()
+            assert may_open.wait(10.0)
+        yield object()
+
+    monkeypatch.setattr(background, "connect", connect)
+    before = background.acquire("before", BusSettings(domain=3), 0)
+    with ThreadPoolExecutor(2) as others:
+        try:
+            slow = [others.submit(background.acquire, "slow", BusSettings(domain=3), 0) for _ in range(2)]
+            assert opens.wait(10.0)
+            background.release(background.acquire("quick", BusSettings(domain=3), 0))
+            background.release(before)
+            assert not any(one.done() for one in slow)
+        finally:
+            may_open.set()
+        first, second = (one.result(10.0) for one in slow)
+    assert first is second
+    background.release(first)
+    assert [key[1] for key in background._jobs] == ["slow"]
+    background.release(second)
+    assert not background._jobs

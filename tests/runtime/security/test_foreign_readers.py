@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -367,31 +369,49 @@ def test_a_newcomer_is_not_excluded_for_what_it_sent_while_this_process_stood_st
     assert look_for(2.0) == (0 if pause_s else 1)
 
 
-def test_writers_that_are_deleted_together_wait_for_their_late_readers_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def deletes_together(monkeypatch: pytest.MonkeyPatch, needed_s: Sequence[float]) -> tuple[list[float], int]:
+    """Writers are deleted whose foreign readers, of one participant each, need so long to take the last samples.
+    Returns how long was waited for each, and how many participants are excluded."""
     clock, waited_s = _Clock(), list[float]()
 
-    def wait_for_acks(timeout_s: float) -> bool:
-        waited_s.append(timeout_s)
-        clock.now_s += timeout_s
-        return False
+    def waiting(ack_s: float) -> Callable[[float], bool]:
+        def wait_for_acks(timeout_s: float) -> bool:
+            waited_s.append(min(ack_s, timeout_s))
+            clock.now_s += waited_s[-1]
+            return ack_s <= timeout_s
+
+        return wait_for_acks
 
     writers: list[Any] = [
         Mock(
             topic=SimpleNamespace(name=f"train/{number}"), has_new_readers=True, awaited_since_s=0.0,
-            refused_since_s=0.0, throttled_s=0.0, wait_for_acks=wait_for_acks,
+            refused_since_s=0.0, throttled_s=0.0, wait_for_acks=waiting(ack_s),
             readers=lambda known, guest=bytes([number]) * 16: {1: MatchedReader(guest, True)},
-        ) for number in range(101, 121)
+        ) for number, ack_s in enumerate(needed_s, 101)
     ]  # fmt: skip
     receiver: Any = SimpleNamespace(writers=writers, rejected=Counter[str](), add_periodic=lambda periodic: None)
     node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
     monkeypatch.setattr(foreign_readers, "time", clock)
     monkeypatch.setattr(foreign_readers, "MAX_FOREIGN", 100)
+    monkeypatch.setattr(foreign_readers.ForeignReaders, "_all", WeakSet())  # no others, which may know these guests
     readers = foreign_readers.ForeignReaders(node, receiver, set)
     readers.check()
     clock.now_s += foreign_readers.GRACE_S + 0.1
     readers.before_deletion(writers)
-    assert len(waited_s) == 20
-    assert sum(waited_s) == pytest.approx(foreign_readers.ACKS_S)
-    assert receiver.rejected["foreign reader"] == 20
+    return waited_s, receiver.rejected["foreign reader"]
+
+
+def test_writers_that_are_deleted_together_wait_for_their_late_readers_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited_s, excluded = deletes_together(monkeypatch, [math.inf] * 20)
+    assert (len(waited_s), excluded) == (20, 20)
+    assert sum(waited_s) == pytest.approx(foreign_readers.ACKS_S + 19 * foreign_readers.LEAST_ACKS_S)
+
+
+def test_a_reader_that_takes_its_samples_is_not_excluded_for_the_time_that_another_has_used_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited_s, excluded = deletes_together(monkeypatch, [math.inf, 0.001])
+    assert waited_s == pytest.approx([foreign_readers.ACKS_S, 0.001])
+    assert excluded == 1
