@@ -47,7 +47,7 @@ class Position:
         loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
         batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
         skipped_exchanges: exchanges of weights in this epoch whose results were dropped.
-        ended_exchanges: exchanges of weights whose results were applied or dropped, of all epochs.
+        ended_exchanges: of elastic ranks, exchanges of weights whose results were applied or dropped, of all epochs.
         metrics: of these batches, as ``MetricSums.plain`` gives them.
         mean_loss: see ``Stepper.mean_loss``; None if that is NaN.
         epoch_batches: of the order that elastic ranks share, how many all of them have had in this epoch.

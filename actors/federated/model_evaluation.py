@@ -77,15 +77,16 @@ class ModelEvaluation:
 
     async def check_metrics(self, reports: Sequence[RoundReport]) -> None:
         """Evaluate the present model where a setting names a metric of the task, so that a name that is wrong is known
-        before clients train; or take the newest evaluation of ``reports``, the rounds before a resume.
+        before clients train; or find all of them in one of ``reports``, the rounds before a resume.
 
         Raises:
             ConfigError: the evaluation has none of this name.
         """
         named = _deciding_metrics(self._context.config, of_clients=False)
         if set(named.values()) - {"eval_loss"}:  # which each evaluation has
-            found = next((one for one in reversed(reports) if one.eval_loss is not None), None)
-            found = found or RoundReport(round_id=0, **await self._context.compute.run(self._evaluate))
+            if any(set(named.values()) <= one.named().keys() for one in reports):
+                return
+            found = RoundReport(round_id=0, **await self._context.compute.run(self._evaluate))
             for key, metric in named.items():
                 if found.eval_loss is None:
                     raise ConfigError(
@@ -104,7 +105,8 @@ class ModelEvaluation:
         Raises:
             ConfigError: more than half of them have answered, and as many as ``evaluation.least_answered`` asks for,
                 and none has found one of this name. One client that has found it is enough to go on; one that has
-                not ends no run, unless `clients.num` says that there is no other.
+                not ends no run, unless `clients.num` says that there is no other. After a resume it is so only where
+                clients have evaluated before: what a model that is trained has no finite number for may be right.
         """
         config = self._context.config
         named = _deciding_metrics(config, of_clients=True)
@@ -115,17 +117,18 @@ class ModelEvaluation:
         self._progress.phase = "evaluating"
         found = await self._evaluator.present(names)
         answered, asked = len(found.results), len(found.asked)
+        may_end = not reports or any(report.by_clients.asked for report in reports)
         least = max(asked // 2 + 1, config.evaluation.least_answered * asked, 1 if config.clients.num == 1 else 2)
         for key, metric in named.items():
             name, over_clients = split_metric(metric)
             if name in names - found.names:
                 end = over_clients and f".{over_clients}"
                 known = [f"{OF_CLIENTS}{one}{end}" for one in sorted(found.names)[:MAX_NAMES]]
-                if not known or answered < least:
+                if not (known and may_end) or answered < least:
                     log.warning(
                         "metric not found by clients", setting=key, metric=metric, asked=asked,
                         answered=answered, found=known[:MAX_NAMED],
-                        effect="the run goes on: too few have answered to tell that none finds it",
+                        effect="the run goes on: it is not known that no client ever finds it",
                     )  # fmt: skip
                     continue
                 raise ConfigError(

@@ -63,10 +63,9 @@ def check_group(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -
         )
 
 
-_TIMEOUTS = 10
+_TIMEOUTS = 4
 """In which holders agree, as multiples of the timeout of the group that exchanges weights. Each waits for the exchange
-of the slowest one: some requests, one after the other, of which each may take that long. Whether one of them has died
-FSDP finds in the next pass."""
+of the slowest one: some requests, one after the other, of which each may take that long, though not all do."""
 
 # By the group that exchanges weights, and by the ranks: one is made once, as all of its ranks make it together, and it
 # keeps its connections for as long as the process lives.

@@ -40,6 +40,7 @@ from gradbus.runtime.algorithms.parts import copy_into, flattened, mean_of
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 
 _TINY = 1e-10  # a column of which so little is left, of its length, depends on those before it: the rest is rounding
+_FLOATS_OF_A_LINE = 16  # of the cache
 # Of a matrix at a time: what is computed twice with stays in the cache, and BLAS multiplies narrow matrices by a whole
 # one in 1.5 times the time.
 _BLOCK_ELEMS = 1 << 17
@@ -236,7 +237,7 @@ def approximate(m: Tensor, p: Tensor, q: Tensor, error: Tensor) -> None:
         here = slice(start, min(rows, start + block))
         total, rest, factor = m[here], error[here], p[:, here].contiguous()  # as it was tried out
         rest.copy_(total)
-        if blas_adds_in_order(len(p), len(total), columns, torch.get_num_threads()):
+        if total.is_contiguous() and blas_adds_in_order(len(p), len(total), columns, torch.get_num_threads()):
             torch.mm(factor.T, q, out=total)
         else:
             sum_outer_products(factor, q, total)
@@ -255,13 +256,12 @@ def blas_adds_in_order(rank: int, rows: int, columns: int, threads: int) -> bool
     """Whether a product of BLAS has the bits of :func:`sum_outer_products`, which takes longer.
 
     That depends on the processor, the shape, the number of threads and perhaps on where in memory a result lies, not on
-    the values, so it is tried out once: for a result at the start of its memory, and for one a float behind it, as a
-    gradient may lie in its bucket. But for the sign of zero: where all products are -0.0, as may be with columns of
-    zeros, BLAS adds them to 0.0.
+    the values, so it is tried out once, for each place that a gradient may have in a line of 64 bytes of its bucket.
+    But for the sign of zero: where all products are -0.0, as may be with columns of zeros, BLAS adds them to 0.0.
     """
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn(rank, rows, generator=generator), torch.randn(rank, columns, generator=generator)
-    expected, memory = torch.empty(rows, columns), torch.empty(rows * columns + 1)
+    expected, memory = torch.empty(rows, columns), torch.empty(rows * columns + _FLOATS_OF_A_LINE)
     sum_outer_products(p, q, expected)
-    places = [memory[start : start + expected.numel()].view(rows, columns) for start in (0, 1)]
+    places = [memory[start : start + expected.numel()].view(rows, columns) for start in range(_FLOATS_OF_A_LINE)]
     return all(torch.equal(torch.mm(p.T, q, out=place), expected) for place in places)

@@ -172,5 +172,6 @@ def release(thread: BusThread) -> None:
     with _exclusive(thread.job) as shared:
         thread.users -= 1
         if not thread.users:
-            shared.thread = None
+            if shared.thread is thread:  # in a child by fork it is one of the child's own, or none
+                shared.thread = None
             thread.close()

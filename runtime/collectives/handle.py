@@ -149,7 +149,7 @@ class CollectiveWait:
             self._history.note_poll(found=operation.settled)
             if operation.settled and not engine.pending:
                 return
-        engine.progress.wake_io_thread()  # also for what other threads have started meanwhile
+        engine.progress.wake_io_thread()  # also for what other threads have started in this group
 
     @property
     def loop_is_due(self) -> bool:

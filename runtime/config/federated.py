@@ -96,10 +96,12 @@ def split_metric(metric: str) -> tuple[str, str]:
 
 
 def _need(settings: Settings, key: str, *others: str) -> None:
-    """Raises ValueError: of these settings others are set that have no effect without ``key``. Where that is set to
-    null or 0 it is meant to be switched off, as in a configuration that was written down, which has every setting."""
-    given = settings.model_fields_set
-    if key not in given and (without := [other for other in others if other in given]):
+    """Raises ValueError: others than their defaults are set for settings that have no effect without ``key``. Where
+    that is set to null or 0 it is meant to be switched off, as in a configuration that was written down, which has
+    every setting."""
+    given, fields = settings.model_fields_set, type(settings).model_fields
+    without = [other for other in others if other in given and getattr(settings, other) != fields[other].default]
+    if key not in given and without:
         raise ValueError(f"{without[0]} has no effect without {key}: set {key}, too, or leave {without[0]} out")
 
 

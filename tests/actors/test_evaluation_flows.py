@@ -340,13 +340,23 @@ def test_a_run_that_goes_on_has_its_last_model_evaluated_and_its_best_one_kept(t
 def test_a_metric_that_is_named_at_a_resume_and_is_not_there_is_refused_before_clients_train(
     rules: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    kept: dict[str, Any] = {"checkpoint": {"dir": tmp_path}}
+    kept: dict[str, Any] = {"checkpoint": {"dir": tmp_path}, "evaluation": {"every": 1}}
     Job([Measured()] * 2, rounds=1, **kept).run()
-    again = Job([Measured()] * 2, rounds=4, evaluation={"every": 2}, **kept, **rules)
+    again = Job([Measured()] * 2, rounds=4, **kept, **rules)
     with pytest.raises(BaseExceptionGroup) as errors:
         again.run()
     assert told in str(single_error(errors.value))
     assert not again.weights
+
+
+def test_a_metric_that_no_client_finds_of_a_trained_model_ends_no_resume_before_the_first_evaluation(
+    tmp_path: Path,
+) -> None:
+    kept: dict[str, Any] = {"checkpoint": {"dir": tmp_path}}
+    Job([Measured()] * 2, rounds=1, **kept).run()
+    named: dict[str, Any] = {"evaluation": {"every": 4}, "early_stop": {"patience": 5, "metric": "client.rsme"}}
+    reports = Job([Measured()] * 2, rounds=2, **kept, **named).run()
+    assert [report.round_id for report in reports] == [2]
 
 
 def test_a_metric_that_a_report_before_the_resume_has_is_not_looked_for_again(tmp_path: Path) -> None:

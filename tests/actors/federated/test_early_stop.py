@@ -136,6 +136,8 @@ def test_a_setting_without_the_one_that_gives_it_an_effect_is_refused_unless_tha
     (name,) = given
     with pytest.raises(ConfigError, match=f"{group}: {name} has no effect without {key}: set {key}, too"):
         FederatedConfig(**without)  # type: ignore[arg-type]
+    default = type(getattr(FederatedConfig(), group)).model_fields[name].default
+    FederatedConfig(**{group: {name: default}})  # type: ignore[arg-type]  # asks for nothing
     written = FederatedConfig(**{group: {key: off, **given}})  # type: ignore[arg-type]
     assert settings_of(written, 3, None).replaced("clients.num", None) == written
     assert FederatedConfig(**written.model_dump(mode="json")) == written

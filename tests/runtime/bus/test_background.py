@@ -48,6 +48,7 @@ def test_a_bus_that_does_not_open_yet_holds_up_the_other_jobs_of_its_process_nei
         yield object()
 
     monkeypatch.setattr(background, "connect", connect)
+    monkeypatch.setattr(background, "_jobs", {})  # none of other tests, which may end later
     before = background.acquire("before", BusSettings(domain=3), 0)
     with ThreadPoolExecutor(2) as others:
         try:

@@ -33,13 +33,15 @@ def test_calls_of_other_threads_do_not_wake_the_loop_while_an_earlier_timer_is_s
             await end
 
         async def run() -> None:
-            timer.watch(operations[0], 0.05, collective_timeout, on_loop=False)
+            timer.watch(operations[0], 60.0, collective_timeout, on_loop=False)
             await asyncio.sleep(0)  # the timer is set
             for operation in operations[1:]:
-                timer.watch(operation, 0.06, collective_timeout, on_loop=False)
+                timer.watch(operation, 61.0, collective_timeout, on_loop=False)
             assert loop.wakes == 1
-            timer.watch(operations[0], 0.04, collective_timeout, on_loop=False)
+            timer.watch(operations[0], 30.0, collective_timeout, on_loop=False)
             assert loop.wakes == 2  # it comes before the timer
+            for operation in operations:
+                timer.watch(operation, 0.01, collective_timeout, on_loop=False)
             for operation in operations:
                 await ended(operation)
 
