@@ -91,7 +91,7 @@ class StopVotes:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a vote was cast that is not counted yet."""
+        """Whether this rank has sent a vote whose result it has not read."""
         return self._handle is not None
 
     async def counted(self) -> bool:

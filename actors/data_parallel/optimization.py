@@ -129,7 +129,7 @@ class RunOptimizer:
 
     @property
     def has_own_schedule(self) -> bool:
-        """Whether a schedule of the task's counts the steps."""
+        """Whether the task has a learning-rate schedule of its own, which is told of every step."""
         return self._own_schedule is not None
 
     def step_has_ended(self) -> None:

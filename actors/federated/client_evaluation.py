@@ -80,7 +80,7 @@ class ClientEvaluator:
         self, round_id: int, asked: Iterable[int], is_enough: Callable[[OpenEvaluation], bool] = lambda found: False
     ) -> OpenEvaluation:  # fmt: skip
         """Have these clients evaluate the model of this round. Returns when nothing more is awaited, or ``is_enough``
-        says so of what has come."""
+        is true of the results so far."""
         config = self._context.config
         now_s = time.monotonic()
         found = self._open = OpenEvaluation(

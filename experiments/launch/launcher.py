@@ -46,7 +46,7 @@ class Launch:
     these ranks have failed. ``restarts``: how often ranks that something has killed are started again in all.
     ``ends_together``: whether ranks that have come to the end of the run end at about the same time, so that nobody
     goes on without one that fails then. ``has_ended``: whether the run has come to its end, as what it has written
-    says. ``program``: the command of ``gradbus`` that says so.
+    says. ``program``: the command of ``gradbus``, for messages.
     """
 
     world: int

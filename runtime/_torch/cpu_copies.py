@@ -28,7 +28,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
-    """Of the ranks that hold the shards of these tensors; None: they have none."""
+    """The device mesh over which these tensors are sharded; None: they are whole."""
     return next((one.device_mesh for one in tensors if isinstance(one, DTensor)), None)
 
 
@@ -47,7 +47,7 @@ def are_finite_on_the_mesh(tensors: Iterable[Tensor]) -> bool:
 
 
 EXCHANGED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of parameters. What float64 has more would be lost."""
+"""Data types that parameters may have: they are exchanged as float32, which cannot hold a float64."""
 
 
 def check_group(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -33,8 +33,8 @@ class _Exchange:
     """One exchange.
 
     Attributes:
-        step: as the algorithm was told of it. is_finite: whether the result is, on this rank and on those that hold the
-            other shards of its model. began_finite: the same of their own weights.
+        step: as the algorithm was told of it. is_finite: whether the result is finite on this rank and on those that
+            hold the other shards of its model. began_finite: the same of their own weights.
         counts: whether the result is finite on all ranks, and the algorithm has committed it.
         tensors: the ``result``, and where it is applied later what the weights were, ``before``; then the ``change``
             that was made of them.
@@ -181,7 +181,7 @@ class WeightExchange:
                     before = bucket.flat.clone() if self._delay_steps else None
                     self._run_program(one, loss, bucket)
                 except Exception:
-                    with suppress(Exception):  # where the network has failed the first error says so
+                    with suppress(Exception):  # the error above is the cause, and is raised
                         self._holders.agree(False, own)
                     raise
                 one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)

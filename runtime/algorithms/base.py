@@ -109,7 +109,7 @@ class Memory:
         return staged
 
     def commit_taken(self, staged: Mapping[tuple[str, str], Tensor]) -> None:
-        """What was taken counts. What another step has staged meanwhile stays staged."""
+        """Keep what :meth:`take_staged` returned. What later steps have staged stays staged."""
         self._kept.update(staged)
 
     def roll_back(self) -> None:
