@@ -33,7 +33,7 @@ _CASES: tuple[dict[str, Any], ...] = (
     {"clients": 1000, "share": 0.1, "rounds": 5}, {"clients": 1000, "share": 1.0, "rounds": 3},
 )  # fmt: skip
 _LAUNCHES = 3
-FLOWER = Path(".venv-flower-simulation/bin/python").absolute()  # runs are in a folder of their own
+FLOWER = Path(".venv-flower-simulation/bin/python")
 _FLOWER = "gradbus.experiments.bench.flower_simulation"
 
 
@@ -117,7 +117,8 @@ def measure(flower: str) -> Iterator[Measurement]:
         asked = round(case["share"] * case["clients"])
         ways = {"ours": partial(ours, case)}
         if flower:
-            ways["flower"] = partial(launch, flower, _FLOWER, "main", case)
+            program = Path(flower).absolute()  # runs are in a folder of their own
+            ways["flower"] = partial(launch, str(program), _FLOWER, "main", case)
         taken = {name: [run.rate(asked) for run in runs] for name, runs in by_turns(ways, _LAUNCHES).items()}
         name = f"trainings, {asked:,} of {case['clients']:,} clients in a round"
         if flower:
