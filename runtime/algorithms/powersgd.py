@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -129,15 +129,14 @@ class PowerSGD(Algorithm):
         most = self.rank_at(step)
         ms: dict[str, Tensor] = {}
         qs: dict[str, Tensor] = {}  # these and P lie transposed: each column in one piece
+        ps: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             ms[name] = m = tensor.reshape(self.matrix_of(tensor.shape))  # the gradient itself, if it lies in one piece
             if step.active < self.place.world:
                 m *= self.place.world / step.active
             kept = self.memory.find("error", name)
-            if kept is not None and kept.shape == m.shape:
-                m += kept
-            qs[name] = self._q(name, min(most, *m.shape), m.shape[1])
-        ps = {name: qs[name] @ m.T for name, m in ms.items()}
+            q = qs[name] = self._q(name, min(most, *m.shape), m.shape[1])
+            ps[name] = added_product(q, m, kept if kept is not None and kept.shape == m.shape else None)
         both = {**ps, **others}
         flat = flattened(both)
         copy_into(both, (yield AllReduce("p", flat, "sum", out=flat)))  # no mean of P: it is made orthonormal
@@ -207,6 +206,30 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return torch.from_numpy(x.astype(np.float32))
 
 
+def added_product(q: Tensor, m: Tensor, error: Tensor | None) -> Tensor:
+    """``m += error``, then ``q @ m.T``, some rows after the others: they are still in the cache when they are added.
+
+    Args:
+        q: float32, shape (rank, columns). m, error: float32, shape (rows, columns). None: nothing is added.
+
+    Returns:
+        float32, shape (rank, rows).
+    """
+    out = torch.empty(len(q), len(m))
+    for here in _row_blocks(m):
+        part = m[here]
+        if error is not None:
+            part += error[here]
+        out[:, here] = q @ part.T
+    return out
+
+
+def _row_blocks(m: Tensor) -> Iterator[slice]:
+    """Slices of the rows of a matrix, of as many entries as stay in the cache."""
+    block = max(1, _BLOCK_ELEMS // max(1, m.shape[1]))
+    return (slice(start, min(len(m), start + block)) for start in range(0, len(m), block))
+
+
 def narrow_product(p: Tensor, m: Tensor) -> Tensor:
     """``p @ m``, some rows of ``m`` after the others, so that they are in the cache together with the result.
 
@@ -216,11 +239,9 @@ def narrow_product(p: Tensor, m: Tensor) -> Tensor:
     Returns:
         float32, shape (rank, columns).
     """
-    rows, columns = m.shape
-    block = max(1, _BLOCK_ELEMS // max(1, columns))
-    out = p[:, :block] @ m[:block]
-    for start in range(block, rows, block):
-        out.addmm_(p[:, start : start + block], m[start : start + block])
+    out = torch.zeros(len(p), m.shape[1])
+    for here in _row_blocks(m):
+        out.addmm_(p[:, here], m[here])
     return out
 
 
@@ -231,10 +252,8 @@ def approximate(m: Tensor, p: Tensor, q: Tensor, error: Tensor) -> None:
     Args:
         m, error: float32, shape (rows, columns). p: shape (rank, rows). q: shape (rank, columns).
     """
-    rows, columns = m.shape
-    block = max(1, _BLOCK_ELEMS // max(1, columns))
-    for start in range(0, rows, block):
-        here = slice(start, min(rows, start + block))
+    columns = m.shape[1]
+    for here in _row_blocks(m):
         total, rest, factor = m[here], error[here], p[:, here].contiguous()  # as it was tried out
         rest.copy_(total)
         if total.is_contiguous() and blas_adds_in_order(len(p), len(total), columns, torch.get_num_threads()):
