@@ -634,7 +634,10 @@ class Controller:
         self.progress.phase = "aggregating"
         await self._publisher.quiesce()
         self._probe.reached("after_collect_before_aggregate", round_id)
-        crc32 = await self._compute.run(self._finish)
+        await self._compute.run(self._strategy.finish, state.weights)
+        # What is told before the model is published has the checksum in it; else clients do not wait for it.
+        is_told = state.is_durable or self._probe.history.on or self._callbacks.follow("on_aggregate")
+        crc32 = await self._compute.run(self._weights_crc32) if is_told else 0
         aggregated_s = time.perf_counter()
         self._probe.reached("after_aggregate_before_commit", round_id)
         totals = self._receiver.totals
@@ -660,6 +663,8 @@ class Controller:
         with tolerate_write_timeout("model", round_id):
             await self._publisher.publish()
         published_s = time.perf_counter()
+        if not is_told:
+            report = dataclasses.replace(report, weights_crc32=await self._compute.run(self._weights_crc32))
         self._probe.reached("after_publish", round_id)
         if self._config.asynchronous.proportional_steps:
             await self._dispatcher.note_speeds(self._receiver.totals.speeds)
@@ -697,8 +702,7 @@ class Controller:
         for client_id, why in list(never.items())[:MAX_NAMED]:
             log.warning("client never counted", client=client_id, reason=why)
 
-    def _finish(self) -> int:
-        self._strategy.finish(self._state.weights)
+    def _weights_crc32(self) -> int:
         return zlib.crc32(self._state.weights.numpy().data)
 
     def _note_command(self, round_: Round) -> None:
