@@ -38,19 +38,6 @@ def l2_norm(vector: Tensor) -> float:
         return math.sqrt(sum(float(np.dot(block, block)) for block in blocks))
 
 
-def l2_distance(a: Tensor, b: Tensor) -> float:
-    """The norm of ``a - b``, float32 vectors of one shape (D,) on the CPU."""
-    left, right = a.detach().numpy(), b.detach().numpy()
-    scratch = np.empty(min(_BLOCK_ELEMS, len(left)), np.float32)
-    total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(left), _BLOCK_ELEMS):
-            block = scratch[: len(left) - start]
-            np.subtract(left[start : start + len(block)], right[start : start + len(block)], out=block)
-            total += float(np.dot(block, block))
-    return math.sqrt(total)
-
-
 CAPPED = "samples capped"  # in the marks of a round's report
 ENOUGH = 2  # clients whose samples are known, to say what is typical
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, PartialSum, SumSummary, encode
@@ -45,12 +46,11 @@ class GridRounding:
     """Rounds updates to the grid of the exact sum, block by block, with memory of its own for one block."""
 
     def __init__(self) -> None:
-        self._scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
-        # The same memory for NumPy, which stays on the calling thread, and converts as it computes: torch would convert
-        # first, in a pass of its own.
-        self._scaled = self._scratch.numpy()
-        self._bits = self._scaled.view(np.int64)
-        self._integers = torch.empty(_BLOCK_ELEMS, dtype=torch.int64)
+        # NumPy stays on the calling thread, and converts as it computes: torch would convert first, in a pass of its
+        # own. And a call of it takes less time than one of torch.
+        self._scaled = np.empty(_BLOCK_ELEMS)
+        self._scratch = torch.from_numpy(self._scaled)
+        self._integers = self._scaled.view(np.int64)
 
     def bound(self, update: Parsed, base: Tensor, num_samples: int) -> float:
         """Return a bound on the integers of :meth:`blocks`; infinite or NaN: values are not finite.
@@ -64,8 +64,8 @@ class GridRounding:
 
     def blocks(
         self, update: Parsed, base: Tensor, num_samples: int, bound: float
-    ) -> Iterator[tuple[slice | Tensor, Tensor]]:
-        """Place and integers, int64, of each block: the differences to the base, times ``num_samples``, in units of
+    ) -> Iterator[tuple[slice | Tensor, NDArray[np.int64]]]:
+        """Place and integers of each block: the differences to the base, times ``num_samples``, in units of
         2^-30. The integers are used up before the next block; a place is a slice, or the indices of a sparse update.
         ``bound``: of the update, below 2^63.
         """
@@ -84,16 +84,17 @@ class GridRounding:
             del block, values  # before the next one is decoded
             yield place, round_(size)
 
-    def _round(self, size: int) -> Tensor:
-        """The first values of the scratch memory, rounded to even, as int64."""
-        np.rint(self._scaled[:size], out=self._scaled[:size])
-        return self._integers[:size].copy_(self._scratch[:size])
+    def _round(self, size: int) -> NDArray[np.int64]:
+        """Round the first values of the scratch memory to even, in place, and return them."""
+        scaled, integers = self._scaled[:size], self._integers[:size]
+        integers[:] = np.rint(scaled, out=scaled).astype(np.int64)
+        return integers
 
-    def _round_small(self, size: int) -> Tensor:
-        """Round the values in place, as :meth:`_round` does; they must be below 2^51."""
-        np.add(self._scaled[:size], _ROUNDER, out=self._scaled[:size])
-        np.subtract(self._bits[:size], _ROUNDER_BITS, out=self._bits[:size])
-        return self._scratch.view(torch.int64)[:size]
+    def _round_small(self, size: int) -> NDArray[np.int64]:
+        """The same, of values below 2^51."""
+        scaled, integers = self._scaled[:size], self._integers[:size]
+        np.add(scaled, _ROUNDER, out=scaled)
+        return np.subtract(integers, _ROUNDER_BITS, out=integers)
 
 
 class ExactMean:
@@ -138,12 +139,14 @@ class ExactMean:
             self._carry()
         if not self.count and update.is_sparse:
             self._sum.zero_()
+        total = self._sum.numpy()
         for place, integers in self._rounding.blocks(update, base, num_samples, bound):
-            if isinstance(place, slice):
-                part = self._sum[place]
-                (part.add_ if self.count else part.copy_)(integers)
+            if not isinstance(place, slice):
+                self._sum.index_add_(0, place, torch.from_numpy(integers))
+            elif self.count:
+                np.add(total[place], integers, out=total[place])
             else:
-                self._sum.index_add_(0, place, integers)
+                total[place] = integers
         self._bound += bound
         self.num_samples += num_samples
         self.count += 1

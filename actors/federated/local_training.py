@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation import updates
-from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
+from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
 from gradbus.actors.federated.client_state import (
@@ -239,11 +239,8 @@ class LocalTraining:
             change, noted = self._protected(privacy, inputs, end)
             facts |= noted
         facts = _announced(outcome, others=len(facts)) | facts
-        if self._feeds_back:
-            encoded, residual = self._encode_in_full(base, residual_before, change), None
-        else:
-            encoded, residual = self._encode(codec, base, residual_before, change)
-        update_norm = self._update_norm = l2_distance(self._model.read(), base) if change is None else l2_norm(change)
+        encoded, residual, change = self._encode(codec, base, residual_before, change)
+        update_norm = self._update_norm = l2_norm(change)
         self._check(encoded, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
@@ -466,29 +463,24 @@ class LocalTraining:
 
     @torch.no_grad()
     def _encode(
-        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None = None
-    ) -> tuple[bytes, Tensor | None]:
-        """The update's bytes, and with a lossy codec the residual. ``change``: in place of what training changed."""
+        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None
+    ) -> tuple[bytes, Tensor | None, Tensor]:
+        """The update's bytes, with a lossy codec the residual, and what training has changed. ``change``: in place of
+        that."""
         local = self._model.read() if change is None else base + change
-        # Version 1 of fp32 and q8 means weights; all else is the difference to the model of the round before.
-        is_weights = codec.version == 1 and not codec.v1_is_delta
-        vector = local if is_weights else local - base if change is None else change
+        change = local - base if change is None else change
         try:
+            if self._feeds_back:  # in full: what the codec does is done on the grid of the attempt, when it is masked
+                return codecs.get("fp32").encode(change if residual is None else change + residual), None, change
+            # Version 1 of fp32 and q8 means weights; all else is the difference to the model of the round before.
+            vector = local if codec.version == 1 and not codec.v1_is_delta else change
             if codec.lossless:
-                return codec.encode(vector), None
-            return codecs.residual_step(vector, residual, codec)
+                return codec.encode(vector), None, change
+            return *codecs.residual_step(vector, residual, codec), change
         except NonFiniteError as error:
             raise NonFiniteResult(
                 NON_FINITE_MODEL, f"training made the model non-finite: {error}. Lower the learning rate"
             ) from None
-
-    @torch.no_grad()
-    def _encode_in_full(self, base: Tensor, residual: Tensor | None, change: Tensor | None) -> bytes:
-        """Return the difference that training made plus the residual, float32 in full: what the codec of the run names
-        is done when it is masked, on the grid of the attempt. ``change``: in place of what training changed."""
-        vector = self._model.read() - base if change is None else change
-        vector = vector if residual is None else vector + residual
-        return self._encode(codecs.get("fp32"), base, None, vector)[0]
 
     def _check_loss(self, loss: float | None) -> None:
         """Raises NonFiniteResult: it is not finite."""

@@ -155,8 +155,8 @@ def _exactly(update: Parsed, base: Tensor, masks: UpdateMasks, weight: int) -> m
     scratch = np.empty(_BLOCK_ELEMS, np.uint64)
     for place, integers in rounding.blocks(update, base, weight, bound):
         assert isinstance(place, slice), "an update of every value"
-        masked = scratch[: integers.numel()]
-        np.add(integers.numpy().view(np.uint64), masks.total[place], out=masked)
+        masked = scratch[: len(integers)]
+        np.add(integers.view(np.uint64), masks.total[place], out=masked)
         values[place] = masked
     data[-_PAD_BYTES:] = bytes(_PAD_BYTES)
     return data
