@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import secrets
 from collections.abc import Sequence
@@ -84,7 +83,6 @@ async def run_server(file: FlowerFile, app: FlowerApp, server_app: Any, override
     from gradbus.actors.flower.grid import BusGrid
     from gradbus.actors.flower.hub import MessageHub
 
-    gc.freeze()  # what was imported stays: the collector need not look at it after each large message
     run_id = secrets.randbits(62) + 1
     context = make_context(app, run_id, overrides, None)
     async with open_bus(file.bus) as bus:
@@ -119,7 +117,6 @@ async def run_node(
     from gradbus.actors.flower.apps import ClientAppAnswering
     from gradbus.actors.flower.node import MessageNode
 
-    gc.freeze()  # as in run_server
     async with open_bus(file.bus) as bus:
         node = MessageNode(
             bus, ClientAppAnswering(app, client_app, partition, num_partitions), partition=partition,

@@ -83,6 +83,21 @@ def test_help_loads_neither_torch_nor_dds() -> None:
     assert done.stdout == "[]\n"
 
 
+OBJECTS = """
+import gc
+from gradbus.experiments.run.lifecycle import run_loop
+loaded = len(gc.get_objects())
+async def main():
+    print(gc.get_freeze_count() >= loaded, len(gc.get_objects()) < loaded / 10)
+run_loop(main)
+"""
+
+
+def test_the_garbage_collector_does_not_walk_over_what_was_loaded_before_the_loop() -> None:
+    done = subprocess.run([sys.executable, "-c", OBJECTS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True True\n"
+
+
 STUBBORN = """
 import asyncio
 from gradbus.experiments.run.lifecycle import before_abort, guard, run_loop
