@@ -31,10 +31,12 @@ MAX_NAMED = 8  # metrics in a line of the log
 log = get_logger("controller")
 
 
-def evaluated_metric(report: RoundReport, metric: str, key: str, least_answered: float = 0.0) -> float | None:
+def evaluated_metric(
+    report: RoundReport, metric: str, key: str, least_answered: float = 0.0, *, is_of_resumed: bool = False
+) -> float | None:
     """The metric of this name in a round's report; None: the evaluation that finds it was not made, or too few clients
     have found it, which is logged: what clients send, or do not send, ends no run. ``key``: of the setting that names
-    it. ``least_answered``: share of the asked clients that is enough.
+    it. ``least_answered``: share of the asked clients that is enough. ``is_of_resumed``: the round was before a resume.
 
     Raises:
         ConfigError: this controller's own evaluation was made, and lacks it.
@@ -46,7 +48,16 @@ def evaluated_metric(report: RoundReport, metric: str, key: str, least_answered:
     named = report.named()
     if metric not in named:
         known = [name for name in named if not name.startswith(OF_CLIENTS)]
-        raise ConfigError(f"{key}: the evaluation has no {metric!r}; it has {with_nearest(metric, known)}")
+        of_round, changed = "", ""
+        if is_of_resumed:
+            of_round = f" of round {report.round_id}, before the run was resumed,"
+            changed = (
+                ": the setting has changed since, or what the task evaluates. Name a metric that it has, set "
+                "federated.early_stop.patience to null, or begin a new run in another federated.checkpoint.dir"
+            )
+        raise ConfigError(
+            f"{key}: the evaluation{of_round} has no {metric!r}{changed}; it has {with_nearest(metric, known)}"
+        )
     return named[metric]
 
 
@@ -94,7 +105,7 @@ class EarlyStop:
         self.best_round = 0
         self.reason = ""
         for report in history:
-            self.note(report)
+            self.note(report, is_of_resumed=True)
 
     def may_begin(self, round_id: int) -> bool:
         """Whether a round is to be commanded, as it is next."""
@@ -132,12 +143,15 @@ class EarlyStop:
         """The model of a round was evaluated, by all that evaluate it: also of the last round before a resume."""
         self._call("on_evaluation", report)
 
-    def note(self, report: RoundReport) -> None:
-        """Note the evaluation of a round, once, where it has one. Raises ConfigError: it lacks the metric."""
+    def note(self, report: RoundReport, *, is_of_resumed: bool = False) -> None:
+        """Note the evaluation of a round, once, where it has one. ``is_of_resumed``: it was before a resume. Raises
+        ConfigError: it lacks the metric."""
         patience, metric = self._settings.patience, self._settings.metric
         if patience is None or report.round_id <= self._newest:
             return
-        value = evaluated_metric(report, metric, "federated.early_stop.metric", self._least_answered)
+        value = evaluated_metric(
+            report, metric, "federated.early_stop.metric", self._least_answered, is_of_resumed=is_of_resumed
+        )
         if value is None:
             return
         self._newest = report.round_id

@@ -35,7 +35,7 @@ from gradbus.experiments.bench.elastic_processes import (
     score,
 )
 from gradbus.experiments.bench.idle import measure_idle
-from gradbus.experiments.bench.processes import DOMAIN, BenchRank, context, run_ranks
+from gradbus.experiments.bench.processes import DOMAIN, BenchRank, context, end_with_benchmark, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import Host, hosts_on_a_switch, set_link
@@ -269,6 +269,7 @@ def _stopped(all_ranks: bool, for_s: float) -> Callable[[Sequence[ElasticProcess
 
 
 def _burn() -> None:
+    end_with_benchmark()
     while True:
         sum(range(10_000))
 

@@ -12,6 +12,7 @@ import torch
 from aiohttp import ClientSession, web
 
 import gradbus
+from gradbus.experiments.bench.processes import end_with_benchmark
 from gradbus.experiments.examples.embed_elastic import (
     EmbeddedRank,
     example_config,
@@ -43,6 +44,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def _founder(job: str, domain: int) -> None:
+    end_with_benchmark()
     torch.set_num_threads(1)
     asyncio.run(found(job, domain=domain))
 

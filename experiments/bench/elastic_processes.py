@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import math
 import multiprocessing
@@ -26,7 +25,7 @@ import torch.distributed as dist
 import gradbus
 from gradbus import models
 from gradbus.actors.data_parallel.callbacks import StepReport
-from gradbus.experiments.bench.processes import DOMAIN, context
+from gradbus.experiments.bench.processes import DOMAIN, context, end_with_benchmark
 from gradbus.experiments.namespaces import Host, enter_host
 from gradbus.runtime import logs
 from gradbus.runtime.json_text import parse_json
@@ -36,7 +35,6 @@ from gradbus.runtime.testing.journal import History
 Event = dict[str, Any]
 _POLL_S = 0.002
 _END_S = 10.0
-_PR_SET_PDEATHSIG = 1
 _runs = itertools.count()
 
 
@@ -142,7 +140,7 @@ def _sum_over_gloo(seat: ElasticSeat) -> None:
 
 def _live(seat: ElasticSeat) -> None:
     """The whole life of a process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_benchmark()
     log = os.open(seat.directory / f"log-{seat.number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -7,9 +7,11 @@ Imports are no part of any figure and take seconds: so eight processes start in 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +33,7 @@ from gradbus.runtime import logs
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.fast_paths import IS_LINUX
 from gradbus.runtime.security import Level, Security
 
 LEASE_S = 10.0  # a busy machine must not look like a death
@@ -111,8 +114,26 @@ class Processes:
         return [found[pipe] for pipe in self._pipes]
 
 
+def end_with_benchmark() -> None:
+    """Have the kernel kill this process, which ``multiprocessing`` has started for a benchmark, when that one is gone.
+
+    The parent is the fork server, and ends after its children: each holds the pipe that it waits for, so as to fork
+    others by it. So the signal comes of the pipe whose write end the benchmark alone has, as that is closed. Only Linux
+    sends another signal than SIGIO.
+    """
+    benchmark = multiprocessing.parent_process()
+    if benchmark is None or not IS_LINUX:
+        return
+    fcntl.fcntl(benchmark.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(benchmark.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(benchmark.sentinel, fcntl.F_SETFL, os.O_ASYNC)
+    if not benchmark.is_alive():  # it was closed before that was in force
+        os._exit(1)
+
+
 def _live(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """The whole life of such a process."""
+    end_with_benchmark()
     logs.configure(level="error")
     torch.set_num_threads(1)
     outcome: tuple[float | None, Any]

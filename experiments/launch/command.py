@@ -17,7 +17,7 @@ from gradbus.experiments.cli.options import settings_of
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch.launcher import Launch, Launcher
 from gradbus.experiments.run.rank_environment import MAX_WORLD
-from gradbus.experiments.rundir.directory import new_path, outcome_of
+from gradbus.experiments.rundir.directory import begun_at, new_path, outcome_of
 from gradbus.runtime.errors import ConfigError
 
 
@@ -85,21 +85,25 @@ def plan(
     def name(rank: int) -> str:
         return f"rank {rank}" if rank < world else f"server {rank - world}"
 
+    run_dir = file.run_dir or new_path(file.bus.job)
+    more = [] if elastic is None else elastic.options(file, run_dir)
+    before = outcome_of(run_dir), begun_at(run_dir)  # of an earlier start
+    failed_at_start: set[int] = set()
+
     def goes_on_without(ranks: Collection[int]) -> bool:
         if elastic is not None:
-            return world - len(ranks) >= elastic.min_world
+            # Before the first generation process 0 waits for a rank that it has not seen, and cannot know its end.
+            if begun_at(run_dir) == before[1]:
+                failed_at_start.update(ranks)
+            return not failed_at_start and world - len(ranks) >= elastic.min_world
         # Rank 0 writes the run directory, and without a server nobody goes on.
         if not settings.servers or not all(0 < rank < world for rank in ranks):
             return False
         return world - len(ranks) >= settings.workers_needed(world)
 
-    run_dir = file.run_dir or new_path(file.bus.job)
-    more = [] if elastic is None else elastic.options(file, run_dir)
-    before = outcome_of(run_dir)  # of an earlier start
-
     def has_ended() -> bool:
         found = outcome_of(run_dir)
-        return found is not None and found != before and found[0] == "done"
+        return found is not None and found != before[0] and found[0] == "done"
 
     def command(rank: int, again: bool) -> list[str]:
         # -P: Python would put the current directory in front of everything that is installed. With prefixes the log is

@@ -301,6 +301,14 @@ def outcome_of(path: Path) -> tuple[str, str] | None:
     return None
 
 
+def begun_at(path: Path) -> int:
+    """When training has begun in this directory, at the newest start that has come so far, which writes its settings
+    then: a time of the file system, in ns; 0: never."""
+    with contextlib.suppress(OSError):
+        return (path / "config.json").stat().st_mtime_ns
+    return 0
+
+
 def open_log(path: Path, name: str) -> TextIO:
     """A file in a run directory, for appending; the directory is made if need be. Raises ConfigError."""
     with _writing(path):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.torch.process_group import group_beside
 
 
@@ -74,13 +74,19 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = Weak
 
 class ShardHolders:
     """The ranks that hold the shards of one copy of the model. What they decide about an exchange of weights, they
-    decide for all shards alike."""
+    decide for all shards alike.
+
+    Attributes:
+        counted: how many exchanges have counted on this rank. It is equal on all holders, unless one of them has missed
+            what they agreed on last.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
         """All of these ranks make one, at the same time. ``group``: that which exchanges weights, None: the default
         one; what they agree on travels as its tensors do, but in a group of its own: FSDP uses the mesh meanwhile."""
         mesh = _mesh_of(parameters)
         whole: Any = group or dist.group.WORLD
+        self.counted = 0
         self._group: Any = None
         if mesh is not None:
             ranks, made = tuple(mesh.mesh.flatten().tolist()), _groups.setdefault(whole, {})
@@ -89,12 +95,24 @@ class ShardHolders:
             self._group = made[ranks]
 
     def agree(self, *own: bool) -> list[bool]:
-        """Which of these hold on all of these ranks, each of which calls this. Without shards, which hold here."""
+        """Which of these hold on all of these ranks, each of which calls this. Without shards, which hold here.
+
+        Raises:
+            CollectiveError: an exchange has counted on some of these ranks only, so that their shards do not belong
+                together. All of them raise it.
+        """
         if self._group is None:
             return list(own)
-        agreed = torch.tensor(own, dtype=torch.float32)
+        agreed = torch.tensor([*own, self.counted, -self.counted], dtype=torch.float64)
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._group)
-        return [bool(one) for one in agreed]
+        *found, least, most = agreed.tolist()
+        if least != -most:
+            raise CollectiveError(
+                f"the shards of the model on ranks {dist.get_process_group_ranks(self._group)} have counted {least:g} "
+                f"to {-most:g} exchanges of weights: one of them has lost its connection to the others when they "
+                f"agreed on one. Its error says why. Start all ranks again from their last checkpoint"
+            )
+        return [bool(one) for one in found]
 
 
 class CpuCopies:

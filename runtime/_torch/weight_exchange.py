@@ -132,7 +132,7 @@ class WeightExchange:
 
     def load(self, waiting: Iterable[Mapping[str, Any]], steps: int) -> None:
         """The inverse of :meth:`state`, after so many steps."""
-        self._step, self._restarted = Step(steps - 1), 0
+        self._step, self._restarted, self._holders.counted = Step(steps - 1), 0, 0
         self._waiting.clear()
         self._unsettled.clear()
         for saved in waiting:
@@ -172,27 +172,18 @@ class WeightExchange:
     def _exchange(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
         """Exchange, then agree whether it counts: whether the result is finite on each rank, and none has failed.
         ``exchanged`` is set before that, as soon as the result is there. The ranks that hold the shards of one model
-        agree first, so that all others learn the same of each shard. Whatever fails here, both agreements are made, as
-        backends match calls by their order. On the thread of the programs."""
+        agree first, so that all others learn the same of each shard, and last, on what they have learnt of each.
+        Whatever fails here, all agreements are made, as backends match calls by their order. On the thread of the
+        programs."""
         try:
-            own = are_finite([bucket.flat])
             try:
-                try:
-                    before = bucket.flat.clone() if self._delay_steps else None
-                    self._run_program(one, loss, bucket)
-                except Exception:
-                    with suppress(Exception):  # the error above is the cause, and is raised
-                        self._holders.agree(False, own)
-                    raise
-                one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)
+                counts = self._exchange_and_agree(one, loss, bucket)
             except Exception:
-                with suppress(Exception):
-                    self._all_are(False)
+                with suppress(Exception):  # the error above is the cause, and is raised
+                    self._holders.agree(False)
                 raise
-            if one.is_finite:
-                one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
-            one.exchanged.set_result(None)
-            one.counts = self._all_are(one.is_finite)
+            (one.counts,) = self._holders.agree(counts)
+            self._holders.counted += one.counts
             # Before it is known to have ended: what is read then is of after it.
             (self._algorithm.commit if one.counts else self._algorithm.roll_back)()
             one.ended.set_result(None)
@@ -202,6 +193,28 @@ class WeightExchange:
             for future in (one.exchanged, one.ended):
                 if not future.done():
                     future.set_exception(error)
+
+    def _exchange_and_agree(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> bool:
+        """Whether the result is finite, and none has failed, on all ranks that exchange this shard, and on the holders
+        of each of their models."""
+        own = are_finite([bucket.flat])
+        try:
+            try:
+                before = bucket.flat.clone() if self._delay_steps else None
+                self._run_program(one, loss, bucket)
+            except Exception:
+                with suppress(Exception):
+                    self._holders.agree(False, own)
+                raise
+            one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)
+        except Exception:
+            with suppress(Exception):
+                self._all_are(False)
+            raise
+        if one.is_finite:
+            one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
+        one.exchanged.set_result(None)
+        return self._all_are(one.is_finite)
 
     def _run_program(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
         if self._algorithm.needs_loss:

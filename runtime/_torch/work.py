@@ -207,7 +207,10 @@ class DdsWork(Work):
 
     def wait_until_done(self) -> None:
         """Wait until it has ended, well or not."""
-        self._queue.engine.progress.poll_inline(self._over.is_set, self.until_s)
+        progress = self._queue.engine.progress
+        progress.poll_inline(self._over.is_set, self.until_s)
+        if not self._over.is_set():  # another thread polls, for a work that may end sooner
+            progress.wake_io_thread()
         if not self._over.wait(max(0.0, self.until_s - time.monotonic())):
             self.expire()
             self._over.wait()

@@ -49,6 +49,7 @@ class WaitLoop(threading.Thread):
         self._inline_thread = 0
         self._was_inline = False  # a thread has waited inline since this one has asked
         self._wanted = threading.Event()
+        self._is_asked = False  # for this one, since its last turn
         self._calls: list[Periodic] = []
         self._new_calls: deque[Periodic] = deque()
         self._due_s = math.inf
@@ -67,7 +68,9 @@ class WaitLoop(threading.Thread):
             self._waiter.wake()
 
     def wake_io_thread(self) -> None:
-        """Have the thread wait again now: something goes on that no thread waits for inline."""
+        """Have the thread wait again now, or when the wait of another thread inline has ended: something goes on that
+        no thread waits for inline."""
+        self._is_asked = True  # before the look: the end of a wait looks in the other order
         if self._was_inline:
             self._wanted.set()
 
@@ -124,6 +127,8 @@ class WaitLoop(threading.Thread):
                 self._polling.release()
             except RuntimeError:  # it was not taken
                 pass
+            if self._is_asked:
+                self._wanted.set()
 
     def _poll(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
         now_s = time.monotonic()
@@ -166,6 +171,7 @@ class WaitLoop(threading.Thread):
                     continue
                 backoff_s = BACKOFF_S
                 with self._polling:
+                    self._is_asked = False
                     self._turn(IDLE_S)
         except BaseException as error:
             self._fail(error)

@@ -171,7 +171,7 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     location = [_short(str(step)) for step in fault["loc"]]
     name = ".".join(location) or "settings"
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {name!r}{_hint(_group_at(kind, location[:-1]), location)}"
+        return f"unknown key {name!r}{_hint(kind, location)}"
     if fault["type"] == "missing":
         return f"key {name!r} is missing"
     message: str = fault["msg"].removeprefix("Value error, ")
@@ -184,17 +184,21 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     return f"{name}: {message[:1].lower()}{message[1:]}{found}"
 
 
-def _hint(group: type[BaseModel] | None, location: list[str]) -> str:
-    """Which key of this group, or of the groups in it, was probably meant by the last step of the location."""
+def _hint(kind: type[BaseModel], location: list[str]) -> str:
+    """Which key was probably meant by the last step of the location: one of that name in a group within its own, else
+    in any other, else one with a similar name in its own group, or within."""
+    *place, wrong = location
+    group = _group_at(kind, place)
     if group is None:
         return ""
-    *place, wrong = location
     deeper: dict[str, list[str]] = {}  # keys that are not right here, but one or more groups further down
     for path in sorted(_paths(group), key=lambda path: _field_type(group, path[0]) is Choice):
         if len(path) > 1 and path[-1] not in group.model_fields:
             deeper.setdefault(path[-1], []).append(".".join([*place, *path]))
     for old, new in getattr(group, "renamed", {}).items():
         deeper[old] = [".".join([*place, new])]
+    if elsewhere := sorted((path for path in _paths(kind) if path[-1] == wrong), key=len):
+        deeper.setdefault(wrong, [".".join(path) for path in elsewhere])
     if wrong not in deeper:
         near = difflib.get_close_matches(wrong, [*group.model_fields, *deeper], n=1, cutoff=0.5)
         if not near:

@@ -88,6 +88,21 @@ def test_an_option_that_workers_do_not_have_is_refused_once(invoke, configs) -> 
     assert ended.err.count("No such option: --nonsense") == 1
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("parallel.world", "world"),
+        ("task.domain", "bus.domain"),
+        ("parallel.elastic.epochs", "parallel.epochs"),
+        ("parallel.checkpoint.wait_s", "parallel.elastic.wait_s"),
+    ],
+)
+def test_a_key_in_a_wrong_section_is_answered_with_that_of_the_same_name(invoke, configs, wrong, right) -> None:
+    ended = invoke("run", "-n", 2, "--", configs / "ddp.conf.json", "--set", f"{wrong}=2")
+    assert ended.code == 2
+    assert f"unknown key {wrong!r}, did you mean {right!r}" in one_line(ended.err)
+
+
 def test_a_rank_that_does_not_come_is_named(invoke, configs, domain) -> None:
     soon = ("--set", "parallel.timeouts.join_s=0.5", "--set", f"bus.domain={domain}")
     ended = invoke("worker", configs / "ddp.conf.json", "--rank", 0, "--world", 3, *soon, *GLYPHS)

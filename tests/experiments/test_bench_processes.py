@@ -1,10 +1,13 @@
-"""Processes of a benchmark: results come in order, a failure is reported at once, and no process is left."""
+"""Processes of a benchmark: results come in order, a failure is reported at once, and none outlives the benchmark."""
 
 from __future__ import annotations
 
 import asyncio
 import operator
 import os
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,3 +49,26 @@ def test_a_failure_or_death_is_reported_at_once_and_all_are_ended(
         beside_a_sleeper(pids, timeout_s, work, *arguments)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+_BENCHMARK = """
+import sys, time
+from gradbus.experiments.bench.processes import Processes
+with Processes() as processes:
+    print(*(processes.start(f"sleeper {number}", time.sleep, 600.0) for number in range(2)), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone sends SIGKILL as a pipe is closed")
+def test_processes_end_with_a_benchmark_that_is_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _BENCHMARK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as benchmark:
+        assert benchmark.stdout is not None
+        files = [os.pidfd_open(int(pid)) for pid in benchmark.stdout.readline().split()]
+        benchmark.kill()
+    assert len(files) == 2
+    for file in files:
+        with os.fdopen(file):  # readable when its process has ended
+            assert select.select([file], [], [], 2.0)[0], "a process of the benchmark goes on"

@@ -205,8 +205,9 @@ def spoilt_shard(place: RankLocation) -> dict[str, Any]:
 
 def failed_shard(place: RankLocation) -> dict[str, Any]:
     """Two hosts of two ranks, with an exchange after every second step. In the second one the last rank fails in
-    its part, or both ranks of its host when they agree, by what fails: what ranks are told in which step, what is
-    shared after each exchange, and the weights at the end."""
+    its part, or it or both ranks of its host as soon as they have agreed, by what fails: what ranks are told in which
+    step, what is shared after each exchange, and the weights at the end. ``last agreement``: that on whether it
+    counts."""
     place.start()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
     between = mesh.get_group("between")
@@ -220,7 +221,7 @@ def failed_shard(place: RankLocation) -> dict[str, Any]:
         holders = diloco._weights._holders
         exchange, agree = diloco.algorithm.exchange, holders.agree
         random, number = torch.Generator().manual_seed(place.rank // 2), 0
-        told, shared = [], []
+        told, shared, agreements = [], [], list[int]()
 
         def fail(now: str) -> None:
             if (now, number) == (what, 3) and place.rank in ranks:
@@ -232,7 +233,8 @@ def failed_shard(place: RankLocation) -> dict[str, Any]:
 
         def agree_or_fail(*own: bool) -> list[bool]:
             agreed = agree(*own)
-            fail("agreement")
+            agreements.append(number)
+            fail("agreement" if agreements.count(number) == 1 else "last agreement")
             return agreed
 
         with (
@@ -244,15 +246,19 @@ def failed_shard(place: RankLocation) -> dict[str, Any]:
                 model(torch.randn(16, 12, generator=random)).square().mean().backward()
                 try:
                     optimizer.step()
+                    if number % 2:
+                        diloco.drain()
                 except CollectiveError as error:
                     told.append((number, str(error)))
                 if number % 2:
-                    diloco.drain()
                     shared.append(copy.deepcopy(list(diloco.algorithm.shared_state().values())))
         weights = [one.full_tensor().detach().clone() for one in model.parameters()]  # type: ignore[attr-defined]
         return {"told": told, "shared": shared, "weights": weights, "skipped": diloco.skipped_steps}
 
-    return {"exchange": run("exchange", [3]), "agreement": run("agreement", [2, 3])}
+    return {
+        "exchange": run("exchange", [3]), "agreement of both": run("agreement", [2, 3]),
+        "agreement of one": run("agreement", [3]), "last agreement": run("last agreement", [3]),
+    }  # fmt: skip
 
 
 def damaged_states(place: RankLocation) -> dict[str, Any]:

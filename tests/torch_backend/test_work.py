@@ -72,6 +72,22 @@ def test_a_future_asked_for_while_its_work_ends_leaves_nothing_behind(monkeypatc
     assert pair.queue._open == set()
 
 
+def test_who_waits_while_another_thread_polls_has_the_thread_of_the_bus_go_on() -> None:
+    pair, asked = Pair(), list[bool]()
+
+    def wake_io_thread() -> None:
+        asked.append(True)
+        pair.barrier_of_rank_1()
+        pair.net.settle()
+
+    pair.queue.engine.progress = SimpleNamespace(  # type: ignore[assignment]
+        poll_inline=lambda done, until_s: None, wake_io_thread=wake_io_thread, wake_inline=lambda: None
+    )
+    call = CollectiveCalls(0, 2).barrier()
+    assert pair.queue.submit(DdsWork(pair.queue, call, "c", 5.0, ordered=True)).wait()
+    assert asked
+
+
 def test_callbacks_go_on_after_one_that_fails_and_a_log_that_takes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_module, "log", NoLog())
     pair = Pair()

@@ -79,6 +79,17 @@ def test_a_resumed_run_remembers_what_it_waited_for() -> None:
     assert again.best_round == 1
 
 
+def test_a_metric_that_evaluations_before_a_resume_lack_is_refused_with_what_has_changed_and_what_to_do() -> None:
+    history = reports_of(None, 2.0, 1.0, metric="f1")
+    with pytest.raises(ConfigError) as error:
+        EarlyStop(EarlyStopSettings(patience=2, metric="f11"), NONE, history)
+    assert str(error.value) == (
+        "federated.early_stop.metric: the evaluation of round 2, before the run was resumed, has no 'f11': the setting "
+        "has changed since, or what the task evaluates. Name a metric that it has, set federated.early_stop.patience "
+        "to null, or begin a new run in another federated.checkpoint.dir; it has eval_loss, f1. Did you mean f1?"
+    )
+
+
 def test_the_last_round_before_a_resume_counts_when_it_is_evaluated_after_it() -> None:
     *before, last = reports_of(1.0, 2.0, 3.0)
     resumed = EarlyStop(EarlyStopSettings(patience=2), NONE, [*before, dataclasses.replace(last, eval_loss=None)])

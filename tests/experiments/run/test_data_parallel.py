@@ -155,12 +155,23 @@ def test_a_launch_without_protection_is_allowed_as_its_ranks_are(
     assert seen == [True, False]
 
 
-def test_elastic_ranks_go_on_while_enough_of_them_are_left_whichever_they_are(configs: Path) -> None:
-    planned = launch([str(configs / "ddp.conf.json")], None, elastic=ElasticLaunch.parse("2:4", restarts=0))
+def test_elastic_ranks_go_on_while_enough_of_them_are_left_whichever_they_are(configs: Path, tmp_path: Path) -> None:
+    bounds = ElasticLaunch.parse("2:4", restarts=0)
+    planned = launch([str(configs / "ddp.conf.json")], None, elastic=bounds, run_dir=tmp_path)
+    write_json(tmp_path / "config.json", {})
     assert planned.goes_on_without({1})
     assert planned.goes_on_without({0, 3})
     assert not planned.goes_on_without({0, 1, 3})
     assert planned.ends_together
+
+
+def test_elastic_ranks_need_one_another_until_their_run_has_begun(configs: Path, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {})  # of an earlier start
+    bounds = ElasticLaunch.parse("2:4", restarts=0)
+    planned = launch([str(configs / "ddp.conf.json")], None, elastic=bounds, run_dir=tmp_path)
+    assert not planned.goes_on_without({3})
+    write_json(tmp_path / "config.json", {})
+    assert not planned.goes_on_without({3})  # the others are being ended
 
 
 def test_an_elastic_launch_has_ended_when_its_run_has_a_new_summary_that_says_done(

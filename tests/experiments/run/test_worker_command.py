@@ -22,13 +22,16 @@ from gradbus.runtime.profiling.summary import read_summary
 
 pytestmark = pytest.mark.slow
 
-# A task of one's own: two numbers to be learnt, and an evaluation that counts to ten. Rank FAILS fails in step 3.
+# A task of one's own: two numbers to be learnt, and an evaluation that counts to ten. Rank FAILS fails in step 3, rank
+# ABSENT before it is there.
 TASK = """
 import os, torch
 from torch import nn
 
 class Task:
-    def __init__(self, fails=-1, batches=5):
+    def __init__(self, fails=-1, batches=5, absent=-1):
+        if os.environ.get("RANK") == str(absent):
+            raise RuntimeError("this machine has no data")
         self.fails, self.count = fails, batches
 
     def build_model(self):
@@ -157,6 +160,15 @@ def test_a_rank_that_fails_ends_the_launch_with_its_own_traceback(start, config)
     )
     assert len(report.splitlines()) < 10
     assert "  gradbus worker: ZeroDivisionError: this loss divides by nothing, at " in report
+
+
+def test_an_elastic_launch_ends_with_the_error_of_a_rank_that_fails_before_the_run_has_begun(start, config) -> None:
+    """Process 0 has not seen it, and would wait for it for ``elastic.wait_s``, 600 s."""
+    process = start("run", "--elastic", "1:2", config, "--set", 'task.task_options={"absent": 1}')
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 13, out + err
+    assert "gradbus run: rank 1 failed with exit code 13; ending the others\n" in err
+    assert "RuntimeError: this machine has no data" in err.partition("the last lines of rank 1:\n")[2]
 
 
 def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(

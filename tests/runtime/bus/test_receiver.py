@@ -125,6 +125,42 @@ def test_wherever_a_signal_ends_an_inline_wait_other_threads_can_wait_and_work_a
     assert 10 < moment < 199
 
 
+def test_who_asks_for_the_thread_while_another_one_waits_inline_has_it_when_that_wait_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wait_loop_module, "BACKOFF_S", 60.0)
+    thread_works = threading.Event()
+
+    class Waits(Looks):
+        def wait(self, timeout_s: float) -> list[int]:
+            time.sleep(min(timeout_s, 0.001))
+            return super().wait(timeout_s)
+
+        def wake(self) -> None:
+            pass
+
+    def handle(numbers: list[int], until_s: float) -> bool:
+        if asked and threading.get_ident() == loop.ident:
+            thread_works.set()
+        return False
+
+    def done() -> bool:
+        if time.monotonic() > began_s + 0.05:  # the thread has left the wait to this one by now
+            loop.wake_io_thread()
+            asked.append(True)
+        return bool(asked)
+
+    asked, began_s = list[bool](), time.monotonic()
+    loop = WaitLoop(cast("Any", Waits(news_at=0)), handle, failed=lambda: None, ended=lambda: None)
+    loop.start()
+    try:
+        loop.poll_inline(done, began_s + 60.0)
+        assert thread_works.wait(10.0)
+    finally:
+        loop.stop()
+        loop.join(10.0)
+
+
 def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the_bus(run: Run) -> None:
     async def main() -> None:
         fault = DDSException(DDSException.DDS_RETCODE_ERROR, "status of a reader")
