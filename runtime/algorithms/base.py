@@ -227,7 +227,7 @@ class Algorithm(ABC):
 
     @property
     def any_device(self) -> bool:
-        """Whether tensors of a bucket may be on an accelerator; else they are on the CPU."""
+        """Whether tensors of a bucket may be on an accelerator; else drivers give it copies on the CPU."""
         return False
 
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -243,11 +243,6 @@ class Algorithm(ABC):
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32 and not (self.any_dtype and parameter.is_floating_point()):
                 raise ConfigError(f"{self.choice}: parameter {name} is {parameter.dtype}, expected torch.float32")
-            if not (parameter.is_cpu or self.any_device):
-                raise ConfigError(
-                    f"{self.choice}: parameter {name} is on {parameter.device}, expected on the CPU with these "
-                    f"options: train there, or set parallel.algorithm=dense"
-                )
         if not self.makes_steps:
             return
         is_sgd = isinstance(optimizer, torch.optim.SGD)
@@ -399,8 +394,8 @@ def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = 
 
 
 def bucket_of(tensors: Mapping[str, Tensor], index: int = 0) -> TensorBucket:
-    """A bucket with copies of these tensors."""
-    flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors.values()])
+    """A bucket with copies of these tensors on the CPU."""
+    flat = torch.cat([tensor.detach().reshape(-1).to("cpu", torch.float32) for tensor in tensors.values()])
     return TensorBucket(index, flat, views_of(flat, tensors))
 
 

@@ -68,6 +68,13 @@ def test_models_of_other_types_are_for_algorithms_that_can(algorithm: str) -> No
         succeeded(train(make_task(Double), world=1, algorithm="topk"))
 
 
+def test_a_model_that_the_bus_cannot_reach_is_refused() -> None:
+    task = make_task()
+    task.build_model = lambda: nn.Sequential(nn.Linear(784, 10, device="meta"))
+    with pytest.raises(ConfigError, match=r"topk: parameter 0\.weight is on meta, expected on the CPU"):
+        succeeded(train(task, world=1, algorithm="topk"))
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
