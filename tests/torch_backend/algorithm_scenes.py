@@ -542,6 +542,8 @@ def refusals(place: RankLocation) -> dict[str, str]:
     refused("optimizer", model, torch.optim.Adam(model.parameters()), "qadam")
     refused("momentum", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "onebit-adam")
     refused("plain", net(), sgd, "topk")
+    of_gpus = dist.new_group(backend="cuda:gloo")
+    refused("backend", net(), sgd, "decentralized", process_group=of_gpus)
     refused("device", net().to("meta"), sgd, "topk")
     unused = DistributedDataParallel(net(), find_unused_parameters=True)
     refused("unused", unused, torch.optim.SGD(unused.parameters(), lr=0.1), "dense", delay_steps=1)
