@@ -315,6 +315,30 @@ def test_bytegrad_by_hosts_quantizes_the_sums_of_hosts() -> None:
             assert np.abs(flat - sum(sums) / len(hosts)).max() <= 1.02 * most
 
 
+def test_bytegrad_takes_hosts_and_racks_of_a_topology() -> None:
+    hosts, racks = ("a", "b", "a", "b", "c", "c"), ("x", "x", "x", "x", "y", "y")
+    run, world = gradients(6), len(hosts)
+    options = {"hierarchical": True, "chunk_elems": 64}
+
+    def by(**keys: tuple[str, ...]) -> list[dict[str, Tensor]]:
+        ranks = [dict(zip(keys, one, strict=True)) for one in zip(*keys.values(), strict=True)]
+        return Ranks("bytegrad", world, topology={"ranks": ranks}, **options).run(run)
+
+    def check_equal(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+        assert all(
+            torch.equal(one[name], other[name]) for one, other in zip(found, expected, strict=True) for name in one
+        )
+
+    check_equal(by(host=hosts), Ranks("bytegrad", world, hosts=hosts, **options).run(run))
+    flats = [[np.concatenate([t.reshape(-1) for t in rank.values()]) for rank in step] for step in as_arrays(run)]
+    for step, tensors in enumerate(by(host=hosts, rack=racks)):
+        sums = [sum(flats[step][rank].astype(np.float64) for rank in rack) for rack in (range(4), range(4, 6))]
+        most = sum(float(one.max() - one.min()) for one in [*sums, sum(sums)]) / 255 / 2 / world
+        flat = np.concatenate([tensor.numpy().reshape(-1) for tensor in tensors.values()])
+        assert 0 < np.abs(flat - sum(sums) / world).max() <= 1.02 * most
+    check(by(host=hosts, rack=("x",) * world), oracles.dense(as_arrays(run)), tolerance=0)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_bytegrad_on_one_host_is_dense_bit_by_bit(world: int) -> None:
     run = gradients(world)
