@@ -20,7 +20,15 @@ from gradbus.runtime.compute import ComputeThread
 
 ROUNDED = {
     f"algorithms/{name}"
-    for name in ("bytegrad", "bytegrad hierarchical", "qadam", "onebit-adam", "dense fp16", "decentralized ring")
+    for name in (
+        "bytegrad",
+        "bytegrad hierarchical",
+        "qadam",
+        "onebit-adam",
+        "dense fp16",
+        "dense bf16",
+        "decentralized ring",
+    )
 }
 PROGRAMS = {"requests": program_case.every_request, "algorithms": program_case.every_algorithm}
 
