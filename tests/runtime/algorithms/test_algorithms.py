@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import oracles
 import pytest
 import torch
+from doc_pages import python_blocks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -580,6 +582,26 @@ class Doubled(Algorithm):
         bucket.flat.mul_(2)
         return
         yield
+
+
+def test_the_example_of_the_page_does_what_it_says(root: Path) -> None:
+    page = (root / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (code,) = (block for block in python_blocks(page) if "class HalfMean" in block)
+    found: dict[str, Any] = {"__name__": "page"}
+    exec(code, found)  # noqa: S102 - the code of the page
+    kind: type[Algorithm] = found["HalfMean"]
+    buckets = [bucket_of({"a": torch.full((3,), float(rank))}) for rank in range(2)]
+    algorithms = [kind(Place(rank, 2), kind.Options()) for rank in range(2)]
+    Lockstep(2).run([a.exchange(b, Step(0, active=2)) for a, b in zip(algorithms, buckets, strict=True)])
+    assert [bucket.flat.tolist() for bucket in buckets] == [[0.25] * 3] * 2
+
+
+def test_dense_copies_nothing() -> None:
+    bucket = bucket_of({"a": torch.ones(3)})
+    request = next(make_algorithm("dense", Place(0, 2)).exchange(bucket, Step(0, active=2)))
+    assert isinstance(request, AllReduce)
+    assert request.tensor is bucket.flat
+    assert request.out is bucket.flat
 
 
 def test_what_is_no_algorithm_is_refused() -> None:
