@@ -95,21 +95,40 @@ def with_algorithm(
     )  # fmt: skip
     if predicts_weights:
         hook.predict_weights(model)
-    if ddp is not None and ddp.find_unused_parameters and hook.delay_steps:
+    fault = _fault_of(module, ddp, hook)
+    if fault:
         hook.close()
-        raise ConfigError(
-            f"{name}: with delay_steps a gradient comes a step later, when DDP may not take it: find_unused_parameters "
-            f"must be False"
-        )
+        raise ConfigError(f"{name}: {fault}")
     if ddp is not None:
         hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
         ddp.register_comm_hook(hook, exchange)
     if hook.algorithm.scope == "weights":
         model.register_forward_pre_hook(hook.start_forward)
-    elif ddp is None:
-        hook.close()
-        raise ConfigError(f"{name} exchanges gradients: wrap the model in DistributedDataParallel first")
     return hook
+
+
+def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: AlgorithmHook) -> str:
+    """What in a model does not go together with a hook; empty: nothing."""
+    exchanges_gradients = hook.algorithm.scope != "weights"
+    if ddp is None:
+        return "it exchanges gradients: wrap the model in DistributedDataParallel first" if exchanges_gradients else ""
+    if ddp._comm_hooks:
+        called = getattr(ddp._comm_hooks[0][0], "__name__", "of its own")
+        return (
+            f"the model has a communication hook, {called}, and can have one alone: wrap the module in "
+            f"DistributedDataParallel anew, without mixed_precision, which has one, too"
+        )
+    if ddp.find_unused_parameters and hook.delay_steps:
+        return (
+            "with delay_steps a gradient comes a step later, when DDP may not take it: find_unused_parameters must be "
+            "False"
+        )
+    sparse = [
+        key for key, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+    ]
+    if sparse and exchanges_gradients:
+        return f"gradients of {sparse[0]!r} are sparse, and are exchanged as dense ones: give it sparse=False"
+    return ""
 
 
 def exchange(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the types themselves
@@ -198,6 +217,8 @@ class AlgorithmHook:
             self.algorithm: Final[Algorithm] = make_algorithm(name, self._place, options)
             if delay_steps is not None and (not isinstance(delay_steps, int) or delay_steps < 0):
                 raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {delay_steps!r}")
+            if not isinstance(hash_every, int) or hash_every < 0:
+                raise ConfigError(f"{name}: hash_every must be a whole number >= 0, got {hash_every!r}")
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
             self._check(name, len(named))
@@ -245,6 +266,13 @@ class AlgorithmHook:
             )
         if (self.delay_steps or self._hash_every) and not self._optimizers:
             raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
+        for number, optimizer in enumerate(self._optimizers):
+            changed = (one for group in optimizer.param_groups for one in group["params"])
+            if not any(id(one) in self._names for one in changed):
+                raise ConfigError(
+                    f"{name}: optimizer {number} ({type(optimizer).__name__}) changes no parameter of this model: give "
+                    f"those of the model, all of them"
+                )
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
             self.algorithm.check(exchanged, optimizer)
 
