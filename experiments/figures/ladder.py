@@ -42,10 +42,10 @@ def draw_ladder(rows: Sequence[LadderRow], scale: Scale) -> Figure:
     style.label(steps, x="exchange of gradients", y="step", y_unit=unit.name)
     style.label(target, x="exchange of gradients", y="time to 97 %", y_unit="s")
     steps.legend(fontsize=9)
-    names = [_NAMES[row.rung].replace("\n", " ") for row in found]
-    samples = ", ".join(f"{name} {row.samples_s:.0f}" for name, row in zip(names, found, strict=True))
+    called = [_NAMES[row.rung].replace("\n", " ") for row in found]
+    samples = ", ".join(f"{name} {row.samples_s:.0f}" for name, row in zip(called, found, strict=True))
     used = ", ".join(
-        f"{name} {link_share(row.bytes_out, row.step_s):.0%}" for name, row in zip(names, found, strict=True)
+        f"{name} {link_share(row.bytes_out, row.step_s):.0%}" for name, row in zip(called, found, strict=True)
     )
     return canvas.finish(
         figure, scale,
