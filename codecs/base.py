@@ -170,8 +170,9 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     finite entries may have, is every entry checked.
 
     Args:
-        tensors: of floating point, any shapes, dtypes and devices; there may be none.
+        tensors: of floating point, any shapes, dtypes and devices; there may be none. Of sparse ones the values count.
     """
+    tensors = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return True

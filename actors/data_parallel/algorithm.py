@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, make_algorithm
 from gradbus.runtime.collectives import Group
+from gradbus.runtime.collectives.staging import check_devices
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
 
@@ -85,6 +86,7 @@ def start_algorithm(
     chosen = config.algorithm
     algorithm = make_algorithm(chosen.name, place, chosen.options) if make is None else make(place)
     label = AlgorithmLabel.of(algorithm)
+    check_devices(label.name, trained)
     if algorithm.scope == "step" and len({(p.dtype, p.device) for p in trained.values()}) > 1:
         raise ConfigError(f"{label.name} exchanges all gradients in one piece: the model has several dtypes or devices")
     if config.elastic.is_on:

@@ -49,7 +49,7 @@ class RunOptimizer:
         self.clip_norm: float | None = options.clip_norm
         if algorithm.makes_steps and self.clip_norm is not None:
             raise ConfigError(
-                f"{algorithm.choice} makes steps, not gradients: optimizer.clip_norm has nothing to limit"
+                f"{algorithm.called} makes steps, not gradients: optimizer.clip_norm has nothing to limit"
             )
         self.optimizer = self._make(task, model, algorithm, options)
         algorithm.check(trained, self.optimizer)
@@ -61,12 +61,12 @@ class RunOptimizer:
         if _brings_optimizer(algorithm):
             if choice.name != "sgd" or (own is not None and not is_named):
                 raise ConfigError(
-                    f"{algorithm.choice} brings an optimizer of its own, a kind of sgd, "
+                    f"{algorithm.called} brings an optimizer of its own, a kind of sgd, "
                     f"{'and so does the task' if choice.name == 'sgd' else f'not {choice.name}'}: set "
                     f"parallel.optimizer=sgd, or choose another algorithm"
                 )
             if (brought := algorithm.make_optimizer(self._trained, options)) is not None:
-                self.source = algorithm.choice
+                self.source = algorithm.called
                 return brought
         if own is None and choice.name == "task":
             raise ConfigError(
@@ -113,7 +113,7 @@ class RunOptimizer:
             return
         if algorithm.makes_steps or _brings_optimizer(algorithm):
             raise ConfigError(
-                f"{algorithm.choice} has a momentum of its own, the schedule would change the optimizer's alone: "
+                f"{algorithm.called} has a momentum of its own, the schedule would change the optimizer's alone: "
                 f"give the schedule cycle_momentum=false"
             )
         try:

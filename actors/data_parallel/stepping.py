@@ -27,6 +27,7 @@ from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
 from gradbus.runtime.algorithms.base import Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.collectives.staging import exchange_of
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
@@ -109,7 +110,7 @@ class Stepper(ABC):
         return Step(step.number, step.epoch, step.active, self.mean_loss if with_loss else math.nan)
 
     def _program(self, step: TrainingStep, bucket: TensorBucket) -> Program[None]:
-        return self._algorithm.exchange(bucket, step.as_begun or self._step_of(step))
+        return exchange_of(self._algorithm, bucket, step.as_begun or self._step_of(step))
 
     def _take_status(self, step: TrainingStep) -> Tensor:
         """This rank's, to be summed up."""

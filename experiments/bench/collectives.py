@@ -231,6 +231,50 @@ def measure_steps(
         yield measurement(name, "ms", ms["ours"], against=("gloo", ms["gloo"]), at_most=DDP_LIMITS[transport])
 
 
+# Tensors of an accelerator
+
+
+class OnDevice(NamedTuple):
+    """The work of all ranks: an all_reduce of tensors on a device, of each size in bytes."""
+
+    device: str
+    sizes: Sequence[int]
+    repeats: int
+
+
+def time_device(place: BenchRank) -> list[dict[str, list[float]]]:
+    """The role of a rank: medians of each repeat, size by size, on the device and on the CPU. Its spec: OnDevice."""
+    spec: OnDevice = place.spec
+    groups, found = place.start_both(), []
+    for size in spec.sizes:
+        tensors = {"device": torch.zeros(size // 4, device=spec.device), "cpu": torch.zeros(size // 4)}
+        blocks = {
+            name: partial(block, partial(dist.all_reduce, tensor, group=groups["ours"]))
+            for name, tensor in tensors.items()
+        }
+        found.append(timed(blocks, groups["gloo"], spec.repeats))
+    dist.barrier(group=groups["gloo"])
+    dist.destroy_process_group(groups["ours"])
+    return found
+
+
+def measure_device(
+    transport: Transport, sizes: Sequence[int], repeats: int, device: str | None = None
+) -> Iterator[Measurement]:
+    """What the copies of an all_reduce of two ranks take, which share the first accelerator, or ``device``."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            print("gpu: skipped, as torch finds no accelerator on this machine", file=sys.stderr)
+            return
+        device = f"{accelerator.type}:0"
+    ranks = run_ranks(time_device, 2, OnDevice(device, sizes, repeats), transport=transport, timeout_s=600.0)
+    for size, of_ranks in zip(sizes, zip(*ranks, strict=True), strict=True):
+        ms = slowest_ms(of_ranks)
+        name = f"all_reduce {size_text(size)} on {device}, {TRANSPORTS[transport]}, world 2"
+        yield measurement(name, "ms", ms["device"], against=("cpu", ms["cpu"]))
+
+
 # Memory
 
 
@@ -314,6 +358,10 @@ _PARTS = {
     "ddp": Part(
         lambda it: measure_steps(_transports(it), 6 * (it.repeats or FEW_REPEATS) + 1),
         "a step of DistributedDataParallel", 210,
+    ),
+    "gpu": Part(
+        lambda it: measure_device(it.transport or "one-host", it.sizes or _LARGE, it.repeats or FEW_REPEATS),
+        "all_reduce of tensors on a GPU, against the CPU; skipped where there is none", 20,
     ),
     "big": Part(lambda it: measure_memory(_transports(it)), "memory for a tensor of 1 GB", 30),
 }  # fmt: skip

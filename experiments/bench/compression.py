@@ -28,7 +28,7 @@ from torch import nn
 from gradbus import models
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
-from gradbus.experiments.bench.gloo_training import GlooRun, train_on_gloo
+from gradbus.experiments.bench.gloo_training import GlooRun, bytes_of_torchs_hook, train_on_gloo
 from gradbus.experiments.bench.lockstep_training import LockstepTraining, NotFinite
 from gradbus.experiments.bench.processes import run_ranks
 from gradbus.experiments.bench.recipes import TORCH_POWERSGD, Recipe, all_recipes
@@ -289,6 +289,9 @@ def measure_bytes(chosen: argparse.Namespace) -> Iterator[Measurement]:
             if recipe.most_models is not None:
                 name = f"{setting.name}: {recipe.title}, in models"
                 yield measurement(name, "B", [sent], against=("model", [model_bytes]), at_most=recipe.most_models)
+        sent = bytes_of_torchs_hook(task.build_model(), TORCH_POWERSGD.options["rank"], setting.world)
+        note = f"{dense / sent:,.1f} times fewer; from the shapes of its factors"
+        yield measurement(f"{setting.name}: {TORCH_POWERSGD.title}", "B", [sent], against=("dense", [dense]), note=note)
 
 
 class StepTimes(NamedTuple):

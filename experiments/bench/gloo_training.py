@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.experiments.bench.processes import BenchRank
 from gradbus.experiments.bench.training import Training
 from gradbus.runtime.dds import malloc
+
+_MIN_RATE = 2  # of PyTorch's hook, as of ours
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,18 @@ class GlooTimes(NamedTuple):
     accuracy: float | None
 
 
+def bytes_of_torchs_hook(model: nn.Module, rank: int, world: int) -> float:
+    """Return what a rank sends in a step with PyTorch's hook: 2 (N - 1) / N of both factors of each matrix that it
+    compresses, and of the other tensors."""
+    entries = 0
+    for tensor in model.parameters():
+        rows = tensor.shape[0] if tensor.dim() > 1 else 1
+        columns = tensor.numel() // rows
+        factors = (rows + columns) * min(rows, columns, rank)
+        entries += factors if tensor.dim() > 1 and factors * _MIN_RATE < tensor.numel() else tensor.numel()
+    return 2 * (world - 1) / world * 4 * entries
+
+
 def train_on_gloo(place: BenchRank) -> GlooTimes:
     """The role of a rank. Its spec: GlooRun."""
     run: GlooRun = place.spec
@@ -53,7 +68,7 @@ def train_on_gloo(place: BenchRank) -> GlooTimes:
     parallel = DistributedDataParallel(model, bucket_cap_mb=None if run.powersgd_rank is None else 1000)
     if run.powersgd_rank is not None:
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=run.powersgd_rank, start_powerSGD_iter=2, min_compression_rate=2
+            None, matrix_approximation_rank=run.powersgd_rank, start_powerSGD_iter=2, min_compression_rate=_MIN_RATE
         )
         parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=run.momentum)

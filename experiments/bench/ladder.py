@@ -26,7 +26,7 @@ from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
-from gradbus.experiments.bench.rungs import RUNGS, TARGET, LadderPlan, climb
+from gradbus.experiments.bench.rungs import RUNGS, TARGET, LadderPlan, climb, link_share
 from gradbus.experiments.bench.timing import by_turns, in_turns
 from gradbus.experiments.bench.training import Training
 from gradbus.experiments.lab.conditions import LinkConditions
@@ -156,10 +156,11 @@ def measure_rungs(chosen: argparse.Namespace) -> Iterator[Measurement]:
     star = found[0]
     for one in found:
         target = f"{TARGET:.0%} after {one.to_target_s:.0f} s" if one.to_target_s else f"{TARGET:.0%} not reached"
+        used = link_share(one.bytes_out, one.step_s, plan.rate_mbit_s)
         note = (
             f"{1 - one.compute_s / one.step_s:.0%} exchange, {one.samples_s:.0f} samples/s, "
-            f"{one.bytes_out / 1e6:.2f} MB a rank, {target} ({one.steps} steps); "
-            f"simulated {1e3 * one.simulated_step_s:.0f} ms"
+            f"{one.bytes_out / 1e6:.2f} MB of the rank that sends most, {used:.0%} of its link, "
+            f"{target} ({one.steps} steps); simulated {1e3 * one.simulated_step_s:.0f} ms"
         )
         name = f"step of the CNN, {plan.world} hosts, {plan.rate_mbit_s:g} Mbit/s: {one.rung}"
         yield measurement(name, "ms", [1e3 * one.step_s], against=("star", [1e3 * star.step_s]), note=note)

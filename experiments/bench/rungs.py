@@ -35,13 +35,14 @@ RUNGS: Mapping[Rung, dict[str, Any]] = {
     "overlap": {"algorithm": {"name": "bytegrad"}, "overlap": True},
 }
 TARGET = 0.97  # of the test set
+RATE_MBIT_S = 200.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LadderPlan:
     """Holds what all rungs train: the CNN on the first ``samples`` of MNIST, until TARGET or ``epochs`` are through."""
 
-    rate_mbit_s: float = 200.0
+    rate_mbit_s: float = RATE_MBIT_S
     world: int = 4
     batch_size: int = 64
     samples: int = 12_800
@@ -75,6 +76,11 @@ class RungTimes:
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         return asdict(self)
+
+
+def link_share(bytes_out: float, step_s: float, rate_mbit_s: float = RATE_MBIT_S) -> float:
+    """Return the utilisation of a link over which so many bytes go one way in each step."""
+    return 8 * bytes_out / (step_s * 1e6 * rate_mbit_s)
 
 
 async def _train(place: BenchRank) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gradbus.experiments.bench.rungs import link_share
 from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import RUNGS, Scale
 from gradbus.experiments.figures.tables import LadderRow
@@ -41,11 +42,16 @@ def draw_ladder(rows: Sequence[LadderRow], scale: Scale) -> Figure:
     style.label(steps, x="exchange of gradients", y="step", y_unit=unit.name)
     style.label(target, x="exchange of gradients", y="time to 97 %", y_unit="s")
     steps.legend(fontsize=9)
-    samples = ", ".join(f"{_NAMES[row.rung]} {row.samples_s:.0f}".replace("\n", " ") for row in found)
+    called = [_NAMES[row.rung].replace("\n", " ") for row in found]
+    samples = ", ".join(f"{name} {row.samples_s:.0f}" for name, row in zip(called, found, strict=True))
+    used = ", ".join(
+        f"{name} {link_share(row.bytes_out, row.step_s):.0%}" for name, row in zip(called, found, strict=True)
+    )
     return canvas.finish(
         figure, scale,
         "MNIST, CNN, 4 ranks, batches of 64 each, links of 200 Mbit/s between network namespaces of one machine. "
         "Above the bars: the share of a step that is waiting for the exchange. Time to 97 %: steps until so much of "
-        f"the test set is right at the end of an epoch of 12,800 samples, times the step. Samples a second: {samples}.",
+        f"the test set is right at the end of an epoch of 12,800 samples, times the step. Samples a second: {samples}. "
+        f"Utilisation of the link of the rank that sends most: {used}.",
         timed=found,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
 from gradbus.runtime.algorithms.replicas import check_replicas
+from gradbus.runtime.collectives.staging import check_devices, to_host
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.algorithm_programs import AlgorithmPrograms
@@ -66,8 +67,9 @@ def with_algorithm(
     which leave steps in place of gradients, and scaled at all with algorithms that keep residuals.
 
     Args:
-        model: a DistributedDataParallel without a communication hook of its own; parameters are float32 on the CPU. For
-            an algorithm that averages weights (``decentralized``) also a plain module, equal on all ranks at the start.
+        model: a DistributedDataParallel without a communication hook of its own; parameters are float32, and gradients
+            of those on a GPU are exchanged in copies on the CPU. For an algorithm that averages weights
+            (``decentralized``) also a plain module, equal on all ranks at the start.
         optimizers: all that change its parameters.
         name: of the algorithm, or ``package.module:Name``. options: of the algorithm.
         process_group, delay_steps, hash_every: see :class:`AlgorithmHook`.
@@ -93,21 +95,40 @@ def with_algorithm(
     )  # fmt: skip
     if predicts_weights:
         hook.predict_weights(model)
-    if ddp is not None and ddp.find_unused_parameters and hook.delay_steps:
+    fault = _fault_of(module, ddp, hook)
+    if fault:
         hook.close()
-        raise ConfigError(
-            f"{name}: with delay_steps a gradient comes a step later, when DDP may not take it: find_unused_parameters "
-            f"must be False"
-        )
+        raise ConfigError(f"{name}: {fault}")
     if ddp is not None:
         hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
         ddp.register_comm_hook(hook, exchange)
     if hook.algorithm.scope == "weights":
         model.register_forward_pre_hook(hook.start_forward)
-    elif ddp is None:
-        hook.close()
-        raise ConfigError(f"{name} exchanges gradients: wrap the model in DistributedDataParallel first")
     return hook
+
+
+def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: AlgorithmHook) -> str:
+    """What in a model does not go together with a hook; empty: nothing."""
+    exchanges_gradients = hook.algorithm.scope != "weights"
+    if ddp is None:
+        return "it exchanges gradients: wrap the model in DistributedDataParallel first" if exchanges_gradients else ""
+    if ddp._comm_hooks:
+        called = getattr(ddp._comm_hooks[0][0], "__name__", "of its own")
+        return (
+            f"the model has a communication hook, {called}, and can have one alone: wrap the module in "
+            f"DistributedDataParallel anew, without mixed_precision, which has one, too"
+        )
+    if ddp.find_unused_parameters and hook.delay_steps:
+        return (
+            "with delay_steps a gradient comes a step later, when DDP may not take it: find_unused_parameters must be "
+            "False"
+        )
+    sparse = [
+        key for key, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+    ]
+    if sparse and exchanges_gradients:
+        return f"gradients of {sparse[0]!r} are sparse, and are exchanged as dense ones: give it sparse=False"
+    return ""
 
 
 def exchange(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the types themselves
@@ -196,6 +217,8 @@ class AlgorithmHook:
             self.algorithm: Final[Algorithm] = make_algorithm(name, self._place, options)
             if delay_steps is not None and (not isinstance(delay_steps, int) or delay_steps < 0):
                 raise ConfigError(f"{name}: delay_steps must be a whole number >= 0, got {delay_steps!r}")
+            if not isinstance(hash_every, int) or hash_every < 0:
+                raise ConfigError(f"{name}: hash_every must be a whole number >= 0, got {hash_every!r}")
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
             self._check(name, len(named))
@@ -214,7 +237,8 @@ class AlgorithmHook:
         self._run = _Run(is_concluded=True, is_applied=True)  # the newest one
         self._due: _Run | None = None  # whose results the gradients hold
         self._waiting: deque[_Run] = deque()  # those whose results have not been applied yet, oldest first
-        self._ready: list[tuple[TensorBucket, Tensor, Gradient]] = []  # buckets that wait for the others
+        # Buckets that wait for the others, with what gives them to DDP.
+        self._ready: list[tuple[TensorBucket, Callable[[Future[None]], None]]] = []
         self._is_new_pass = True  # what the optimizers do next is another step
         self._stepped: set[int] = set()  # those that have stepped since the pass began
         self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
@@ -242,12 +266,19 @@ class AlgorithmHook:
             )
         if (self.delay_steps or self._hash_every) and not self._optimizers:
             raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
+        for number, optimizer in enumerate(self._optimizers):
+            changed = (one for group in optimizer.param_groups for one in group["params"])
+            if not any(id(one) in self._names for one in changed):
+                raise ConfigError(
+                    f"{name}: optimizer {number} ({type(optimizer).__name__}) changes no parameter of this model: give "
+                    f"those of the model, all of them"
+                )
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
             self.algorithm.check(exchanged, optimizer)
 
     def _exchanged(self, name: str) -> Mapping[str, Tensor]:
-        """What the algorithm exchanges, or gradients of it: float32 on the CPU. Weights of another kind have copies.
-        Raises ConfigError."""
+        """What the algorithm exchanges, or gradients of it: float32. Weights of another kind, or elsewhere than on
+        the CPU, have copies. Raises ConfigError."""
         if self.algorithm.scope == "weights" and needs_copies(self._parameters.values()):
             for key, parameter in self._parameters.items():
                 if parameter.dtype not in EXCHANGED_TYPES:
@@ -255,9 +286,8 @@ class AlgorithmHook:
                     raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected one of {known}")
             self._copies = CpuCopies(self._parameters)
             return self._copies.read()
+        check_devices(name, self._parameters)
         for key, parameter in self._parameters.items():
-            if not parameter.is_cpu:
-                raise ConfigError(f"{name}: parameter {key} is on {parameter.device}, expected on the CPU")
             if parameter.dtype != torch.float32:
                 raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected torch.float32")
         return self._parameters
@@ -342,7 +372,7 @@ class AlgorithmHook:
         run = self._waiting.popleft()
         run.ended.result()
         for key, parameter in self._parameters.items():
-            parameter.grad = run.tensors[key] if run.counts else None
+            parameter.grad = _beside(parameter, run.tensors[key]) if run.counts else None
         return True
 
     def close(self) -> None:
@@ -359,7 +389,8 @@ class AlgorithmHook:
         Raises:
             ValueError: not a dense bucket in float32, or one with a parameter that was not given at the start.
         """
-        flat, given = bucket.buffer(), Gradient()
+        flat = bucket.buffer()
+        given = Gradient() if flat.is_cpu else Gradient(devices=[flat.device])
         if self._weights is not None:
             self.start_pass()
             given.set_result(flat)
@@ -373,14 +404,16 @@ class AlgorithmHook:
         if bucket.index() == 0:
             self._start_run()
         self.dense_bytes += flat.nbytes
-        own = flat.clone() if self.delay_steps else flat
+        own = (flat.clone() if self.delay_steps else flat) if flat.is_cpu else to_host(flat)
         if self._predicts:
             self._run.own.update(self._views(bucket, flat.clone()))
-        self._ready.append((TensorBucket(bucket.index(), own, self._views(bucket, own)), flat, given))
+        exchanged = TensorBucket(bucket.index(), own, self._views(bucket, own))
+        into = {} if own is flat else self._views(bucket, flat)
+        self._ready.append((exchanged, partial(_deliver, given, flat, into, exchanged.tensors)))
         if self.algorithm.scope == "bucket" or bucket.is_last():
-            job = self._programs.submit(self._exchange, self._run, [one for one, _, _ in self._ready], bucket.is_last())
-            for _, buffer, future in self._ready if not self.delay_steps else ():
-                job.add_done_callback(partial(_deliver, future, buffer, {}, {}))
+            job = self._programs.submit(self._exchange, self._run, [one for one, _ in self._ready], bucket.is_last())
+            for _, deliver in self._ready if not self.delay_steps else ():
+                job.add_done_callback(deliver)
             self._ready = []
         if self.delay_steps and self._due is None:
             given.set_result(flat.zero_())
@@ -636,7 +669,9 @@ class AlgorithmHook:
         self._waiting.clear()
         for saved in state["waiting"]:
             tensors = {name: tensor.clone() for name, tensor in saved["tensors"].items()}
-            own = {name: tensor.clone() for name, tensor in saved.get("own", {}).items()}  # older states have none
+            own = {  # older states have none
+                name: _beside(self._parameters[name], tensor.clone()) for name, tensor in saved.get("own", {}).items()
+            }
             run = _Run(counts=saved["counts"], is_concluded=True, is_applied=True, tensors=tensors, own=own)
             run.ended.set_result(None)
             self._waiting.append(run)
@@ -659,6 +694,11 @@ class AlgorithmHook:
                 _check_fit("late gradients", saved["tensors"], self._parameters)
             if saved.get("own"):
                 _check_fit("late gradients of this rank", saved["own"], self._parameters)
+
+
+def _beside(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A gradient on the device of its parameter; itself where that is the CPU."""
+    return tensor if parameter.is_cpu else torch.empty_like(parameter, requires_grad=False).copy_(tensor)
 
 
 def _check_fit(kind: str, saved: Any, live: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ those of c10d.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -114,6 +115,21 @@ def rank() -> int:
 def size() -> int:
     """Number of processes. Raises RuntimeError: there is no process group of this backend."""
     return current().group.world
+
+
+def local_rank() -> int:
+    """Number of this process among those of its machine, as what has started it says: torchrun, or ``gradbus run``.
+
+    Raises:
+        RuntimeError: nothing says so.
+    """
+    text = os.environ.get("LOCAL_RANK", "")
+    if not text.isdecimal():
+        raise RuntimeError(
+            f"local_rank: the environment variable LOCAL_RANK is {text!r}, expected the number of this process on its "
+            f"machine: start with torchrun, which sets it, or set it for each process"
+        )
+    return int(text)
 
 
 # Tensors

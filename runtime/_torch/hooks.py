@@ -18,7 +18,7 @@ These have names of their own; ``docs/algorithms.md`` has all:
 | ``bf16`` | :class:`Bf16HookState` | ``dense`` with ``wire="bf16"`` |
 
 They work with several buckets, ``gradient_as_bucket_view``, ``find_unused_parameters``, ``static_graph`` and
-``no_sync()``. Gradients are float32 on the CPU. :func:`gradbus.torch.with_algorithm` does the same in one line, and has
+``no_sync()``. Gradients are float32. :func:`gradbus.torch.with_algorithm` does the same in one line, and has
 the optimizers skip steps that are not finite.
 """
 

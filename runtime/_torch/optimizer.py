@@ -1,4 +1,9 @@
-"""Any optimizer of torch, made distributed: its gradients are combined over the ranks while backward goes on."""
+"""Any optimizer of torch, made distributed: its gradients are combined over the ranks while backward goes on.
+
+Each gradient is a collective of its own that ranks match by name, in whatever order their backward passes come to it,
+as Horovod does. So it is no rank program: on ``torch.distributed`` these need one order of requests on all ranks, and
+the whole of such a program would be one request. For algorithms see :func:`gradbus.torch.with_algorithm`.
+"""
 
 from __future__ import annotations
 

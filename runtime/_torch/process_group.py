@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 
+from gradbus.runtime.errors import ConfigError
 from gradbus.torch.backend import DdsBackend
 from gradbus.torch.point_to_point import monitored_barrier
 from gradbus.torch.reconfigure import HAS_RECONFIGURE, ReconfigureWork
@@ -180,18 +181,32 @@ class DdsProcessGroup(ProcessGroup):
         return group
 
 
-def cpu_backend(group: ProcessGroup) -> Backend:
-    """The backend that has a group's tensors on the CPU: "cpu:dds,cuda:nccl" has several."""
+def cpu_backend(group: ProcessGroup) -> Backend | None:
+    """The backend that has a group's tensors on the CPU: "cpu:dds,cuda:nccl" has several, and "nccl" none."""
     if isinstance(group, DdsProcessGroup):
         return group.dds
-    backend: Backend = group._get_backend(_CPU)
+    try:
+        backend: Backend = group._get_backend(_CPU)
+    except RuntimeError:
+        return None
     return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 
 def group_beside(group: ProcessGroup, ranks: Sequence[int], *, timeouts: int = 1) -> Any:
     """Make a group of these ranks, all of which call this, with the backend of another one and so many times its
-    timeout: what travels in it needs no common order with the calls of that one."""
-    timeout = timeouts * cpu_backend(group).options._timeout
+    timeout: what travels in it needs no common order with the calls of that one.
+
+    Raises:
+        ConfigError: that backend has no tensors on the CPU.
+    """
+    backend = cpu_backend(group)
+    if backend is None:
+        raise ConfigError(
+            f"the process group has the backend {dist.get_backend(group)!r}, and what is exchanged here is on the CPU: "
+            f"name one for it, too, such as init_process_group('cpu:dds,cuda:nccl'), or give a process_group that has "
+            f"one"
+        )
+    timeout = timeouts * backend.options._timeout
     return dist.new_group(list(ranks), timeout, dist.get_backend(group), use_local_synchronization=True)
 
 

@@ -26,9 +26,10 @@ from gradbus.runtime.algorithms.requests import (
 )
 from gradbus.runtime.collectives.data_movement import AllGatherOperation
 from gradbus.runtime.errors import CollectiveError
+from gradbus.torch.backend import DdsBackend
 from gradbus.torch.calls import CollectiveCall
 from gradbus.torch.functions import start
-from gradbus.torch.process_group import DdsProcessGroup, group_beside
+from gradbus.torch.process_group import DdsProcessGroup, cpu_backend, group_beside
 
 R = TypeVar("R")
 Finish = Callable[[], Any]  # waits, and returns the result of a request
@@ -125,6 +126,15 @@ def _start(request: Request, group: dist.ProcessGroup | None) -> Finish:
     raise AssertionError(f"no simple request: {request}")
 
 
+def _dds_of(group: dist.ProcessGroup | None, tensor: Tensor) -> DdsBackend | None:
+    """The backend that a group has for this tensor, if that is "dds": those on a GPU may have another one."""
+    whole: Any = group or dist.group.WORLD
+    if isinstance(whole, DdsProcessGroup):
+        return whole.dds
+    backend = cpu_backend(whole) if tensor.is_cpu else None
+    return backend if isinstance(backend, DdsBackend) else None
+
+
 def _after(works: Sequence[Any], result: Callable[[], Any]) -> Finish:
     def finish() -> Any:
         for work in works:
@@ -138,7 +148,7 @@ def _after(works: Sequence[Any], result: Callable[[], Any]) -> Finish:
 def _all_reduce(request: AllReduce, group: dist.ProcessGroup | None) -> Finish:
     """Half precision travels as such on "dds", which adds it in float32. Other backends would round after each
     addition: there it travels in float32."""
-    tensor, is_dds = request.tensor.detach(), dist.get_backend(group) == "dds"
+    tensor, is_dds = request.tensor.detach(), _dds_of(group, request.tensor) is not None
     widens = tensor.dtype in (torch.float16, torch.bfloat16) and not is_dds
     if request.out is request.tensor and tensor.is_contiguous() and not widens:
         total = tensor
@@ -163,11 +173,11 @@ def _all_gather(payload: Tensor, group: dist.ProcessGroup | None) -> Finish:
     """Sizes may differ. "dds" takes them as they come; else they are gathered first, then payloads as long as the
     longest one."""
     payload = payload.detach().contiguous()
-    whole = group or dist.group.WORLD
-    if isinstance(whole, DdsProcessGroup):
-        gather = AllGatherOperation(payload, whole.rank(), whole.size(), MAX_PAYLOAD_BYTES)
+    dds = _dds_of(group, payload)
+    if dds is not None:
+        gather = AllGatherOperation(payload, dds.rank(), dds.size(), MAX_PAYLOAD_BYTES)
         call = CollectiveCall("all_gather of a program", [gather])
-        return _after([start(whole.dds, call, "program", "all_gather")], lambda: gather.value)
+        return _after([start(dds, call, "program", "all_gather")], lambda: gather.value)
     world = dist.get_world_size(group)
     shape = torch.tensor(payload.shape, dtype=torch.int64, device=payload.device)
     shapes = [torch.empty_like(shape) for _ in range(world)]

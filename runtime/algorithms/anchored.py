@@ -59,7 +59,7 @@ class Anchored(Algorithm, ABC):
         found = self.memory.find(ANCHOR, key)
         if found is None or found.shape != own.shape:
             raise RuntimeError(
-                f"{self.choice}: {key} has {own.numel()} weights, and those after the last exchange are "
+                f"{self.called}: {key} has {own.numel()} weights, and those after the last exchange are "
                 f"{0 if found is None else found.numel()}: call begin() with the weights that the run begins with"
             )
         return found

@@ -151,7 +151,7 @@ class Algorithm(ABC):
     """How the ranks turn their own gradients into one step, or their own weights into common ones.
 
     Attributes:
-        choice: its name.
+        choice: its name. Without one it is named by its class.
         scope: ``bucket``: a program for each bucket of gradients, as soon as it is computed. ``step``: one for all
             gradients, bucket 0, when the backward pass of a step has ended. ``weights``: one for all weights, bucket 0.
         overlaps: of scope ``weights``: the weights that the gradients were computed with are exchanged, and replaced
@@ -206,6 +206,12 @@ class Algorithm(ABC):
         """Ranks whose tensors of the newest step were not finite, where the messages tell; set by :meth:`exchange`."""
 
     @property
+    def called(self) -> str:
+        """Its name in errors: its choice, or its class where it has none, as those of users need not."""
+        kind = type(self)
+        return getattr(kind, "choice", f"{kind.__module__}:{kind.__qualname__}")
+
+    @property
     def density(self) -> float:
         """Share of the entries that a rank sends in a step, for reports."""
         return 1.0
@@ -227,7 +233,7 @@ class Algorithm(ABC):
 
     @property
     def any_device(self) -> bool:
-        """Whether tensors of a bucket may be on an accelerator; else they are on the CPU."""
+        """Whether tensors of a bucket may be on an accelerator; else drivers give it copies on the CPU."""
         return False
 
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -242,18 +248,13 @@ class Algorithm(ABC):
         """
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32 and not (self.any_dtype and parameter.is_floating_point()):
-                raise ConfigError(f"{self.choice}: parameter {name} is {parameter.dtype}, expected torch.float32")
-            if not (parameter.is_cpu or self.any_device):
-                raise ConfigError(
-                    f"{self.choice}: parameter {name} is on {parameter.device}, expected on the CPU with these "
-                    f"options: train there, or set parallel.algorithm=dense"
-                )
+                raise ConfigError(f"{self.called}: parameter {name} is {parameter.dtype}, expected torch.float32")
         if not self.makes_steps:
             return
         is_sgd = isinstance(optimizer, torch.optim.SGD)
         if not is_sgd or any(group["momentum"] for group in optimizer.param_groups):
             raise ConfigError(
-                f"{self.choice} computes the steps itself: it needs torch.optim.SGD without momentum, got "
+                f"{self.called} computes the steps itself: it needs torch.optim.SGD without momentum, got "
                 f"{type(optimizer).__name__}" + (" with momentum" if is_sgd else "")
             )
 
@@ -315,7 +316,7 @@ class Algorithm(ABC):
         delay, most = self.delay_steps if asked is None else asked, self.interval_steps
         if most is not None and delay > most:
             raise ConfigError(
-                f"{self.choice}: delay_steps={delay} with an exchange every {most} steps: the next one begins without "
+                f"{self.called}: delay_steps={delay} with an exchange every {most} steps: the next one begins without "
                 f"the result of this one, and ranks drift apart; at most {most}"
             )
         return delay
@@ -399,8 +400,8 @@ def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = 
 
 
 def bucket_of(tensors: Mapping[str, Tensor], index: int = 0) -> TensorBucket:
-    """A bucket with copies of these tensors."""
-    flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors.values()])
+    """A bucket with copies of these tensors on the CPU."""
+    flat = torch.cat([tensor.detach().reshape(-1).to("cpu", torch.float32) for tensor in tensors.values()])
     return TensorBucket(index, flat, views_of(flat, tensors))
 
 

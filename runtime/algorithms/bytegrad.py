@@ -8,7 +8,8 @@ to all as bytes: 2 (N - 1) / N bytes for each entry, a quarter of the dense 8 (N
 same bytes, those of their own part too, so that replicas stay equal.
 
 With ``hierarchical`` ranks of one host add up in float32, and bytes go between hosts alone: 2 (M - 1) / M / n bytes for
-each entry, rank and host, with M hosts of n ranks. Where all ranks are on one host nothing is quantized.
+each entry, rank and host, with M hosts of n ranks; with racks in a ``topology``, bytes go between these alone. Where
+all ranks are on one host, or in one rack, nothing is quantized.
 
 Differs from the authors' code: the distance from the smallest value is rounded, not the value (see
 :mod:`gradbus.codecs.bytegrad`), and there is a smallest and largest value for each ``chunk_elems`` entries; with
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from gradbus.codecs.bytegrad import min_max_bytes
@@ -31,6 +32,7 @@ from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import dequantized, quantized
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, Swap
 from gradbus.runtime.algorithms.routes import hierarchical, known_hosts
+from gradbus.runtime.algorithms.topology import TopologyFile
 
 
 class ByteGrad(Algorithm):
@@ -45,6 +47,15 @@ class ByteGrad(Algorithm):
         """Number of entries that share a smallest and a largest value."""
         hierarchical: bool = False
         """Whether ranks of one host add up in float32, so that bytes go between hosts alone."""
+        topology: TopologyFile | None = None
+        """With hierarchical: a JSON file with the host, rack and rail of each rank, or its content; with racks, bytes
+        go between these alone. null: the hosts that the ranks have told each other."""
+
+        @model_validator(mode="after")
+        def _fit_together(self) -> ByteGrad.Options:
+            if self.topology is not None and not self.hierarchical:
+                raise ValueError("topology is for hierarchical=true")
+            return self
 
     options: Any
 
@@ -54,19 +65,23 @@ class ByteGrad(Algorithm):
 
     def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         super().check(parameters, optimizer)
-        if self.options.hierarchical:
+        if self.options.topology is not None:
+            self.options.topology.check_world(self.place.world)
+        elif self.options.hierarchical:
             known_hosts(self.place)
 
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
-        flat = bucket.flat
+        flat, topology, members = bucket.flat, self.options.topology, range(self.place.world)
         if not self.options.hierarchical:
-            total = yield from self._in_bytes(self.place, flat, range(self.place.world), "bytes")
-        elif len(set(known_hosts(self.place))) > 1:
-            total = yield from hierarchical(self.place, flat, outermost=self._in_bytes)
+            total = yield from self._in_bytes(self.place, flat, members, "bytes")
         else:
-            yield AllReduce("mean", flat, "mean", out=flat, divisor=step.active)
-            return
+            levels = (known_hosts(self.place),) if topology is None else topology.levels
+            if len(set(levels[-1])) == 1:  # one host, or one rack
+                yield AllReduce("mean", flat, "mean", out=flat, divisor=step.active)
+                return
+            order = members if topology is None else topology.order
+            total = yield from hierarchical(self.place, flat, levels, order, self._in_bytes)
         torch.mul(total, 1 / step.active, out=flat)
 
     def _in_bytes(self, place: Place, x: Tensor, members: Sequence[int], name: str) -> Program[Tensor]:
@@ -84,7 +99,8 @@ class ByteGrad(Algorithm):
             total += dequantized(came[peer], own.numel(), chunk)
         message = quantized(total, chunk)
         if len(members) == place.world:
-            sums = yield AllGather(f"{name} sums", message)
+            gathered = yield AllGather(f"{name} sums", message)
+            sums = [gathered[peer] for peer in members]
         else:
             memory = {
                 peer: torch.empty(min_max_bytes(part.numel(), chunk), dtype=torch.uint8)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import WithJsonSchema, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.algorithms.routes import ROUTES, hierarchical, known_hosts
-from gradbus.runtime.algorithms.topology import Topology
+from gradbus.runtime.algorithms.topology import TopologyFile
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -37,7 +37,7 @@ class Dense(Algorithm):
         route: Literal["auto", "direct", "shards", "star", "ring", "halving-doubling", "hierarchical"] = "auto"
         """How the sum is made: `auto` takes `direct` or `shards` by size, which add in rank order, to the same bits.
         The others add in an order of their own (docs/algorithms.md), and are for float32."""
-        topology: Annotated[Topology, WithJsonSchema({"type": ["string", "object"]})] | None = None
+        topology: TopologyFile | None = None
         """For route hierarchical: a JSON file with the host, rack and rail of each rank, or its content. null: the
         hosts that the ranks have told each other."""
 

@@ -217,14 +217,13 @@ class Dgc(Algorithm):
         """The layout of the tensors; the first time with buffers, which take over the state that was loaded."""
         if self._layout is not None:
             return self._layout
-        device = next(iter(tensors.values())).device
         layout = codecs.DgcLayout.of((self._parameters or tensors).items(), min_numel=self.options.min_numel)
         loaded = self.memory.tensors(self.own)
         steps, seed = loaded.pop("samples/place", torch.tensor([0, self.options.seed])).tolist()
-        state = codecs.DgcState.zeros(layout, device=device, seed=seed)
+        state = codecs.DgcState.zeros(layout, seed=seed)
         self._state = dataclasses.replace(state, steps=steps)
-        self._dense = codecs.DenseMomentum.zeros(layout, device=device)
-        self._flat = torch.empty(layout.dim, device=device)
+        self._dense = codecs.DenseMomentum.zeros(layout)
+        self._flat = torch.empty(layout.dim)
         for slot in layout.slots:
             parts = {"U": state.U, "V": state.V} if slot.is_sparse else {"M": self._dense.M}
             start = slot.start if slot.is_sparse else slot.start - layout.sparse_elems

@@ -15,7 +15,8 @@ joined or left: what the others know of a rank would not fit to what it knows, a
 The average w is the momentum of EF21-SGDM: the optimizer that follows is SGD without one. With momentum in both, and
 few entries sent, G comes too late for training to get anywhere.
 
-Differs from the papers: with fewer active ranks than the world, gradients count world / active times.
+Differs from the papers: with fewer active ranks than the world, gradients count world / active times. G is a sum of
+rounded differences, so where all entries are sent it is the mean of gradients but for roundings.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def check_prediction(optimizer: torch.optim.Optimizer, algorithm: Algorithm, del
     if algorithm.makes_steps or type(optimizer) is not torch.optim.SGD:
         raise ConfigError(
             f"predicts_weights follows the steps of SGD: take torch.optim.SGD as the optimizer, and an algorithm that "
-            f"leaves the steps to it; got {type(optimizer).__name__} and {algorithm.choice}"
+            f"leaves the steps to it; got {type(optimizer).__name__} and {algorithm.called}"
         )
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
@@ -101,3 +101,7 @@ class Topology(BaseModel):
     def order(self) -> tuple[int, ...]:
         """The ranks by rail."""
         return tuple(sorted(range(len(self.ranks)), key=lambda rank: (self.ranks[rank].rail or 0, rank)))
+
+
+TopologyFile = Annotated[Topology, WithJsonSchema({"type": ["string", "object"]})]
+"""As an option of an algorithm: the name of a file, or its content."""

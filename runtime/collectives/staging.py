@@ -6,17 +6,44 @@ been given to do meanwhile goes on beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
+
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, views_of
+from gradbus.runtime.algorithms.requests import Program
+from gradbus.runtime.errors import ConfigError
 
 
 def can_be_staged(tensor: Tensor) -> bool:
     """Whether its device is the CPU, or what torch calls the current accelerator: that has streams, and pins memory."""
     accelerator = None if tensor.is_cpu else torch.accelerator.current_accelerator()
     return tensor.is_cpu or (accelerator is not None and tensor.device.type == accelerator.type)
+
+
+def check_devices(algorithm: str, parameters: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError: one of the parameters of a model is where the bus cannot reach it."""
+    for name, parameter in parameters.items():
+        if not can_be_staged(parameter):
+            raise ConfigError(
+                f"{algorithm}: parameter {name} is on {parameter.device}, expected on the CPU, or on the accelerator "
+                f"that torch uses ({torch.accelerator.current_accelerator() or 'here is none'})"
+            )
+
+
+def exchange_of(algorithm: Algorithm, bucket: TensorBucket, step: Step) -> Program[None]:
+    """The exchange of a bucket wherever its memory is: in a copy on the CPU, where the algorithm computes there."""
+    if bucket.flat.is_cpu or algorithm.any_device:
+        return algorithm.exchange(bucket, step)
+    return _exchange_in_a_copy(algorithm, bucket, step)
+
+
+def _exchange_in_a_copy(algorithm: Algorithm, bucket: TensorBucket, step: Step) -> Program[None]:
+    host = to_host(bucket.flat)
+    yield from algorithm.exchange(TensorBucket(bucket.index, host, views_of(host, bucket.tensors)), step)
+    copier(bucket.flat, host)()
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

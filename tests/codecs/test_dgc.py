@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.codecs.base import are_finite
 from gradbus.models import mnist_cnn
 
 LAYOUT = codecs.DgcLayout.of([("w", torch.zeros(50, 40)), ("b", torch.zeros(7)), ("c", torch.zeros(5, 4))])
@@ -185,6 +186,16 @@ def test_a_skipped_step_leaves_nothing_unsaid() -> None:
     assert torch.equal(state.V, total)
     payload, state = codecs.dgc_step([None] * 3, state, config(momentum=0.0), density=1.0)
     assert torch.equal(codecs.undo_step(payload, state).V, total)
+
+
+def test_values_of_sparse_gradients_are_looked_at() -> None:
+    finite = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 3.0]), (4,), check_invariants=True
+    )
+    for value in (math.nan, math.inf):
+        spoilt = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([value]), (4,), check_invariants=True)
+        assert are_finite([finite, torch.ones(2)])
+        assert not are_finite([torch.ones(2), finite, spoilt])
 
 
 def test_large_gradients_whose_sum_overflows_are_finite() -> None:

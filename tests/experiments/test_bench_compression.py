@@ -154,6 +154,7 @@ def test_a_tiny_run_has_every_algorithm_beside_dense_and_another_run_trains_noth
     ratios = {one.name: one.judged for one in sent.figures}
     assert ratios["MLP, world 2: dense fp16"] == 0.5
     assert ratios["MLP, world 2: powersgd rank 4"] < 0.02
+    assert ratios[f"MLP, world 2: {TORCH_POWERSGD.title}"] == ratios["MLP, world 2: powersgd rank 4"]
     before = (tmp_path / "c-accuracy.jsonl").read_text(encoding="utf-8")
 
     def train_again(*_: Any) -> None:

@@ -16,6 +16,7 @@ from gradbus.experiments.bench.collectives import (
     CollectivesPlan,
     Setup,
     measure_cells,
+    measure_device,
     measure_memory,
     measure_multicast,
     measure_steps,
@@ -178,3 +179,17 @@ def test_bytes_of_adapters_are_counted_and_personal_models_are_compared_with_the
     assert found.models[-1] > 4 * 96 * 32, "the base of the client that has another one"
     (ditto,) = personal.measure_ditto(1, task, clients=2)
     assert len(ditto.ratios) == 2
+
+
+@pytest.mark.slow
+def test_an_all_reduce_on_a_device_is_timed_beside_one_on_the_cpu() -> None:
+    (figure,) = measure_device("one-host", [KIB_4], 1, device="cpu")
+    assert figure.name == "all_reduce 4 KiB on cpu, one host, world 2"
+    assert figure.against is not None
+    assert figure.against.name == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_told_that_the_part_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(measure_device("one-host", [KIB_4], 1)) == []
+    assert "gpu: skipped, as torch finds no accelerator" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from gradbus.experiments.bench import ladder
-from gradbus.experiments.bench.rungs import climb
+from gradbus.experiments.bench.rungs import climb, link_share
 from gradbus.experiments.bench.thin_link import ThinLinkPlan, train_on_a_thin_link
 from gradbus.experiments.namespaces import NoNamespaces
 
@@ -38,6 +38,11 @@ def test_a_rung_is_run_and_simulated() -> None:
     # At 200 Mbit/s these bytes take 0.19 s, beside what is computed.
     assert found.compute_s + 0.19 <= found.simulated_step_s < found.compute_s + 0.25
     assert found.to_target_s is None
+
+
+def test_a_link_that_sends_all_the_time_is_used_wholly() -> None:
+    assert link_share(25e6, 1.0) == 1.0  # 200 Mbit/s
+    assert link_share(1e6, 0.1, 100.0) == 0.8
 
 
 @pytest.mark.timeout(240)

@@ -65,6 +65,37 @@ def topk(gradients: Gradients, density: float) -> Means:
     return each_tensor(gradients, one)
 
 
+def randomk(gradients: Gradients, chosen: Callable[[str, int], Array]) -> Means:
+    """``chosen``: the entries of a tensor that a step sends, by name and step."""
+
+    def one(name: str, steps: list[list[Array]]) -> list[Array]:
+        if steps[0][0].ndim < 2:
+            return [mean(step) for step in steps]
+        residuals = [np.zeros(steps[0][0].size, np.float32) for _ in steps[0]]
+        results = []
+        for number, step in enumerate(steps):
+            entries, ps = chosen(name, number), [g.reshape(-1) + e for g, e in zip(step, residuals, strict=True)]
+            result = np.zeros(steps[0][0].size, np.float32)
+            result[entries] = mean([p[entries] for p in ps])
+            residuals = [np.where(np.isin(np.arange(p.size), entries), np.float32(0), p) for p in ps]
+            results.append(result.reshape(steps[0][0].shape))
+        return results
+
+    return each_tensor(gradients, one)
+
+
+def hybrid(
+    gradients: Gradients, rank: int, density: float, first_q: Callable[[str], Array | None], by_topk: set[str]
+) -> Means:
+    """``first_q``: as for :func:`powersgd`. ``by_topk``: names of the tensors of which the largest entries are sent."""
+    of_topk = topk([[{name: ranks[name] for name in by_topk} for ranks in step] for step in gradients], density)
+    of_rest = powersgd(
+        [[{name: one for name, one in ranks.items() if name not in by_topk} for ranks in step] for step in gradients],
+        rank, first_q,
+    )  # fmt: skip
+    return [{**some, **others} for some, others in zip(of_topk, of_rest, strict=True)]
+
+
 def ef21(gradients: Gradients, density: float, eta: float = 1.0) -> Means:
     def one(name: str, steps: list[list[Array]]) -> list[Array]:
         if steps[0][0].ndim < 2:
@@ -205,6 +236,46 @@ def bytegrad(gradients: Gradients, chunk: int) -> tuple[Means, float]:
             parts.append(final)
         results.append(split(np.concatenate(parts), step[0]))
     return results, largest_step
+
+
+def one_bit_adam(gradients: Sequence[Sequence[Array]], warmup: int) -> list[Array]:
+    """Steps, without the learning rate, from gradients ``[step][rank]`` of shape (n,)."""
+
+    def one_bit(x: Array) -> Array:
+        return np.where(x >= 0, 1.0, -1.0) * np.linalg.norm(x) / math.sqrt(x.size)
+
+    world, numel = len(gradients[0]), gradients[0][0].size
+    m, v, worker, found = np.zeros(numel), np.zeros(numel), [np.zeros(numel)] * world, []
+    server = np.array_split(np.zeros(numel), world)
+    for t, own in enumerate(gradients, start=1):
+        if t <= warmup:
+            g = sum(one.astype(np.float64) for one in own) / world
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        else:
+            momenta = [0.9 * m + 0.1 * g + error for g, error in zip(own, worker, strict=True)]
+            sent = [np.concatenate([one_bit(part) for part in np.array_split(one, world)]) for one in momenta]
+            worker = [one - decoded for one, decoded in zip(momenta, sent, strict=True)]
+            totals = [sum_of + e for sum_of, e in zip(np.array_split(sum(sent) / world, world), server, strict=True)]
+            server = [total - one_bit(total) for total in totals]
+            m = np.concatenate([one_bit(total) for total in totals])
+        found.append((m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999 ** min(t, warmup))) + 1e-8))
+    return found
+
+
+def low_precision_ring(start: Sequence[Array], steps: int, chunk: int) -> tuple[list[list[Array]], float]:
+    """Weights ``[step][rank]`` of ranks that take no steps of their own, and the largest quantization step. The first
+    exchange sends whole weights, and changes none."""
+    x, world, largest_step = [one.astype(np.float64) for one in start], len(start), 0.0
+    errors, found = [np.zeros(start[0].size)] * world, [x]
+    for _ in range(1, steps):
+        means = [(x[r - 1] + x[r] + x[(r + 1) % world]) / 3 for r in range(world)]
+        changes = [means[r] - x[r] + errors[r] for r in range(world)]
+        decoded = [bytes_of(change, chunk) for change in changes]
+        errors = [change - one for change, (one, _) in zip(changes, decoded, strict=True)]
+        x = [before + one for before, (one, _) in zip(x, decoded, strict=True)]
+        largest_step = max(largest_step, *(step for _, step in decoded))
+        found.append(x)
+    return found, largest_step
 
 
 class LocalRank:

@@ -22,12 +22,17 @@ from gradbus.runtime.algorithms.routes import ROUTES
 
 SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "matrix": (60, 33)}
 STEPS = 3
+LOSSES = (1.0, 5.0, 1.0)
 # Algorithms with options in which all they do is done within these steps.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ALGORITHMS.table},
     "dense fp16": ("dense", {"wire": "fp16"}),
     **{f"dense {route}": ("dense", {"route": route}) for route in ("direct", "shards", *ROUTES)},
     "bytegrad hierarchical": ("bytegrad", {"hierarchical": True, "chunk_elems": 64}),
+    "dense bf16": ("dense", {"wire": "bf16"}),
+    "ef21-sgdm": ("ef21", {"eta": 0.1}),
+    "hybrid with topk": ("hybrid", {"small_numel": 20, "patterns": {"conv": "topk"}}),
+    "adaptive-powersgd": ("adaptive-powersgd", {"window_steps": 3, "rank": 2}),
     "powersgd cut": ("powersgd", {"max_aspect": 1.5, "rank": 2}),
     "async-averaging": ("async-averaging", {"every_steps": 2}),
     "local-sgd": ("local-sgd", {"steps": 2}),
@@ -52,7 +57,7 @@ def every_algorithm(rank: int, world: int) -> Program[dict[str, Tensor]]:
         for number in range(STEPS):
             random = torch.Generator().manual_seed(1000 * number + rank)  # ranks may be threads of one process
             bucket = bucket_of({key: torch.randn(shape, generator=random) for key, shape in SHAPES.items()})
-            yield from algorithm.exchange(bucket, Step(number, active=world))
+            yield from algorithm.exchange(bucket, Step(number, active=world, loss=LOSSES[number]))
             algorithm.commit()
         found[case] = bucket.flat
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import concurrent.futures
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch_node import RankLocation
+
+from gradbus.runtime.algorithms.base import Place, Step, TensorBucket, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.live_weights import apply_result
+from gradbus.runtime.choices import ALGORITHMS
+from gradbus.runtime.collectives.staging import exchange_of
+from gradbus.torch import AlgorithmHook, algorithm_hook
+from gradbus.torch.programs import run_program
 
 Make = Callable[[Tensor], Tensor]
 
@@ -48,6 +57,8 @@ class ToyTensor(Tensor):
         result = func(*plain, **named)
         if func._schema.name.endswith("_"):  # in place, also from one device to the other
             return args[0]
+        if named.get("device") == torch.device("cpu"):
+            return result
         return tree_map(lambda one: cls(one) if isinstance(one, Tensor) else one, result)
 
 
@@ -151,6 +162,124 @@ def _calls(rank: int, world: int) -> dict[str, Callable[[Any, Make], list[Tensor
         ),
         "send": exchange,
     }  # fmt: skip
+
+
+@dataclass
+class Bucket:
+    """Gradients as DDP hands them to a communication hook; it has none of the toy device."""
+
+    flat: Tensor
+    named: Mapping[str, Tensor]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def parameters(self) -> list[Tensor]:
+        return list(self.named.values())
+
+    gradients = parameters
+
+
+class ToyFuture:
+    """What is given to DDP. torch's own one asks the device for a pool of streams, which the toy has not."""
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        self._made: concurrent.futures.Future[Tensor] = concurrent.futures.Future()
+        self.set_result, self.set_exception = self._made.set_result, self._made.set_exception
+        self.wait = self._made.result
+
+    def then(self, callback: Any) -> ToyFuture:
+        return self
+
+
+SHAPES = {"weight": (24, 20), "bias": (24,)}
+
+
+def programs(place: RankLocation) -> dict[str, list[Tensor]]:
+    """Gradients, or weights, after some exchanges, by case: of a device, then of the CPU."""
+    make = {"toy": toy, "gpu": gpu}[place.options["device"]]()
+    place.start()
+    if place.options["device"] == "toy":
+        algorithm_hook.Gradient = ToyFuture  # type: ignore[misc, assignment]
+    found: dict[str, list[Tensor]] = {}
+    for name in ALGORITHMS.table:
+        for on in (make, Tensor.clone):
+            if ALGORITHMS.table[name].scope == "weights":
+                case = f"{name}, weights"
+                found[case] = [*found.get(case, []), *_by_weights(place, name, on)]
+                continue
+            for delay_steps in (0, 1):
+                case = f"{name}, hook, delay {delay_steps}"
+                found[case] = [*found.get(case, []), *_by_hook(place, name, on, delay_steps)]
+            if name not in ("dense", "fixed-point"):  # whose requests are of tensors on the device, see above
+                case = f"{name}, program"
+                found[case] = [*found.get(case, []), *_by_program(place, name, on)]
+    return found
+
+
+def _gradients(rank: int, step: int) -> Tensor:
+    return torch.randn(24 * 20 + 24, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def _by_hook(place: RankLocation, name: str, on: Make, delay_steps: int) -> list[Tensor]:
+    parameters = {key: on(torch.zeros(shape)).requires_grad_() for key, shape in SHAPES.items()}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    options = {"warmup": "none"} if name == "dgc" else {}
+    hook = AlgorithmHook(parameters.items(), name, options, optimizers=[optimizer], delay_steps=delay_steps)
+    found = []
+    for step in range(4):
+        flat = on(_gradients(place.rank, step))
+        hook.report_loss(1 / (1 + step))
+        given = hook.exchange(Bucket(flat, parameters))  # type: ignore[arg-type]
+        assert given.wait() is flat or on is not Tensor.clone
+        found.append(_to_cpu(flat).clone())
+        for parameter in parameters.values():
+            parameter.grad = None
+        optimizer.step()
+    while hook.drain():
+        gradients = [parameter.grad for parameter in parameters.values()]
+        assert all(one is not None and one.device == on(torch.ones(1)).device for one in gradients)
+        found += [_to_cpu(one) for one in gradients if one is not None]
+    hook.close()
+    return found
+
+
+def _by_program(place: RankLocation, name: str, on: Make) -> list[Tensor]:
+    algorithm, found = make_algorithm(name, Place(place.rank, place.world)), []
+    for step in range(3):
+        flat = on(_gradients(place.rank, step))
+        parts = flat.split_with_sizes([24 * 20, 24])
+        bucket = TensorBucket(
+            0, flat, {key: part.view(shape) for (key, shape), part in zip(SHAPES.items(), parts, strict=True)}
+        )
+        run_program(exchange_of(algorithm, bucket, Step(step, active=place.world)))
+        algorithm.commit()
+        found.append(_to_cpu(flat))
+    return found
+
+
+@torch.no_grad()
+def _by_weights(place: RankLocation, name: str, on: Make) -> list[Tensor]:
+    options = {key: 1 for key in ("steps", "every_steps") if key in ALGORITHMS.table[name].Options.model_fields}
+    algorithm, found = make_algorithm(name, Place(place.rank, place.world), options), []
+    live = {key: on(torch.ones(shape)) for key, shape in SHAPES.items()}
+    algorithm.begin(bucket_of(live))
+    for number in range(3):
+        step, trained = Step(number, active=place.world), _gradients(place.rank, number)
+        for (key, tensor), part in zip(live.items(), trained.split_with_sizes([24 * 20, 24]), strict=True):
+            tensor.add_(on(part.view(SHAPES[key])))
+        bucket = bucket_of(live)
+        run_program(algorithm.exchange(bucket, step))
+        algorithm.commit()
+        apply_result(live, algorithm, step, bucket.flat, None)
+        found += [_to_cpu(one).clone() for one in live.values()]
+    return found
 
 
 def training(place: RankLocation) -> dict[str, list[Tensor]]:

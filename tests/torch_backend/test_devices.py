@@ -20,6 +20,16 @@ def test_collectives_give_the_same_on_a_device_as_on_the_cpu(device: str) -> Non
             assert all(map(torch.equal, results[:half], results[half:])), name
 
 
+@pytest.mark.parametrize("device", ["toy", pytest.param("gpu", marks=needs_gpu)])
+def test_algorithms_give_tensors_on_a_device_the_bits_of_those_on_the_cpu(device: str) -> None:
+    for found in play("device_scenes", "programs", 2, device=device):
+        assert len(found) == 2 * 13 + 11 + 7
+        for case, results in found.items():
+            half = len(results) // 2
+            assert half >= 3, case
+            assert all(map(torch.equal, results[:half], results[half:])), case
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 def test_replicas_of_ddp_on_a_gpu_are_equal_and_close_to_those_on_the_cpu() -> None:

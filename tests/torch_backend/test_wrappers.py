@@ -14,7 +14,7 @@ from patience import soonest
 from torch_node import SOON_S, SceneRanks, play
 
 from gradbus.torch.backend import warning_from_environment
-from gradbus.torch.functions import MAX_NAME_BYTES, OPS, wire_name
+from gradbus.torch.functions import MAX_NAME_BYTES, OPS, local_rank, wire_name
 
 slow = pytest.mark.slow
 
@@ -141,6 +141,15 @@ def test_what_is_wrong_is_an_error_that_says_what_to_do(two: list[Any]) -> None:
 @slow
 def test_an_optimizer_goes_on_in_a_process_group_that_is_made_anew(two: list[Any]) -> None:
     assert [result["made anew"] for result in two] == [[-0.75, -0.75]] * 2
+
+
+def test_the_number_on_a_machine_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_rank() == 3
+    for text in ("", "one", "-1"):
+        monkeypatch.setenv("LOCAL_RANK", text)
+        with pytest.raises(RuntimeError, match=r"LOCAL_RANK is .*: start with torchrun"):
+            local_rank()
 
 
 def test_without_a_process_group_the_error_says_how_to_make_one() -> None:

@@ -11,8 +11,10 @@ import torch
 from ddp_scene import Outcome, make_task, single_process, succeeded, train, vector
 from torch import Tensor, nn
 
-from gradbus.runtime.algorithms.base import ALGORITHMS
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.algorithms import base
+from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.errors import CheckpointError, ConfigError
 
 SGD = {"optimizer__momentum": 0.0}
 # Of each what lets it do within these steps all that it does; and settings without which it cannot work.
@@ -66,6 +68,71 @@ def test_models_of_other_types_are_for_algorithms_that_can(algorithm: str) -> No
         assert torch.equal(outcome.parameters, vector(single_process(make_task(Double), 2, algorithm=algorithm)))
     with pytest.raises(ConfigError, match=r"topk: parameter net\.weight is torch\.float64, expected torch\.float32"):
         succeeded(train(make_task(Double), world=1, algorithm="topk"))
+
+
+class Scaled(Algorithm):
+    """An algorithm of a user's own, without a name: the mean, times a factor."""
+
+    class Options(base.Options):
+        factor: float = 1.0
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        yield AllReduce("mean", bucket.flat, "mean", out=bucket.flat, divisor=step.active)
+        bucket.flat.mul_(self.options.factor)
+
+
+class Stepping(Scaled):
+    """The same, as if it made steps."""
+
+    makes_steps = True
+
+
+OWN = f"{__name__}:Scaled"
+
+
+def test_an_algorithm_of_ones_own_trains_with_its_options_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    settings = {"algorithm": {"name": OWN, "factor": 0.5}, "hash_every": 1}
+    whole = succeeded(train(make_task(), optimizer__lr=0.1, **settings))
+    expected = vector(single_process(make_task(), 2, optimizer__lr=0.05))
+    saved = {**settings, "optimizer__lr": 0.1, "checkpoint__dir": tmp_path}
+    succeeded(train(make_task(), max_steps=3, **saved))
+    again = succeeded(train(make_task(), **saved))
+    for outcome in (*whole, *again):
+        assert outcome.worker.algorithm == OWN
+        assert torch.equal(outcome.parameters, expected)
+    with pytest.raises(CheckpointError, match=r"algorithm\.factor"):
+        succeeded(train(make_task(), **{**saved, "algorithm": {"name": OWN, "factor": 0.25}}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"algorithm": {"name": OWN, "fcator": 0.5}}, "fcator: there is no such option, did you mean 'factor'"),
+        (
+            {"algorithm": OWN, "task": Double},
+            r"test_algorithms_of_workers:Scaled: parameter net\.weight is torch\.float64",
+        ),
+        ({"algorithm": f"{__name__}:Stepping"}, "test_algorithms_of_workers:Stepping computes the steps itself"),
+        (
+            {"algorithm": f"{__name__}:Stepping", **SGD, "optimizer__clip_norm": 1.0},
+            "test_algorithms_of_workers:Stepping makes steps, not gradients",
+        ),
+    ],
+    ids=str,
+)
+def test_what_an_algorithm_of_ones_own_cannot_work_with_is_refused_by_its_class(
+    settings: dict[str, Any], text: str
+) -> None:
+    task = make_task(settings.pop("task")) if "task" in settings else make_task()
+    with pytest.raises(ConfigError, match=text):
+        succeeded(train(task, world=1, **settings))
+
+
+def test_a_model_that_the_bus_cannot_reach_is_refused() -> None:
+    task = make_task()
+    task.build_model = lambda: nn.Sequential(nn.Linear(784, 10, device="meta"))
+    with pytest.raises(ConfigError, match=r"topk: parameter 0\.weight is on meta, expected on the CPU"):
+        succeeded(train(task, world=1, algorithm="topk"))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,18 @@ def test_replicas_of_neighbours_are_what_these_have_bit_by_bit(world: int) -> No
                 assert torch.equal(kept, theirs)
 
 
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_the_ring_is_the_mean_with_both_neighbours_in_8_bits(world: int) -> None:
+    weights = Weights(world, peers="ring", chunk_elems=64)
+    expected, step = oracles.low_precision_ring([one.numpy() for one in weights.now], 6, 64)
+    for one in expected:
+        weights.exchange()
+        for found, wanted in zip(weights.now, one, strict=True):
+            off = np.abs(found.numpy() - wanted)
+            assert off.max() <= 1.01 * step  # a value in the middle of two may go up
+            assert np.median(off) < 1e-6
+
+
 def test_choco_is_algorithm_2_of_its_paper() -> None:
     world, gamma, density, numel = 4, 0.3, 0.1, 200
     weights = Weights(world, numel, peers="choco", consensus=gamma, density=density)
@@ -164,11 +176,16 @@ def adam(gradients: list[np.ndarray], warmup: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("name", "tolerance"), [("qadam", 0.05), ("onebit-adam", None)])
-def test_the_adam_family_is_adam_with_a_frozen_second_moment(name: str, tolerance: float | None, world: int) -> None:
+@pytest.mark.parametrize("name", ["qadam", "onebit-adam"])
+def test_the_adam_family_is_adam_with_a_frozen_second_moment(name: str, world: int) -> None:
     torch.manual_seed(0)
     steps = [[torch.randn(300) for _ in range(world)] for _ in range(12)]
-    expected = adam([oracles.mean([one.numpy() for one in step]).astype(np.float64) for step in steps], warmup=8)
+    if name == "qadam":  # the mean of momenta in 8 bits is nearly that of gradients
+        tolerance = 0.05
+        expected = adam([oracles.mean([one.numpy() for one in step]).astype(np.float64) for step in steps], warmup=8)
+    else:
+        tolerance = 1e-4
+        expected = oracles.one_bit_adam([[one.numpy() for one in step] for step in steps], warmup=8)
     algorithms = [make_algorithm(name, Place(r, world), {"warmup_steps": 8}) for r in range(world)]
     lockstep = Lockstep(world)
     for number, own in enumerate(steps):
@@ -179,10 +196,7 @@ def test_the_adam_family_is_adam_with_a_frozen_second_moment(name: str, toleranc
             algorithm.commit()
         assert all(torch.equal(bucket.flat, buckets[0].flat) for bucket in buckets)
         worst = float(np.abs(buckets[0].flat.numpy() - expected[number]).max())
-        if number < 8:
-            assert worst < 1e-4
-        elif tolerance is not None:
-            assert worst < tolerance * float(np.abs(expected[number]).max())
+        assert worst < 1e-4 if number < 8 else tolerance * float(np.abs(expected[number]).max())
 
 
 def test_what_one_bit_adam_leaves_out_is_kept_by_both_sides() -> None:

@@ -20,7 +20,15 @@ from gradbus.runtime.compute import ComputeThread
 
 ROUNDED = {
     f"algorithms/{name}"
-    for name in ("bytegrad", "bytegrad hierarchical", "qadam", "onebit-adam", "dense fp16", "decentralized ring")
+    for name in (
+        "bytegrad",
+        "bytegrad hierarchical",
+        "qadam",
+        "onebit-adam",
+        "dense fp16",
+        "dense bf16",
+        "decentralized ring",
+    )
 }
 PROGRAMS = {"requests": program_case.every_request, "algorithms": program_case.every_algorithm}
 
@@ -67,17 +75,28 @@ def test_a_group_computes_the_bits_of_the_lockstep_driver(world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "world"), [("dds", 2), ("dds", 3), ("gloo", 2), ("gloo", 3)])
+@pytest.mark.parametrize(
+    ("backend", "world"), [("dds", 2), ("dds", 3), ("cpu:dds,cuda:gloo", 3), ("gloo", 2), ("gloo", 3)]
+)
 def test_torch_distributed_computes_the_same(backend: str, world: int) -> None:
     """Bit for bit on "dds"; gloo adds more than two numbers in an order of its own, and divides."""
     found = play("program_scenes", "every_program", world, backend)
     for here, there in zip(found, in_lockstep(world), strict=True):
         found_differences = differences(here, there)
-        if backend == "dds":
+        if "dds" in backend:
             assert found_differences == {}
         for name, difference in found_differences.items():
             is_rounded = name in ROUNDED  # a last bit may decide between two of their steps
             assert difference <= (0.1 if is_rounded else 1e-5), found_differences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("dds", "torch.bfloat16"), ("cpu:dds,cuda:gloo", "torch.bfloat16"), ("gloo", "torch.float32")],
+)
+def test_half_precision_travels_as_such_where_the_backend_adds_it_in_float32(backend: str, expected: str) -> None:
+    assert play("program_scenes", "half_on_the_way", 2, backend) == [expected] * 2
 
 
 @pytest.mark.slow

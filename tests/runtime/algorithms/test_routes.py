@@ -229,6 +229,10 @@ def test_what_a_route_cannot_work_with_is_refused_at_the_start() -> None:
         make_algorithm("dense", Place(0, 2), {"topology": topology})
     with pytest.raises(ConfigError, match="needs the host of each of the 2 ranks"):
         make_algorithm("bytegrad", Place(0, 2), {"hierarchical": True}).check({}, sgd)
+    with pytest.raises(ConfigError, match="the topology has 3 ranks, expected 2"):
+        make_algorithm("bytegrad", Place(0, 2), {"hierarchical": True, "topology": topology}).check({}, sgd)
+    with pytest.raises(ConfigError, match="topology is for hierarchical=true"):
+        make_algorithm("bytegrad", Place(0, 2), {"topology": topology})
 
 
 def test_hierarchical_needs_the_hosts() -> None:
