@@ -47,7 +47,7 @@ log = get_logger("torch")
 
 
 def with_algorithm(
-    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], name: str, *,
+    model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], name: str, *,
     process_group: dist.ProcessGroup | None = None, delay_steps: int | None = None, predicts_weights: bool = False,
     hash_every: int = 0, **options: Any,
 ) -> AlgorithmHook:  # fmt: skip
@@ -70,7 +70,7 @@ def with_algorithm(
         model: a DistributedDataParallel without a communication hook of its own; parameters are float32, and gradients
             of those on a GPU are exchanged in copies on the CPU. For an algorithm that averages weights
             (``decentralized``) also a plain module, equal on all ranks at the start.
-        optimizers: all that change its parameters.
+        optimizers: all that change its parameters, or the only one.
         name: of the algorithm, or ``package.module:Name``. options: of the algorithm.
         process_group, delay_steps, hash_every: see :class:`AlgorithmHook`.
         predicts_weights: whether, with late gradients, a rank computes its own at the weights to come, as far as it
@@ -89,8 +89,9 @@ def with_algorithm(
     """
     ddp = model if isinstance(model, DistributedDataParallel) else None
     module = model if ddp is None else ddp.module
+    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     hook = AlgorithmHook(
-        module.named_parameters(), name, options, optimizers=list(optimizers), delay_steps=delay_steps,
+        module.named_parameters(), name, options, optimizers=listed, delay_steps=delay_steps,
         process_group=process_group or (None if ddp is None else ddp.process_group), hash_every=hash_every,
     )  # fmt: skip
     if predicts_weights:

@@ -187,7 +187,7 @@ def in_the_midst_of_other_calls(place: RankLocation) -> dict[str, Any]:
 
     model = DistributedDataParallel(Sometimes(), find_unused_parameters=True, **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    with_algorithm(model, [optimizer], "powersgd", rank=2)
+    with_algorithm(model, optimizer, "powersgd", rank=2)
     for number in range(4):
         x, wanted = batch(place.rank, number)
         optimizer.zero_grad()
