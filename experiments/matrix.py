@@ -1,8 +1,8 @@
 """``gradbus matrix``: which choices of a federated run work together, found by asking for every pair of them.
 
 Nothing is written down here of what goes with what: each cell is a configuration, and the answer is that of
-:func:`~gradbus.actors.federated.combinations.check_combination`, which a controller asks before it starts.
-:func:`covering_runs` are whole configurations, few of them, that have every pair that works; the tests run them.
+:func:`~gradbus.actors.federated.combinations.check_combination`, which a controller asks before it starts. The tests
+run whole configurations, few of them, that have every pair that works.
 """
 
 from __future__ import annotations
