@@ -37,11 +37,6 @@ class Lateness:
     progress: list[str] = field(default_factory=list)
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The value that so great a share of all does not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def _founder(job: str, domain: int) -> None:
     torch.set_num_threads(1)
     asyncio.run(found(job, domain=domain))
