@@ -93,7 +93,7 @@ class InNetworkHandle:
 
     @property
     def received_bytes(self) -> int:
-        """The same of what has come."""
+        """Return the same of what has come."""
         return self._traffic.received_bytes
 
     def cancel(self) -> None:
