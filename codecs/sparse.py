@@ -35,7 +35,7 @@ class SparseVector:
         return dense
 
     def without_zeros(self) -> SparseVector:
-        """The same vector with only its entries other than 0."""
+        """Return the same vector with only its entries other than 0."""
         keep = self.values != 0
         if keep.all():
             return self

@@ -1,13 +1,12 @@
 """``gradbus matrix``: which choices of a federated run work together, found by asking for every pair of them.
 
 Nothing is written down here of what goes with what: each cell is a configuration, and the answer is that of
-:func:`~gradbus.actors.federated.combinations.check_combination`, which a controller asks before it starts.
-:func:`covering_runs` are whole configurations, few of them, that have every pair that works; the tests run them.
+:func:`~gradbus.actors.federated.combinations.check_combination`, which a controller asks before it starts. The tests
+run whole configurations, few of them, that have every pair that works.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -171,34 +170,6 @@ def pairs(of: Iterable[Table]) -> dict[tuple[Chosen, Chosen], str]:
         for name, row in table.cells.items()
         for column, reason in row.items()
     }
-
-
-def covering_runs(cells: Mapping[tuple[Chosen, Chosen], str]) -> list[dict[str, str]]:
-    """Configurations, as a value for each dimension, that together have every pair that works. The same each time.
-
-    Greedy, as Cohen et al., The AETG System, IEEE TSE 1997: each begins with a pair that none has yet, and takes in
-    each other dimension the value with most such pairs, of those with which the whole still works.
-
-    Args:
-        cells: as of :func:`pairs`, of all tables.
-    """
-    known = {one.name: one.values for one in dimensions()}
-    works = {frozenset(pair) for pair, reason in cells.items() if not reason}
-    left = {pair: frozenset(pair) for pair, reason in cells.items() if not reason}  # in the order of the tables
-    runs = []
-    while left:
-        chosen: dict[str, str] = dict(next(iter(left)))
-        open_pairs = set(left.values())
-        for name in sorted(known.keys() - chosen.keys(), key=lambda name: (-len(known[name]), name)):
-            so_far = [known[other][value] for other, value in chosen.items()]
-            new = {value: {frozenset({(name, value), other}) for other in chosen.items()} for value in known[name]}
-            best = sorted(known[name], key=lambda value: -len(new[value] & open_pairs))
-            fits = (one for one in best if new[one] <= works and not refusal(*so_far, known[name][one]))
-            chosen[name] = next(fits)
-        runs.append(chosen)
-        has = set(map(frozenset, itertools.combinations(chosen.items(), 2)))
-        left = {pair: both for pair, both in left.items() if both not in has}
-    return runs
 
 
 def as_markdown(of: str | None = None) -> str:

@@ -28,7 +28,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What was found on a test set.
+    """Holds what was found on a test set.
 
     Attributes:
         accuracy: share of correct answers, 0 to 1; None for a task without such. loss: mean over its samples.
@@ -43,7 +43,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class ShardResult:
-    """What one rank found on its part of the test set.
+    """Holds what one rank found on its part of the test set.
 
     Attributes:
         correct: right answers; None for a task without such. total: samples. loss_sum: of the losses of all.

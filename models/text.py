@@ -140,7 +140,7 @@ class TextTask:
         corpus()
 
     def num_batches(self, *, rank: int, world: int, epoch: int) -> int:
-        """Of a rank in an epoch."""
+        """Return those of a rank in an epoch."""
         return self.steps
 
     def batches(self, *, rank: int, world: int, epoch: int, seed: int) -> Iterator[Tensor]:

@@ -59,7 +59,7 @@ _Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 class Meta(BaseModel):
-    """What a kind of checkpoint says beside its tensors: a subclass names the entries. Others are left alone."""
+    """Holds what a kind of checkpoint says beside its tensors: a subclass names the entries. Others are left alone."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -70,7 +70,7 @@ class Meta(BaseModel):
 
     @classmethod
     def read(cls, values: Any, where: str) -> Self:
-        """The same for any JSON; ``where`` it stands."""
+        """Return the same for any JSON; ``where`` it stands."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -229,7 +229,7 @@ class CheckpointStore:
             raise CheckpointError(f"{path} cannot be written: {error}. Make room and start again") from None
 
     def load_constant(self, name: str) -> dict[str, Tensor]:
-        """What :meth:`save_constant` has written. Raises CheckpointError: it is not there, or damaged."""
+        """Return what :meth:`save_constant` has written. Raises CheckpointError: it is not there, or damaged."""
         path = self.directory / f"{name}.safetensors"
         try:
             return load_file(path)
@@ -362,7 +362,7 @@ def _sync(path: Path) -> None:
 
 @torch.no_grad()
 def copy_state(model: nn.Module) -> dict[str, Any]:
-    """What ``model.state_dict()`` has, as tensors of their own on the CPU, for ``load_state_dict`` of such a model.
+    """Return what ``model.state_dict()`` has, as tensors of their own on the CPU, for ``load_state_dict`` of another.
 
     Tied parameters are there under all their names, each with a copy: file formats have no place for ties.
     """

@@ -52,7 +52,7 @@ class Choice(BaseModel):
 
 
 class Choices(Generic[T]):
-    """What one setting may name: the annotation of its field, which is a :class:`Choice`.
+    """Holds what one setting may name: the annotation of its field, which is a :class:`Choice`.
 
     A setting is given as a name, or as a mapping with ``name`` and options; without ``name`` they are options of the
     default choice.

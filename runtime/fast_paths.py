@@ -31,7 +31,7 @@ _SEQ_CST = 5  # memory_order_seq_cst of stdatomic.h, in GCC and Clang
 
 
 class FastPath(NamedTuple):
-    """What ``gradbus doctor`` shows of a fast path.
+    """Holds what ``gradbus doctor`` shows of a fast path.
 
     Attributes:
         name: what it is made of.

@@ -33,7 +33,7 @@ def explain_keyword(what: str, wrong: str, known: Iterable[str]) -> str:
 
 
 class Opening(AbstractAsyncContextManager[T]):
-    """What is to be entered with ``async with``, and says so to whoever uses it otherwise."""
+    """Holds what is to be entered with ``async with``, and says so to whoever uses it otherwise."""
 
     def __init__(self, manager: AbstractAsyncContextManager[T], call: str, gives: str) -> None:
         self._manager = manager

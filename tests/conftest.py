@@ -159,6 +159,14 @@ def same_number_of_threads() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> None:
+    """torch has one thread: more give sums of floats other bits, and wait for each other on a busy machine."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def domain() -> int:
     """A DDS domain for this test."""
     return new_domain()

@@ -7,13 +7,12 @@ next to their median are averaged. Differs from the paper: of two scores that ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradbus.actors.aggregation.robust import (
-    LEFT_OUT,
     Block,
     Robust,
     nearest_sums,
@@ -27,7 +26,6 @@ class Bulyan(Robust):
     """A selection of updates by Krum, then of each coordinate the mean of the values next to the median."""
 
     choice = "bulyan"
-    chosen: tuple[int, ...] = ()
 
     @property
     def least(self) -> int:
@@ -52,7 +50,3 @@ class Bulyan(Robust):
             middle = (block[(len(block) - 1) // 2] + block[len(block) // 2]) / 2
             order = np.argsort(np.abs(block - middle), axis=0, kind="stable")[:kept]
             yield place, np.take_along_axis(block, order, axis=0).mean(axis=0)
-
-    def marks(self) -> Mapping[str, tuple[int, ...]]:
-        left_out = tuple(sorted(self._rows.keys() - set(self.chosen)))
-        return {LEFT_OUT: left_out} if left_out and self.chosen else {}

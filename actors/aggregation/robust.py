@@ -100,10 +100,15 @@ class RobustOptions(Options):
 
 
 class Robust(Strategy):
-    """Keeps the updates of a round, as differences, and combines them at its end."""
+    """Keeps the updates of a round, as differences, and combines them at its end.
+
+    Attributes:
+        chosen: ids of the clients whose updates made the last model; empty: all.
+    """
 
     weighs_samples = False
     takes_repeats = False
+    chosen: tuple[int, ...] = ()
     Options: ClassVar[type[Options]] = RobustOptions
 
     def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:
@@ -155,6 +160,7 @@ class Robust(Strategy):
         self._free += self._rows.values()
         self._rows = {}
         self._base = base
+        self.chosen = ()
 
     def add(self, update: Update, facts: Facts) -> None:
         assert self._base is not None, "begin() comes first"
@@ -194,6 +200,10 @@ class Robust(Strategy):
         out = weights.numpy()
         for place, delta in self._combined([self._rows[client_id] for client_id in sorted(self._rows)]):
             out[place] = out[place].astype(np.float64) + delta
+
+    def marks(self) -> Mapping[str, tuple[int, ...]]:
+        left_out = tuple(sorted(self._rows.keys() - set(self.chosen)))
+        return {LEFT_OUT: left_out} if left_out and self.chosen else {}
 
     @abstractmethod
     def _combined(self, rows: list[Block]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
@@ -256,11 +266,7 @@ class MultiKrumOptions(RobustOptions):
 
 class MultiKrum(Robust):
     """The mean of the m updates with the smallest scores. The score of an update is the sum of the squared distances to
-    the n - f - 2 others that are nearest to it; of two that are equal the smaller id comes first.
-
-    Attributes:
-        chosen: ids of the clients whose updates made the last model.
-    """
+    the n - f - 2 others that are nearest to it; of two that are equal the smaller id comes first."""
 
     choice = "multi_krum"
     Options: ClassVar[type[Options]] = MultiKrumOptions
@@ -273,7 +279,6 @@ class MultiKrum(Robust):
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self._keep = keep
-        self.chosen: tuple[int, ...] = ()
 
     @property
     def least(self) -> int:
@@ -283,10 +288,6 @@ class MultiKrum(Robust):
     def bound(self) -> str:
         most = (self._keep or 0) + self._byzantine + 2 > 2 * self._byzantine + 3
         return f"{self._keep} + f + 2" if most else "2 f + 3"
-
-    def begin(self, round_id: int, base: Tensor) -> None:
-        super().begin(round_id, base)
-        self.chosen = ()
 
     def _combined(self, rows: list[Block]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
         spare = len(rows) - self._byzantine - 2
@@ -299,10 +300,6 @@ class MultiKrum(Robust):
             for index in best:
                 total += rows[index][place]
             yield place, total / len(best)
-
-    def marks(self) -> Mapping[str, tuple[int, ...]]:
-        left_out = tuple(sorted(self._rows.keys() - set(self.chosen)))
-        return {LEFT_OUT: left_out} if left_out and self.chosen else {}
 
 
 class Krum(MultiKrum):

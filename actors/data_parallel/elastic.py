@@ -319,13 +319,8 @@ class ElasticWorker(Worker):
             self._saved = await self._compute.run(self._find_checkpoint)
             await self._compute.run(self._check_data)
         self._data = await self._compute.run(training.data_facts)
-        label = training.label
-        settings = {
-            **config.shared({"name": label.name, **label.options}),
-            "class of the optimizer": type(training.optimizer.optimizer).__name__,
-        }
         return {
-            "model": _hash(describe_layout(self.model)), "settings": _hash(settings),
+            "model": _hash(describe_layout(self.model)), "settings": _hash(self._shared_settings()),
             # What ranks send one another as plain data is of no version of the protocol: a rank of before a field was
             # added would fail all ranks that look for it.
             "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION, _COMMON]),
@@ -769,12 +764,7 @@ class ElasticWorker(Worker):
         plan = self._plan
         await self._compute.run(self._note_place)
         self._plan = plan
-        if self._are_equal:
-            await self._replicas.broadcast_buffers(position.step)
-            model: Mapping[str, Tensor] = model_tensors(self.model)
-        else:
-            model = (await self._replicas.mean(position.step)).tensors
-        await self._check_model(model)
+        model = await self._model_to_save()
         self._probe.reached("before_save", position.step)
         if self._group.rank == 0:
             try:

@@ -17,11 +17,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
 from gradbus.actors.data_parallel.callbacks import StopVotes
-from gradbus.actors.data_parallel.metrics import combined, tally
+from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.data_parallel.replicas import (
     Replicas,
     check_equal,
@@ -29,31 +29,24 @@ from gradbus.actors.data_parallel.replicas import (
     describe_layout,
     model_tensors,
 )
-from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
+from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import (
-    Position,
     RunTensors,
     SavedRank,
     WorkerState,
-    check_same_batches,
     find_checkpoint,
     position_of,
 )
 from gradbus.actors.data_parallel.stepping import GradientStepper, Stepper
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
+from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.actors.data_parallel.weights import WeightStepper
-from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import Checkpoint, copy_state
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.in_network import join_aggregator
-from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.timeouts import log_timeouts, parallel_timeouts
 from gradbus.runtime.errors import CheckpointError, ConfigError, TrainingDiverged
-from gradbus.runtime.logs import get_logger
-from gradbus.runtime.misuse import awaited
-from gradbus.runtime.profiling.profile import Profile
 from gradbus.runtime.testing.instrumentation import Probe
 
 
@@ -69,12 +62,8 @@ class EpochClock:
     step_s: float = 0.0
 
 
-class Worker:
-    """One rank of a data-parallel run. It runs once; make another one to run again.
-
-    Attributes:
-        profile: where the time goes. skipped_steps: by this rank, since this process started.
-    """
+class Worker(Rank):
+    """One rank of a data-parallel run whose ranks exchange gradients or weights. It runs once."""
 
     def __init__(
         self, group: Group, task: DataParallelTask, config: DataParallelConfig | None = None, *,
@@ -93,50 +82,23 @@ class Worker:
             callbacks: of this rank, beside those that ``config.callbacks`` names: objects as :mod:`.callbacks` says.
             fail_at: a fail point for tests; by default from the environment.
         """
+        config = config or DataParallelConfig()
+        super().__init__(group, task, config, callbacks, make_algorithm)
         self._group = group
         self._on_open = on_open
-        self._config = config = config or DataParallelConfig()
-        self._log = get_logger("worker", rank=group.rank)
         self._probe = Probe(f"rank-{group.rank}", config.history.dir, fail_at=fail_at)
-        self._compute = ComputeThread(f"worker-{group.rank}")
-        self._callbacks = Callbacks("parallel", callbacks, config.callbacks)
         self._votes = StopVotes(group, timeout_s=config.timeouts.collective_s)
         self._votes_after_steps = self._votes_after_epochs = False  # some rank has callbacks
-        self._wants_end = False  # a callback of this rank, since the last vote
-        self._is_stopped = False  # callbacks want it
-        self._training = ShardTraining(config, group, task, self._compute.should_stop, make_algorithm=make_algorithm)
-        jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{group.rank}.jsonl"
-        self.profile = Profile(group.rank, window_steps=config.profile.window_steps, jsonl=jsonl)
-        self.skipped_steps = 0
-        self._position = Position()
         self._clock = EpochClock()
-        self._report: EpochReport | None = None
-        self._params_hash = 0
         self._run_id = 0
         self._state: WorkerState | None = None
-        self._restored_batches: int | None = None  # of this rank in the epoch that a resume goes on with
         self._checked = False  # the parameters have been compared in this process
-        self._has_started = False
         self._aggregator = contextlib.AsyncExitStack()
-        self._seconds = self._started_s = 0.0
-        self._is_resting = False  # the ranks stop between two steps, as others want to join or to leave
         self._set_aside: Mapping[str, Tensor] | None = None  # this rank's model, while the mean is evaluated in it
         self._skipped_before = 0  # exchanges, in the epochs before this one
         # Made by _open:
         self._replicas: Replicas
         self._stepper: Stepper
-
-    @property
-    def model(self) -> nn.Module:
-        """The live module, once the run has started. It is changed by every step."""
-        return self._training.model
-
-    async def state_dict(self) -> dict[str, Any]:
-        """The model after the newest step: tensors by name, for ``model.load_state_dict``.
-
-        They are copies on the CPU, made off the event loop, and never in the midst of a step.
-        """
-        return await self._compute.run_or_follow(self._copy_state)
 
     def _copy_state(self) -> dict[str, Any]:
         if self._set_aside is None:
@@ -154,42 +116,13 @@ class Worker:
         return self._config.algorithm.name if label is None else label.name
 
     @property
-    def step(self) -> int:
-        """Steps done, those before a resume included."""
-        return self._position.step
-
-    @property
-    def progress(self) -> str:
-        """Return where the run is, for people."""
-        return f"step {self.step}"
+    def _group_and_world(self) -> tuple[Group, int]:
+        return self._group, self._group.world
 
     @property
     def mean_ranks(self) -> float | None:
         """Return how many ranks a step of this epoch had, in the mean; None where they do not come and go."""
         return None
-
-    @property
-    def summary(self) -> WorkerSummary:
-        """Return what was done so far."""
-        stats, report = self._group.stats, self._report
-        return WorkerSummary(
-            rank=self._group.rank, world=self._group.world, epochs=self._position.epoch, steps=self._position.step,
-            accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
-            metrics={} if report is None else report.metrics,
-            params_hash=self._params_hash, skipped_steps=self.skipped_steps, bytes_out=stats.bytes_out,
-            bytes_in=stats.bytes_in, seconds=self._seconds, profile=self.profile.summary(), algorithm=self.algorithm,
-        )  # fmt: skip
-
-    @awaited("worker.run()")
-    async def run(self) -> WorkerSummary:
-        """All epochs that are left.
-
-        Raises:
-            As :meth:`epochs`.
-        """
-        async for _ in self.epochs():
-            pass
-        return self.summary
 
     async def epochs(self) -> AsyncGenerator[EpochReport, None]:
         """Train, and give a report after each epoch. The next one begins when the next report is asked for.
@@ -220,11 +153,7 @@ class Worker:
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         """The whole run: it is noted how it ends, and everything is released. Raises RuntimeError: it has run."""
-        if self._has_started:
-            raise RuntimeError(
-                "a Worker runs once: make another one; with a checkpoint.dir it goes on where this one ended"
-            )
-        self._has_started, self._started_s = True, time.perf_counter()
+        self._start_once()
         try:
             yield
         except Exception as error:
@@ -256,10 +185,7 @@ class Worker:
             )
         label = self._training.label
         hello = {
-            "settings": {
-                **config.shared({"name": label.name, **label.options}),
-                "class of the optimizer": type(self._training.optimizer.optimizer).__name__,
-            },
+            "settings": self._shared_settings(),
             "batches": await self._compute.run(self._training.num_batches, 0),
             "callbacks": [bool(self._callbacks), self._callbacks.follow("on_step")],
             "layout": describe_layout(self.model),
@@ -297,6 +223,12 @@ class Worker:
         self._stepper = self._make_stepper()
         self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
         self._log.info("started", world=group.world, step=self.step, algorithm=str(label))
+
+    def _shared_settings(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks."""
+        label, optimizer = self._training.label, self._training.optimizer.optimizer
+        settings = self._config.shared({"name": label.name, **label.options})
+        return {**settings, "class of the optimizer": type(optimizer).__name__}
 
     async def _join_aggregator(self) -> None:
         """Join an aggregator, where sums of the algorithm go through one. Raises ConfigError: it refuses;
@@ -370,51 +302,14 @@ class Worker:
 
     # An epoch
 
-    @property
-    def _at_max(self) -> bool:
-        return self._config.max_steps is not None and self._position.step >= self._config.max_steps
-
-    @property
-    def _is_done(self) -> bool:
-        return self._position.epoch >= self._config.epochs or self._ends_early
-
-    @property
-    def _ends_early(self) -> bool:
-        return self._at_max or self._is_stopped
-
-    async def _one_epoch(self) -> EpochReport | None:
-        """The rest of an epoch. None: the ranks rest in the midst of it."""
-        position, stepper = self._position, self._stepper
+    async def _begin_epoch(self) -> EpochPlan:
+        stepper = self._stepper
         self._clock = EpochClock(stepper.bytes_out, stepper.wait_s)
-        self._skipped_before = stepper.skipped_exchanges - position.skipped_exchanges
-        plan = await self._make_plan()
-        await self._compute.run(self._training.start_epoch, plan, position)
-        while position.epoch_step < plan.steps and not (self._ends_early or self._is_resting):
-            await self._one_step(plan)
-            if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._ends_early:
-                await self._save()
-        await self._drain()
-        await self._count_votes()
-        finished = position.epoch_step >= plan.steps
-        if self._is_resting and not (finished or self._ends_early):
-            return None
-        report = self._report = await self._report_epoch(finished)
-        await self._after_epoch(report)
-        due = self._is_checkpoint_due or not self._config.checkpoint.every_steps
-        if finished:
-            self._position = position.next_epoch()
-        if due or self._is_done:
-            await self._save()
-        self._seconds = time.perf_counter() - self._started_s
-        return report
+        self._skipped_before = stepper.skipped_exchanges - self._position.skipped_exchanges
+        return await self._make_plan()
 
     async def _make_plan(self) -> EpochPlan:
-        """Return who has how much data. Raises CheckpointError: it is no longer as much as when the run was saved."""
-        epoch = self._position.epoch
-        own = await self._compute.run(self._training.num_batches, epoch)
-        restored, self._restored_batches = self._restored_batches, None
-        if restored is not None and self._position.epoch_step:
-            check_same_batches(epoch, restored, own, of=f"on rank {self._group.rank}")
+        own = await self._own_batches()
         counts = await self._group.all_gather_object(
             "worker/batches", own, round_id=self.step, timeout_s=self._config.timeouts.collective_s
         )
@@ -439,12 +334,16 @@ class Worker:
         every = self._hash_every
         if every and (not self._checked or position.step % every == 0):
             await self._compare()
-        if self._config.report_every_steps and position.step % self._config.report_every_steps == 0:
-            await self._tell()
+        wait_s = self._stepper.wait_s - clock.wait_before_s
+        await self._tell_if_due(step_s=round(clock.step_s / clock.steps, 4), wait_s=round(wait_s / clock.steps, 4))
 
     def _note_step(self) -> None:
         """Note for observers in which step this rank is."""
         self._group.at_step(self._position.step, self._position.epoch, mean_ranks=self.mean_ranks or 0.0)
+
+    async def _end_steps(self) -> None:
+        await self._drain()
+        await self._count_votes()
 
     async def _drain(self) -> None:
         """Apply what is on its way."""
@@ -477,9 +376,7 @@ class Worker:
     async def _after_epoch(self, report: EpochReport) -> None:
         if not self._votes_after_epochs:
             return
-        methods = ("on_evaluation", "on_epoch") if report.test_samples else ("on_epoch",)
-        for method in methods:
-            self._wants_end |= bool(await self._compute.run(self._callbacks.call, method, report))
+        await self._call_after_epoch(report)
         self._vote("epoch", report.step)
         await self._count_votes()
 
@@ -583,18 +480,8 @@ class Worker:
         self._checked = True
         return await (self._replicas.check(self.step) if self._config.hash_every else self._replicas.hash())
 
-    async def _tell(self) -> None:
-        position, clock = self._position, self._clock
-        loss_sum = await self._compute.run(self._training.loss_sum)
-        self._log.info(
-            "training", step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches),
-            step_s=round(clock.step_s / clock.steps, 4),
-            wait_s=round((self._stepper.wait_s - clock.wait_before_s) / clock.steps, 4),
-        )  # fmt: skip
-
     async def _report_epoch(self, finished: bool) -> EpochReport:
-        """Return what the ranks have learnt together."""
-        config, position, clock = self._config, self._position, self._clock
+        position, clock = self._position, self._clock
         await self._compute.run(self._training.note_sums, position)
         if self._are_equal:
             await self._replicas.broadcast_buffers(position.step)
@@ -604,47 +491,24 @@ class Worker:
             mean = await self._replicas.mean(position.step)
             await self._check_model(mean.tensors)
             await self._compute.run(self._show, mean.tensors)
-        every, is_last = config.eval_every_epochs, self._ends_early or position.epoch + 1 >= config.epochs
-        counts = None
-        if every and (is_last or (position.epoch + 1) % every == 0):
-            started_s = time.perf_counter()
-            counts = await self._compute.run(self._training.evaluate)
-            self.profile.add_span("eval", started_s, time.perf_counter())
-        own = [
-            position.loss_sum, position.batches, position.metrics, *tally(counts), position.skipped,
-            position.skipped_in_row,
-        ]  # fmt: skip
-        tallies = await self._group.all_gather_object(
-            "worker/epoch", own, round_id=position.step, timeout_s=config.timeouts.collective_s
+        own = [*await self._evaluate(), position.skipped_in_row]
+        of_ranks = await self._group.all_gather_object(
+            "worker/epoch", own, round_id=position.step, timeout_s=self._config.timeouts.collective_s
         )
-        of_ranks = list(zip(*tallies, strict=True))
-        loss_sum, batches, total, eval_loss = (sum(of_ranks[column]) for column in (0, 1, 3, 4))
-        correct = None if None in of_ranks[5] else sum(of_ranks[5])
+        tallies, in_a_row = [one[:-1] for one in of_ranks], [one[-1] for one in of_ranks]
         self._params_hash = await self._compare()
         if mean is not None:
             await self._compute.run(self._show, None)
-        self._check_progress(finished, of_ranks[7], of_ranks[8])
+        self._check_progress(finished, [tally[-1] for tally in tallies], in_a_row)
         steps = max(1, clock.steps)
-        report = EpochReport(
-            epoch=position.epoch, step=position.step, finished=finished,
-            loss=loss_sum / batches if batches else float("nan"),
-            accuracy=correct / total if total and correct is not None else None,
-            eval_loss=eval_loss / total if total else None, metrics=combined(of_ranks[6]),
-            train_metrics=combined(of_ranks[2]),
-            test_samples=total, model="equal" if mean is None else "mean", params_hash=self._params_hash,
-            consensus_distance=None if mean is None else mean.distance, skipped_steps=max(of_ranks[7]),
-            skipped_exchanges=self._skipped_exchanges,
+        return self._reported(
+            finished, tallies, model="equal" if mean is None else "mean",
+            consensus_distance=None if mean is None else mean.distance, skipped_exchanges=self._skipped_exchanges,
             density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
             wait_s_mean=(self._stepper.wait_s - clock.wait_before_s) / steps,
             bytes_out_per_step=(self._stepper.bytes_out - clock.bytes_before) / steps,
             seconds=time.perf_counter() - clock.started_s,
         )  # fmt: skip
-        unequal_only = ("model", "consensus_distance") if mean is None else ()
-        self._log.info(
-            "epoch done",
-            **{name: value for name, value in report.to_json().items() if name not in ("params_hash", *unequal_only)},
-        )
-        return report
 
     def _show(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Put these tensors into the model, and this rank's own aside; None: those back. On the compute thread."""
@@ -662,11 +526,6 @@ class Worker:
 
     # Checkpoints
 
-    @property
-    def _is_checkpoint_due(self) -> bool:
-        every = self._config.checkpoint.every_steps
-        return every > 0 and self._position.step % every == 0
-
     async def _save(self) -> None:
         """All exchanges of the step have ended. Nobody saves before all are here, nor goes on before all have saved."""
         state, position = self._state, self._position
@@ -677,12 +536,7 @@ class Worker:
         if position.epoch_step:
             await self._compute.run(self._training.note_sums, position)
             position.skipped_exchanges = self._skipped_exchanges
-        if self._are_equal:
-            await self._replicas.broadcast_buffers(position.step)
-            model: Mapping[str, Tensor] = model_tensors(self.model)
-        else:
-            model = (await self._replicas.mean(position.step)).tensors
-        await self._check_model(model)
+        model = await self._model_to_save()
         self._note_mean_loss()
         await self._barrier("worker/save")
         # Within an epoch its place means these batches; between two it means nothing, and there may be no next one.
@@ -699,6 +553,16 @@ class Worker:
         await self._compute.run(state.prune)
         self.profile.add_span("checkpoint", started_s, time.perf_counter())
         self._log.info("checkpoint", step=position.step, bytes=size)
+
+    async def _model_to_save(self) -> Mapping[str, Tensor]:
+        """Return the model of all ranks, or their mean. Raises TrainingDiverged: it has NaN or infinity."""
+        model: Mapping[str, Tensor] = model_tensors(self.model)
+        if self._are_equal:
+            await self._replicas.broadcast_buffers(self.step)
+        else:
+            model = (await self._replicas.mean(self.step)).tensors
+        await self._check_model(model)
+        return model
 
     @property
     def _skipped_exchanges(self) -> int:

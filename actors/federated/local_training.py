@@ -105,7 +105,7 @@ class EncodedUpdate:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RoundInputs:
-    """What the update of a round is made from.
+    """Holds what the update of a round is made from.
 
     Attributes:
         welcome: how to train. command: what the controller asks for; terms: what that has no field for.
@@ -561,7 +561,7 @@ def _checked_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _to_keep(end: RoundEnd, residual: Tensor | None, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a client keeps if its update counts."""
+    """Return what a client keeps if its update counts."""
     kept = _named(_OF_RULE, end.state)
     if residual is not None:
         kept[RESIDUAL] = residual

@@ -12,7 +12,6 @@ needs of it is saved by server 0.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 from collections import Counter
@@ -21,14 +20,14 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradbus.actors.data_parallel.metrics import combined, tally
+from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.data_parallel.replicas import describe_layout
-from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
+from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining, TrainingStep
+from gradbus.actors.data_parallel.training import EpochPlan, TrainingStep
 from gradbus.actors.parameter_server.agreement import Introduction, Roles, agree, find_version
 from gradbus.actors.parameter_server.assignment import TensorPart, assign, put
 from gradbus.actors.parameter_server.clocks import Kind
@@ -37,16 +36,12 @@ from gradbus.actors.parameter_server.server import REPLY, REQUEST
 from gradbus.actors.parameter_server.shard import check_config
 from gradbus.actors.parameter_server.state import FROZEN, state_bytes_of
 from gradbus.runtime.algorithms.replicas import fingerprint
-from gradbus.runtime.callbacks import Callbacks
-from gradbus.runtime.checkpoint import Checkpoint, copy_state, restore_random_numbers
+from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.collectives import CollectiveHandle, Group
-from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
-from gradbus.runtime.errors import CheckpointError, CollectiveError, PeerLost, ReplicasDiverged, TrainingDiverged
-from gradbus.runtime.logs import get_logger
-from gradbus.runtime.misuse import awaited
-from gradbus.runtime.profiling.profile import Profile, StepProfile
+from gradbus.runtime.errors import CollectiveError, PeerLost, ReplicasDiverged, TrainingDiverged
+from gradbus.runtime.profiling.profile import StepProfile
 from gradbus.runtime.profiling.summary import ProfileSummary
 
 _GRACE_S = 5.0  # for the servers to find out first which worker is silent
@@ -63,11 +58,11 @@ class _Before(NamedTuple):
     refused: int
 
 
-class ParameterServerWorker:
+class ParameterServerWorker(Rank):
     """One worker of a run. It runs once; make another one to run again.
 
     Attributes:
-        profile: where the time goes. profiles: those of all workers, once the run has ended.
+        profiles: those of all workers, once the run has ended.
     """
 
     def __init__(
@@ -84,73 +79,30 @@ class ParameterServerWorker:
             on_open: called once all fit together and the weights are there.
             callbacks: as of a :class:`~gradbus.Worker`.
         """
+        super().__init__(workers, task, config, callbacks)
         self._network = network
-        self._config = config
         self._settings = settings
         self._on_open = on_open
         self._roles = Roles.of(network, settings)
         self._rank = network.rank
-        self._log = get_logger("worker", rank=self._rank)
-        self._compute = ComputeThread(f"worker-{self._rank}")
-        self._callbacks = Callbacks("parallel", callbacks, config.callbacks)
         self._votes = False  # some worker has callbacks
-        self._wants_end = False  # a callback of this one, since the last push
-        self._is_stopped = False  # callbacks want it
         self._met_at = 0  # the step at which all stood together last
-        self._training = ShardTraining(config, workers, task, self._compute.should_stop)
-        jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{self._rank}.jsonl"
-        self.profile = Profile(self._rank, window_steps=config.profile.window_steps, jsonl=jsonl)
         self.profiles: list[ProfileSummary] = []
-        self._position = Position()
-        self._report: EpochReport | None = None
-        self._params_hash = 0
-        self._skipped = 0
         self._wait_s = 0.0
-        self._seconds = 0.0
-        self._has_started = False
+        self._before = _Before(0.0, 0, 0.0, 0, Counter(), 0)
+        self._num_batches = 0  # of this worker in this epoch
         self._pieces: list[tuple[TensorPart, ...]] = []  # by server
         self._max_bytes = 0
         self._staleness: Counter[int] = Counter()  # of gradients so far, at server 0
         self._refused = 0
-        self._restored_batches: int | None = None  # of this worker in the epoch that a resume goes on with
 
     @property
-    def model(self) -> nn.Module:
-        """The live module, once the run has started."""
-        return self._training.model
-
-    async def state_dict(self) -> dict[str, Any]:
-        """The model as this worker has it: tensors by name, copies on the CPU, for ``model.load_state_dict``."""
-        return await self._compute.run_or_follow(lambda: copy_state(self.model))
+    def algorithm(self) -> str:
+        return f"{self._settings.mode} parameter server"
 
     @property
-    def progress(self) -> str:
-        """Return where the run is, for people."""
-        return f"step {self.step}"
-
-    @property
-    def step(self) -> int:
-        """Steps done, those before a resume included."""
-        return self._position.step
-
-    @property
-    def summary(self) -> WorkerSummary:
-        """Return what was done so far."""
-        stats, report = self._network.stats, self._report
-        return WorkerSummary(
-            rank=self._rank, world=self._roles.workers, epochs=self._position.epoch, steps=self._position.step,
-            accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
-            metrics={} if report is None else report.metrics, params_hash=self._params_hash,
-            skipped_steps=self._skipped, bytes_out=stats.bytes_out, bytes_in=stats.bytes_in, seconds=self._seconds,
-            profile=self.profile.summary(), algorithm=f"{self._settings.mode} parameter server",
-        )  # fmt: skip
-
-    @awaited("worker.run()")
-    async def run(self) -> WorkerSummary:
-        """All epochs that are left. Raises as :meth:`epochs`."""
-        async for _ in self.epochs():
-            pass
-        return self.summary
+    def _group_and_world(self) -> tuple[Group, int]:
+        return self._network, self._roles.workers
 
     async def epochs(self) -> AsyncGenerator[EpochReport, None]:
         """Train, and give a report after each epoch.
@@ -164,15 +116,13 @@ class ParameterServerWorker:
             CallbackFailed: a callback has raised an exception.
             And what the task raises.
         """
-        if self._has_started:
-            raise RuntimeError("a worker runs once: make another one")
-        self._has_started, started_s = True, time.perf_counter()
+        self._start_once()
         try:
             await self._open()
             self._on_open()
             while not self._is_done:
                 report = await self._one_epoch()
-                self._seconds = time.perf_counter() - started_s
+                assert report is not None
                 yield report
             self._params_hash = await self._compute.run(lambda: fingerprint(self.model.parameters()))
             await self._compute.run(self._callbacks.call, "on_end", self.summary)
@@ -182,7 +132,7 @@ class ParameterServerWorker:
         except PeerLost as error:
             raise self._roles.named(self._network.name, error) from None
         finally:
-            self._seconds = time.perf_counter() - started_s
+            self._seconds = time.perf_counter() - self._started_s
             self._compute.close()
             self._training.close()
             self.profile.close()
@@ -346,55 +296,14 @@ class ParameterServerWorker:
 
     # An epoch
 
-    @property
-    def _at_max(self) -> bool:
-        return self._config.max_steps is not None and self._position.step >= self._config.max_steps
-
-    @property
-    def _ends_early(self) -> bool:
-        return self._at_max or self._is_stopped
-
-    @property
-    def _is_done(self) -> bool:
-        return self._position.epoch >= self._config.epochs or self._ends_early
-
-    async def _one_epoch(self) -> EpochReport:
-        position, started_s = self._position, time.perf_counter()
-        own = await self._compute.run(self._training.num_batches, position.epoch)
-        restored, self._restored_batches = self._restored_batches, None
-        if restored not in (None, own) and position.epoch_step:
-            raise CheckpointError(
-                f"the checkpoint lies in the middle of epoch {position.epoch}, of {restored} batches on worker "
-                f"{self._rank}; now there are {own}. Go on with the same data and batch size, or choose another "
-                f"checkpoint.dir"
-            )
-        _, counts = await self._meet("batches", own)
-        before = _Before(
-            started_s, position.step, self._wait_s, self._network.stats.bytes_out, self._staleness, self._refused
+    async def _begin_epoch(self) -> EpochPlan:
+        started_s = time.perf_counter()
+        self._num_batches = await self._own_batches()
+        _, counts = await self._meet("batches", self._num_batches)
+        self._before = _Before(
+            started_s, self.step, self._wait_s, self._network.stats.bytes_out, self._staleness, self._refused
         )
-        plan = EpochPlan.of([count or 0 for count in counts], self._config.accumulation_steps)
-        await self._compute.run(self._training.start_epoch, plan, position)
-        while position.epoch_step < plan.steps and not self._ends_early:
-            await self._one_step(plan)
-            if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._ends_early:
-                await self._save(own)
-        finished = position.epoch_step >= plan.steps
-        report = self._report = await self._report_epoch(finished, before)
-        await self._after_epoch(report)
-        due = self._is_checkpoint_due or not self._config.checkpoint.every_steps
-        if finished:
-            self._position = position.next_epoch()
-        if due or self._is_done:
-            await self._save(own)
-        return report
-
-    @property
-    def _is_checkpoint_due(self) -> bool:
-        return self._is_due_after(self._position.step)
-
-    def _is_due_after(self, step: int) -> bool:
-        every = self._config.checkpoint.every_steps
-        return every > 0 and step % every == 0
+        return EpochPlan.of([count or 0 for count in counts], self._config.accumulation_steps)
 
     async def _one_step(self, plan: EpochPlan) -> None:
         position, training = self._position, self._training
@@ -418,12 +327,7 @@ class ParameterServerWorker:
         self._is_stopped |= Flag.WANTS_END in replies[0].flags
         self._wants_end = False
         self._count(step)
-        every = self._config.report_every_steps
-        if every and position.step % every == 0:
-            loss_sum = await self._compute.run(training.loss_sum)
-            self._log.info(
-                "training", step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches)
-            )  # fmt: skip
+        await self._tell_if_due()
         if self._callbacks.follow("on_step"):
             report = await self._compute.run(training.report_of, step)
             self._wants_end = bool(await self._compute.run(self._callbacks.call, "on_step", report))
@@ -454,7 +358,7 @@ class ParameterServerWorker:
             return
         position.skipped += 1
         position.skipped_in_row += 1
-        self._skipped += 1
+        self.skipped_steps += 1
         self._log.warning(
             "gradient not pushed: NaN or infinity", step=step.number + 1, in_a_row=position.skipped_in_row,
             limit=config.max_nonfinite_steps or None,
@@ -470,39 +374,25 @@ class ParameterServerWorker:
     async def _after_epoch(self, report: EpochReport) -> None:
         if not self._votes:
             return
-        wants_end = self._wants_end
-        for method in ("on_evaluation", "on_epoch") if report.test_samples else ("on_epoch",):
-            wants_end |= bool(await self._compute.run(self._callbacks.call, method, report))
+        await self._call_after_epoch(report)
+        _, votes = await self._meet("votes", self._wants_end)
         self._wants_end = False
-        _, votes = await self._meet("votes", wants_end)
         self._is_stopped |= any(votes)
 
-    async def _report_epoch(self, finished: bool, before: _Before) -> EpochReport:
+    async def _report_epoch(self, finished: bool) -> EpochReport:
         """Return what the workers have learnt together. All stand at the same step, with the same weights."""
-        config, position, training = self._config, self._position, self._training
+        position, training, before = self._position, self._training, self._before
         await self._compute.run(training.note_sums, position)
         if buffers := self._buffers():
             reply, _ = await self._meet("buffers", None, buffers)
             await self._compute.run(self._take_named, reply.state, buffers)
-        every, is_last = config.eval_every_epochs, self._ends_early or position.epoch + 1 >= config.epochs
-        counts = None
-        if every and (is_last or (position.epoch + 1) % every == 0):
-            evaluation_s = time.perf_counter()
-            counts = await self._compute.run(training.evaluate)
-            self.profile.add_span("eval", evaluation_s, time.perf_counter())
+        tally = await self._evaluate()
         self._params_hash = await self._compute.run(lambda: fingerprint(self.model.parameters()))
-        own = [
-            position.loss_sum, position.batches, position.metrics, *tally(counts), position.skipped,
-            f"{self._params_hash:016x}",
-        ]  # fmt: skip
-        _, brought = await self._meet("epoch", own)
-        tallies = [one for one in brought if one is not None]
-        of_workers = list(zip(*tallies, strict=True))
-        hashes = [int(text, 16) for text in of_workers[8]]
+        _, brought = await self._meet("epoch", [*tally, f"{self._params_hash:016x}"])
+        tallies = [one[:-1] for one in brought if one is not None]
+        hashes = [int(one[-1], 16) for one in brought if one is not None]
         if len(set(hashes)) > 1:
             raise ReplicasDiverged(position.step, hashes)
-        loss_sum, batches, total, eval_loss = (sum(of_workers[column]) for column in (0, 1, 3, 4))
-        correct = None if None in of_workers[5] else sum(of_workers[5])
         steps = max(1, position.step - before.step)
         seconds = time.perf_counter() - before.started_s
         served = {"refused_gradients": float(self._refused - before.refused)}
@@ -511,22 +401,12 @@ class ParameterServerWorker:
             total_staleness = sum(staleness * count for staleness, count in counted.items())
             served["staleness_mean"] = total_staleness / max(1, counted.total())
             served["staleness_max"] = float(max(counted, default=0))
-        report = EpochReport(
-            epoch=position.epoch, step=position.step, finished=finished,
-            loss=loss_sum / batches if batches else math.nan,
-            accuracy=correct / total if total and correct is not None else None,
-            eval_loss=eval_loss / total if total else None, metrics=combined(of_workers[6]),
-            train_metrics={**combined(of_workers[2]), **served}, test_samples=total, params_hash=self._params_hash,
-            skipped_steps=max(of_workers[7]), step_s_mean=seconds / steps,
-            wait_s_mean=(self._wait_s - before.wait_s) / steps,
+        return self._reported(
+            finished, tallies, served, step_s_mean=seconds / steps, wait_s_mean=(self._wait_s - before.wait_s) / steps,
             bytes_out_per_step=(self._network.stats.bytes_out - before.bytes_out) / steps, seconds=seconds,
         )  # fmt: skip
-        self._log.info(
-            "epoch done", **{name: value for name, value in report.to_json().items() if name != "params_hash"}
-        )
-        return report
 
-    async def _save(self, num_batches: int) -> None:
+    async def _save(self) -> None:
         """Have all servers save this version. They answer when they have."""
         if self._config.checkpoint.dir is None:
             return
@@ -535,7 +415,7 @@ class ParameterServerWorker:
             await self._compute.run(self._training.note_sums, position)
         kept = {
             "position": asdict(position), "report": None if self._report is None else self._report.to_json(),
-            "num_batches": num_batches,
+            "num_batches": self._num_batches,
         }  # fmt: skip
         await self._ask("save", meta=kept, state={**self._buffers(), "torch_rng": torch.get_rng_state()})
         self.profile.add_span("checkpoint", started_s, time.perf_counter())

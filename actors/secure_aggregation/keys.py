@@ -135,7 +135,7 @@ class Roster:
 
     @property
     def terms(self) -> Hashable:
-        """What the integers of an update depend on, beside the update."""
+        """Return what the integers of an update depend on, beside the update."""
         return self.cap, self.grid, self.limit
 
     def weight(self, num_samples: int) -> int:
@@ -214,5 +214,5 @@ def pair_seed(private: X25519PrivateKey, own_id: int, other: RosterEntry, roster
 
 
 def commitment(seed: bytes) -> bytes:
-    """What a client advertises of the seed of its own mask."""
+    """Return what a client advertises of the seed of its own mask."""
     return hashlib.sha256(b"gradbus own mask 1" + seed).digest()

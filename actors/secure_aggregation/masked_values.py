@@ -124,7 +124,7 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
 
 
 def _difference(update: Parsed, base: Tensor) -> Tensor:
-    """What an update changes, float32, shape (D,)."""
+    """Return what an update changes, float32, shape (D,)."""
     found = torch.empty(update.dim)
     for block in update.blocks(_BLOCK_ELEMS):
         assert isinstance(block, DenseBlock), "an update of every value"
@@ -247,7 +247,7 @@ class SignedIntegers:
 
 
 def integers_of(total: Words, roster: Roster, positions: NDArray[np.int64] | None, dim: int) -> Integers:
-    """What an unmasked sum of an attempt stands for in a model of ``dim`` values, in units of 2^-30."""
+    """Return what an unmasked sum of an attempt stands for in a model of ``dim`` values, in units of 2^-30."""
     sent: Integers
     if roster.grid.is_small:
         sent = GridIntegers(total.view(np.int16), roster.grid, positions, len(roster.members))

@@ -130,7 +130,7 @@ class MaskingServer:
         return self.senders
 
     def sealed_for(self, client_id: int) -> list[bytes]:
-        """What the other senders have sealed for this one, in their order."""
+        """Return what the other senders have sealed for this one, in their order."""
         return [self._sealed[sender][client_id] for sender in self.senders if sender != client_id]
 
     # Phase 2 and 3

@@ -10,7 +10,7 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from gradbus.runtime.json_text import parse_json
@@ -48,24 +48,16 @@ def send(to: socket.socket, parcel: Parcel) -> None:
 
 def receive(source: socket.socket) -> Parcel:
     """The next message; blocks until it is here. Raises ChannelClosed."""
-
-    def exactly(size: int) -> bytearray:
-        found = bytearray(size)
-        view = memoryview(found)
-        while view:
-            try:
-                count = source.recv_into(view)
-            except OSError as error:
-                raise ChannelClosed(str(error)) from None
-            if not count:
-                raise ChannelClosed("its process has ended")
-            view = view[count:]
-        return found
-
-    length, count = _lengths(exactly(_HEAD.size))
-    sizes = struct.unpack(f"<{count}Q", exactly(8 * count))
-    head = parse_json(exactly(length).decode())
-    return Parcel(head, [exactly(size) for size in sizes])
+    message = _message()
+    try:
+        wanted = next(message)
+        while True:
+            wanted = message.send(source.recv_into(wanted))
+    except StopIteration as end:
+        parcel: Parcel = end.value
+        return parcel
+    except OSError as error:
+        raise ChannelClosed(str(error)) from None
 
 
 async def send_soon(to: socket.socket, parcel: Parcel) -> None:
@@ -80,29 +72,37 @@ async def send_soon(to: socket.socket, parcel: Parcel) -> None:
 
 async def receive_soon(source: socket.socket) -> Parcel:
     """As :func:`receive`, without blocking the loop. The socket is one that does not block."""
-    loop = asyncio.get_running_loop()
+    loop, message = asyncio.get_running_loop(), _message()
+    try:
+        wanted = next(message)
+        while True:
+            wanted = message.send(await loop.sock_recv_into(source, wanted))
+    except StopIteration as end:
+        parcel: Parcel = end.value
+        return parcel
+    except OSError as error:
+        raise ChannelClosed(str(error)) from None
 
-    async def exactly(size: int) -> bytearray:
+
+def _message() -> Generator[memoryview, int, Parcel]:
+    """Yields memory that the next bytes belong in, and is sent how many have come. Returns the message."""
+
+    def exactly(size: int) -> Generator[memoryview, int, bytearray]:
         found = bytearray(size)
         view = memoryview(found)
         while view:
-            try:
-                count = await loop.sock_recv_into(source, view)
-            except OSError as error:
-                raise ChannelClosed(str(error)) from None
+            count = yield view
             if not count:
                 raise ChannelClosed("its process has ended")
             view = view[count:]
         return found
 
-    length, count = _lengths(await exactly(_HEAD.size))
-    sizes = struct.unpack(f"<{count}Q", await exactly(8 * count))
-    head = parse_json((await exactly(length)).decode())
-    return Parcel(head, [await exactly(size) for size in sizes])
-
-
-def _lengths(head: bytes | bytearray) -> tuple[int, int]:
-    length, count = _HEAD.unpack(head)
+    length, count = _HEAD.unpack((yield from exactly(_HEAD.size)))
     if length > _MAX_JSON_BYTES or count > _MAX_PARTS:
         raise ChannelClosed("what came is no message")
-    return length, count
+    sizes = struct.unpack(f"<{count}Q", (yield from exactly(8 * count)))
+    head = parse_json((yield from exactly(length)).decode())
+    parts = []
+    for size in sizes:
+        parts.append((yield from exactly(size)))  # noqa: PERF401 - a comprehension cannot yield
+    return Parcel(head, parts)

@@ -371,7 +371,7 @@ class ClientHost(Client):
             results.update(dict.fromkeys(named, declined))
         for client_id in named:
             if client_id in results:
-                await self._send_result(client_id, results[client_id])
+                await self._send(client_id, results[client_id])
         queue = deque((client_id, 0) for client_id in named if client_id not in results)
         if not queue or (vector := await self._models.fetch_evaluated(welcome, request)) is None:
             return
@@ -415,14 +415,14 @@ class ClientHost(Client):
                 why = f"its process has died {MAX_DEATHS} times"
                 result = EvaluationResult(request.run_id, request.round_id, 0, {}, why, 0.0)
             results[client_id] = result
-            await self._send_result(client_id, result)
+            await self._send(client_id, result)
 
-    async def _send_result(self, client_id: int, result: EvaluationResult) -> None:
-        with contextlib.suppress(BusError):  # it is requested again
-            await self._bus.publish(Identity(client_id, self._identity.incarnation), result)
+    async def _send(self, client_id: int, body: EvaluationResult | TrainingFailure) -> None:
+        with contextlib.suppress(BusError):  # a result is requested again, a failure sent again with the next heartbeat
+            await self._bus.publish(Identity(client_id, self._identity.incarnation), body)
 
     async def _refuse_model(self, request: LocalModelRequest) -> None:
-        await self._send_result(
+        await self._send(
             request.to, EvaluationResult(request.run_id, request.round_id, 0, {}, HOSTED, 0.0)
         )  # fmt: skip
 
@@ -438,11 +438,7 @@ class ClientHost(Client):
         sent = TrainingFailure(current.run_id, command.round_id, text, error.reason)
         self._failures = {one: before for one, before in self._failures.items() if before.round_id == sent.round_id}
         self._failures[client_id] = sent
-        await self._send_failure(client_id, sent)
-
-    async def _send_failure(self, client_id: int, sent: TrainingFailure) -> None:
-        with contextlib.suppress(BusError):  # sent again with the next heartbeat
-            await self._bus.publish(Identity(client_id, self._identity.incarnation), sent)
+        await self._send(client_id, sent)
 
     async def _repeat_failures(self, heartbeat_s: float) -> None:
         """Send failures of the newest command with each heartbeat, a part of them each time. Runs until cancelled."""
@@ -453,4 +449,4 @@ class ClientHost(Client):
                 sent = self._failures.pop(client_id)
                 if command is not None and sent.round_id == command.round_id and client_id in self._session.refused_ids:
                     self._failures[client_id] = sent  # at the end of the line
-                    await self._send_failure(client_id, sent)
+                    await self._send(client_id, sent)

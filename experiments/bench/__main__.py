@@ -35,7 +35,7 @@ from gradbus.experiments.bench import (
     scale,
     sealing,
 )
-from gradbus.experiments.bench.command import BASELINE, Benchmark, Part, parse, run
+from gradbus.experiments.bench.command import BASELINE, Benchmark, Part, add_effort, parse, run
 from gradbus.experiments.bench.results import Results
 from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.report import style
@@ -72,10 +72,7 @@ TITLES = {name: title for titles in DOCUMENTED.values() for name, title in title
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--quick", dest="effort", action="store_const", const="quick", help="fewer sizes and blocks: under 3 minutes"
-    )
-    parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
+    add_effort(parser, "fewer sizes and blocks: under 3 minutes")
     parser.add_argument("--scale", action="store_true", help="cost as work grows, with the exponent and a plot of each")
     _document_option(parser)
     parser.add_argument("--write-baseline", action="store_true", help="make this the baseline that comes with the code")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
-from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, BenchRank, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import cpu_s, in_turns, size_text
@@ -168,8 +168,7 @@ def _measure_all(chosen: argparse.Namespace, losses: tuple[float, ...]) -> Itera
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer repeats, 2 and 4")
-    parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
+    add_effort(parser, "fewer repeats, 2 and 4")
     parser.add_argument("--world", type=int, choices=WORLDS, help="only so many workers")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), help="only this")
     parser.add_argument("--numel", type=int, default=NUMEL, help="int32 entries of a vector")

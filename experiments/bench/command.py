@@ -6,6 +6,7 @@ A benchmark is a few parts, and a part a function that yields measurements: all 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -62,6 +63,27 @@ class Benchmark(NamedTuple):
     def expected_s(self, names: Iterable[str], effort: str) -> int:
         """Return how long these parts take in all."""
         return sum(part.seconds if effort == "full" else part.quick_s for part in map(self.parts.__getitem__, names))
+
+
+def add_effort(parser: argparse.ArgumentParser, fewer: str) -> None:
+    """Add the options of a benchmark that can be run in less time. ``fewer``: what is less then."""
+    parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help=fewer)
+    parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
+
+
+def add_training(parser: argparse.ArgumentParser, titles: Iterable[str], only: str) -> None:
+    """Add the options of a benchmark that trains for hours. ``titles``: of its rows. ``only``: what of one row alone is
+    measured."""
+    parser.add_argument("--data-root", type=Path, help="folder that holds MNIST/raw; else $GRADBUS_DATA")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf,
+        help="begin no training after so long: rows then have fewer seeds, and another run trains what is missing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TITLE", choices=list(titles),
+        help=f"{only}; may be given several times",
+    )  # fmt: skip
+    add_effort(parser, "fewer steps, one seed")
 
 
 def parse(name: str, benchmark: Benchmark, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -12,7 +12,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from gradbus import models
-from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.command import Benchmark, Part, add_training
 from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
 from gradbus.experiments.bench.gloo_training import GlooRun, bytes_of_torchs_hook, train_on_gloo
 from gradbus.experiments.bench.lockstep_training import LockstepTraining, NotFinite
@@ -409,17 +408,8 @@ def _timed(setting: TrainingSetting, config: Mapping[str, Any]) -> Training:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--data-root", type=Path, help="folder that holds MNIST/raw; else $GRADBUS_DATA")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf,
-        help="begin no training after so long: rows then have fewer seeds, and another run trains what is missing",
-    )  # fmt: skip
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="TITLE", choices=[it.title for it in _compared()],
-        help="accuracy and time of dense and this row alone, such as 'topk 1 %%'; may be given several times",
-    )  # fmt: skip
-    parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer steps, one seed")
-    parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
+    titles = [it.title for it in _compared()]
+    add_training(parser, titles, "accuracy and time of dense and this row alone, such as 'topk 1 %%'")
 
 
 BENCHMARK = Benchmark(

@@ -37,6 +37,7 @@ from gradbus.experiments.bench.elastic_processes import (
 from gradbus.experiments.bench.idle import measure_idle
 from gradbus.experiments.bench.processes import DOMAIN, BenchRank, context, end_with_benchmark, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.bench.timing import percentile
 from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import Host, hosts_on_a_switch, set_link
 from gradbus.runtime.collectives import join_group
@@ -460,7 +461,6 @@ async def _blocks(place: BenchRank) -> dict[str, list[float]]:
 def measure_embed(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """A rank that joins, trains and leaves on the event loop of a web service, again and again."""
     from gradbus.experiments.bench.elastic_embed import measure as lateness  # needs aiohttp, of the extra `web`
-    from gradbus.experiments.bench.elastic_embed import percentile
 
     note = "99 % of the ticks are less late; a rank of the MLP beside one other process"
     late: list[float] = []

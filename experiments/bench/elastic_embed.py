@@ -38,11 +38,6 @@ class Lateness:
     progress: list[str] = field(default_factory=list)
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The value that so great a share of all does not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def _founder(job: str, domain: int) -> None:
     end_with_benchmark()
     torch.set_num_threads(1)

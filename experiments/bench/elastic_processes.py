@@ -166,14 +166,13 @@ class ElasticProcess:
     """One process, over all its starts.
 
     Attributes:
-        events: of its journal so far. started_s: time.monotonic of its newest start. is_down: it is to stay down.
+        events: of its journal so far. started_s: time.monotonic of its newest start.
     """
 
     number: int
     path: Path
     process: BaseProcess | None = None
     started_s: float = 0.0
-    is_down: bool = False
     events: list[Event] = field(default_factory=list)
     _offset: int = 0
 

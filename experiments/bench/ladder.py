@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gradbus import models
-from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.command import Benchmark, Part, add_effort
 from gradbus.experiments.bench.data_parallel import EVERY_STEP, steps_of, typical
 from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
@@ -174,8 +174,7 @@ PLANS = {
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer steps")
-    parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
+    add_effort(parser, "fewer steps")
 
 
 BENCHMARK = Benchmark(

@@ -15,13 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from gradbus import models
-from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.command import Benchmark, Part, add_training
 from gradbus.experiments.bench.compression import KeptResults, TrainingSetting, accuracy_key, those_named
 from gradbus.experiments.bench.lockstep_training import LockstepTraining, NotFinite
 from gradbus.experiments.bench.recipes import Recipe, local_recipes
@@ -276,18 +275,9 @@ def _reported(text: str, found: Mapping[str, Any], began_s: float) -> dict[str, 
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-root", type=Path, help="folder that holds MNIST/raw; else $GRADBUS_DATA")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf,
-        help="begin no training after so long: rows then have fewer seeds, and another run trains what is missing",
-    )  # fmt: skip
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="TITLE", choices=[it.title for it in local_recipes()],
-        help="accuracy of dense and this row alone, such as 'SparseLoCo, H = 30'; may be given several times",
-    )  # fmt: skip
+    titles = [it.title for it in local_recipes()]
+    add_training(parser, titles, "accuracy of dense and this row alone, such as 'SparseLoCo, H = 30'")
     parser.add_argument("--runs", type=int, default=3, help="of each way, for the utilisation [%(default)s]")
-    parser.add_argument("--quick", dest="effort", action="store_const", const="quick", help="fewer steps, one seed")
-    parser.add_argument("--tiny", dest="effort", action="store_const", const="tiny", help=argparse.SUPPRESS)  # tests
 
 
 BENCHMARK = Benchmark(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 from gradbus.runtime.json_text import MAX_LINE_CHARS
 
 _STEP_BYTES = 1 << 20
-Opener = Callable[[], int]
 
 
 def open_regular(path: Path) -> int:

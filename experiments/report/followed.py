@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-from gradbus.actors import Client, ElasticWorker, EpochReport, Progress, RoundReport, Worker
+from gradbus.actors import Client, EpochReport, Progress, RoundReport
+from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.federated.evaluation import ClientEvaluation
-from gradbus.actors.parameter_server.worker import ParameterServerWorker
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
 from gradbus.experiments.report.scalars import PHASES
@@ -17,8 +17,6 @@ from gradbus.runtime.bus.bus import Bus
 _SUMMED = (
     "bytes_up", "bytes_down", "bytes_up_shared", "bytes_down_shared", "seconds", *(f"{phase}_s" for phase in PHASES)
 )  # fmt: skip
-
-AnyWorker: TypeAlias = Worker | ParameterServerWorker | ElasticWorker
 
 
 class Totals:
@@ -141,7 +139,7 @@ class FollowedRank:
     """
 
     def __init__(self) -> None:
-        self.worker: AnyWorker | None = None
+        self.worker: Rank | None = None
         self.report: EpochReport | None = None
         self.epochs = self.skipped_steps = 0
 

@@ -35,7 +35,7 @@ class _Families:
         self.found.append(family)
 
     def summary(self, done: ClientSummary, of: str) -> None:
-        """What clients did so far; ``of``: whose updates count."""
+        """Return what clients did so far; ``of``: whose updates count."""
         self.counter("rounds", f"Rounds in which an update of {of} counted", done.rounds)
         self.counter("updates_refused", "Updates that did not count", done.refused)
         self.counter("sent_bytes", "Bytes of updates sent, repairs included", done.bytes_up)

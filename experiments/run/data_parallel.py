@@ -7,13 +7,14 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from gradbus.actors import EpochReport, Worker, WorkerSummary
+from gradbus.actors.data_parallel.rank import Rank
 from gradbus.actors.parameter_server.worker import ParameterServerWorker
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import WorkerFile
@@ -27,13 +28,10 @@ from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.experiments.rundir.traces import merge_traces
 from gradbus.runtime.collectives import Group, join_group
-from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.cores import usable_cores, usable_cpus
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, PeerLost
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.summary import ProfileSummary
-
-AnyWorker: TypeAlias = Worker | ParameterServerWorker
 
 log = get_logger("cli")
 
@@ -43,9 +41,27 @@ class Output:
     """The output for the user: lines, a display for a worker that has not started, scalars on rank 0; who follows."""
 
     say: Callable[[str], None] = lambda text: None
-    display: Callable[[AnyWorker], Display[EpochReport]] = lambda worker: Display()
+    display: Callable[[Rank], Display[EpochReport]] = lambda worker: Display()
     scalars: Scalars | None = None
     followed: FollowedRank = field(default_factory=FollowedRank)
+
+    async def train(self, worker: Rank, add: Callable[[EpochReport], object]) -> None:
+        """All epochs of a worker, shown to whoever follows them. ``add``: takes their reports, too."""
+        self.followed.worker = worker
+        with self.display(worker) as shown:
+            async with contextlib.aclosing(worker.epochs()) as epochs:
+                async for report in epochs:
+                    add(report)
+                    if self.scalars is not None:
+                        self.scalars.epoch(report)
+                    self.followed.epoch(report)
+                    shown.done(report)
+
+    def begin(self, worker: Rank) -> None:
+        """The worker has begun, or goes on: have its scalars written."""
+        if self.scalars is not None:
+            worker.profile.on_window = self.scalars.window
+            self.scalars.begin(worker.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +135,19 @@ class _Run:
         network: Group | None = None,
     ) -> None:  # fmt: skip
         """``network``: of all workers and parameter servers, where there are any."""
-        config: DataParallelConfig = file.parallel
-        if config.checkpoint.dir is None:
-            config = config.replaced("checkpoint.dir", directory.state)
-        if config.history.dir is None:
-            config = config.replaced("history.dir", directory.history)
+        config = directory.settled(file.parallel)
         self._file = file.model_copy(update={"parallel": config, "run_dir": directory.path, "world": group.world})
         self._group = group
         self._task = task
         self._directory = directory
         self._output = output
         own = config.replaced("profile.dir", config.profile.dir or directory.path)
-        self._worker: AnyWorker
+        self._worker: Rank
         if network is None:
             self._worker = Worker(group, task, own, on_open=self._opened)
         else:
             servers = file.parameter_server
             self._worker = ParameterServerWorker(group, network, task, own, servers, on_open=self._opened)
-        self._scalars = output.scalars
-        if self._scalars is not None:
-            self._worker.profile.on_window = self._scalars.window
-        output.followed.worker = self._worker
         self._has_opened = False
         self._is_first = group.rank == 0
         self._started_s = time.perf_counter()
@@ -153,15 +161,7 @@ class _Run:
     async def train(self) -> None:
         """All epochs; then find out where the time went, on all ranks."""
         try:
-            with self._output.display(self._worker) as shown:
-                async with contextlib.aclosing(self._worker.epochs()) as epochs:
-                    async for report in epochs:
-                        if self._is_first:
-                            self._directory.add(report)
-                        if self._scalars is not None:
-                            self._scalars.epoch(report)
-                        self._output.followed.epoch(report)
-                        shown.done(report)
+            await self._output.train(self._worker, self._add)
             await off_the_loop(self._write_trace, "trace")
             if isinstance(self._worker, ParameterServerWorker):
                 self._profiles = self._worker.profiles
@@ -177,13 +177,16 @@ class _Run:
             self._end = "stopped"
             raise
 
+    def _add(self, report: EpochReport) -> None:
+        if self._is_first:
+            self._directory.add(report)
+
     def _opened(self) -> None:
         """Before that, the directory may hold a run that this one is not allowed to go on with."""
         self._has_opened = True
         if self._is_first:
             self._directory.write_config(self._file)
-        if self._scalars is not None:
-            self._scalars.begin(self._worker.step)
+        self._output.begin(self._worker)
 
     def _write_trace(self) -> None:
         self._worker.profile.write_trace(self._directory.trace)
@@ -202,12 +205,9 @@ class _Run:
             self._write_trace()
         if not self._is_first:
             return
-        summary = self._worker.summary
-        values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
         self._directory.finish(
-            outcome=self._end, **values,
-            wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job, data=self._task.note,
-            profiles=[profile.to_json() for profile in self._profiles or [summary.profile]],
+            self._worker.summary, outcome=self._end, seconds=time.perf_counter() - self._started_s,
+            profiles=self._profiles, job=self._file.bus.job, data=self._task.note,
         )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -54,11 +53,7 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
     if "threads" not in file.task.model_fields_set:
         torch.set_num_threads(max(1, usable_cores() // max(founders, file.parallel.elastic.min_world)))
     directory = WorkerDirectory(file.run_dir, number)
-    config = file.parallel
-    for key, folder in (("checkpoint.dir", directory.state), ("history.dir", directory.history)):
-        name, _, option = key.partition(".")
-        if getattr(getattr(config, name), option) is None:
-            config = config.replaced(key, folder)
+    config = directory.settled(file.parallel)
     if directory.is_finished(config):
         output.say(f"finished: all of this run is done, and {directory.path} stays as it is")
         return None
@@ -115,37 +110,28 @@ class _ElasticRun:
                 self._directory.write_config(self._file)
             except OSError as error:
                 log.warning("settings not written", path=str(self._directory.path), error=error.strerror)
-        if (scalars := self._output.scalars) is not None:
-            worker.profile.on_window = scalars.window
-            scalars.begin(worker.step)
+        self._output.begin(worker)
 
     async def train(self, worker: ElasticWorker) -> None:
         """All epochs, shown and written down."""
-        self._output.followed.worker = worker
-        with self._output.display(worker) as shown:
-            async with contextlib.aclosing(worker.epochs()) as epochs:
-                async for report in epochs:
-                    self._reports.append(report)
-                    if worker.summary.rank == 0:
-                        self._directory.add(report)
-                    if self._output.scalars is not None:
-                        self._output.scalars.epoch(report)
-                    self._output.followed.epoch(report)
-                    shown.done(report)
+
+        def add(report: EpochReport) -> None:
+            self._reports.append(report)
+            if worker.summary.rank == 0:
+                self._directory.add(report)
+
+        await self._output.train(worker, add)
         # Who was rank 0, and was cut off while others came to the end, must not write over what they have written.
         is_ours = worker.has_ended or not self._directory.is_finished(self._file.parallel)
         if worker.summary.rank == 0 and self._reports and is_ours:
             self._finish(worker)
 
     def _finish(self, worker: ElasticWorker) -> None:
-        summary = worker.summary
-        values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
         generations = worker.generations
         self._directory.finish(
-            outcome="left" if worker.has_left else "done", **values,
-            wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job,
+            worker.summary, outcome="left" if worker.has_left else "done",
+            seconds=time.perf_counter() - self._started_s, job=self._file.bus.job,
             generations=0 if generations is None else generations.number,
-            profiles=[summary.profile.to_json()],
         )  # fmt: skip
 
     def write_trace(self) -> None:

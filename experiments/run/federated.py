@@ -111,10 +111,7 @@ def _checked(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
             "federated.evaluation: clients evaluate on samples that they do not train on, and task.validation_share is "
             "0. Set it, as to 0.2, for the controller and its clients"
         )
-    if config.checkpoint.dir is None:
-        config = config.replaced("checkpoint.dir", run.state)
-    if config.history.dir is None:
-        config = config.replaced("history.dir", run.history)
+    config = run.settled(config)
     if file.upstream.site is not None:
         check_site(config, file.upstream)
     return config

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO, TypeVar
 
 from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, WorkerFile
 from gradbus.experiments.rundir.traces import trace_of
@@ -28,16 +28,20 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
-    from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
     from gradbus.actors.federated.evaluation import CrossSite
     from gradbus.actors.federated.report import RoundReport
     from gradbus.runtime.config.data_parallel import DataParallelConfig
+    from gradbus.runtime.config.federated import FederatedConfig
+    from gradbus.runtime.profiling.summary import ProfileSummary
 
 MAX_FILE_BYTES = 64 << 20  # of what is read again
 _MARK = ".rank-0"
 _MAX_MARK_BYTES = 64
 
 log = get_logger("cli")
+
+C = TypeVar("C", "FederatedConfig", "DataParallelConfig")
 
 
 class RunDirectory:
@@ -63,6 +67,13 @@ class RunDirectory:
     def history(self) -> Path:
         """The folder of the run's events, for ``gradbus check``."""
         return self.path / "history"
+
+    def settled(self, config: C) -> C:
+        """The settings, with the folders of this directory where they name none."""
+        for group, folder in (("checkpoint", self.state), ("history", self.history)):
+            if getattr(config, group).dir is None:
+                config = config.replaced(f"{group}.dir", folder)
+        return config
 
     @contextlib.contextmanager
     def _unless_full(self, what: str, **more: Any) -> Iterator[None]:
@@ -263,12 +274,24 @@ class WorkerDirectory(RunDirectory):
         """The timeline of this rank, for chrome://tracing or ui.perfetto.dev."""
         return trace_of(self.path, self._rank)
 
-    def finish(self, **entries: Any) -> None:
-        """Write the summary, with the best accuracy of all epochs of the run. Where the disk is full, that is
-        logged."""
+    def finish(
+        self, summary: WorkerSummary, *, outcome: str, seconds: float, profiles: Sequence[ProfileSummary] = (),
+        **more: Any,
+    ) -> None:  # fmt: skip
+        """Write the summary, with the best accuracy of all epochs of the run. Where the disk is full, that is logged.
+
+        Args:
+            summary: of this rank. outcome: done, left, stopped or failed. seconds: of this start.
+            profiles: of all ranks, where they are known.
+        """
         with self._unless_full("summary"):
             known = [entry["accuracy"] for entry in self._entries() if entry.get("accuracy") is not None]
-            self._write_summary(**entries, best_accuracy=max(known, default=None))
+            values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
+            self._write_summary(
+                outcome=outcome, **values, wall_s=round(seconds, 3), **more,
+                profiles=[profile.to_json() for profile in profiles or [summary.profile]],
+                best_accuracy=max(known, default=None),
+            )  # fmt: skip
 
 
 class FinishedRun(NamedTuple):

@@ -585,8 +585,8 @@ class AlgorithmHook:
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on: tensors, as they are and not copied; numbers and text. Call it between two
-        steps. ``torch.load(..., weights_only=True)`` reads it. With the weights where ranks have others."""
+        """Return what this rank needs to go on: tensors, as they are and not copied; numbers and text. Call it between
+        two steps. ``torch.load(..., weights_only=True)`` reads it. With the weights where ranks have others."""
         self._go_back()
         self._programs.call(self._conclude, self._run)  # after which no program runs, either
         waiting = self._late_gradients() if self._weights is None else self._weights.state()

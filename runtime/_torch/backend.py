@@ -47,7 +47,7 @@ def warning_from_environment(environment: Mapping[str, str] = os.environ) -> flo
 
 
 def checked_warning_s(warning_s: float) -> float:
-    """The same number. Raises ValueError: no time that can be waited for."""
+    """Return the same number. Raises ValueError: no time that can be waited for."""
     if not 0 <= warning_s < float("inf"):
         raise ValueError(f"stall_warning_s must be a number of seconds, 0 for no report, got {warning_s}")
     return warning_s
@@ -147,7 +147,7 @@ class DdsBackend(Backend):
     _supports_time_estimate = property(lambda self: False)
 
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Return that of this process in the group."""
         return self._rank
 
     def size(self) -> int:
@@ -191,7 +191,7 @@ class DdsBackend(Backend):
         return DdsBackend(PrefixStore("dds/", store), list(ranks).index(self.rank()), len(ranks), options)
 
     def get_reconfigure_handle(self) -> str:
-        """What the others need of this process for :meth:`reconfigure`. Raises RuntimeError: torch has none."""
+        """Return what the others need of this process for :meth:`reconfigure`. Raises RuntimeError: torch has none."""
         check_supported()
         if self._handle is None:
             self._handle = MemberHandle.make(self._rank, self._place.job)

@@ -250,7 +250,7 @@ class CollectiveCalls:
         return self._reduction("all_reduce", operation, tensor, kind, [tensor])
 
     def all_reduce_coalesced(self, tensors: Sequence[Tensor], op: Any) -> CollectiveCall:
-        """The same for many tensors, which travel together: one collective for each dtype."""
+        """Return the same for many tensors, which travel together: one collective for each dtype."""
         if len(tensors) == 1:
             return self.all_reduce(tensors[0], op)
         check(*tensors)
@@ -284,7 +284,7 @@ class CollectiveCalls:
         return self._reduce_scatter(output, flat, tensors, [tensor.numel() for tensor in tensors], op)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, op: Any) -> CollectiveCall:
-        """The same for the equal parts of one tensor."""
+        """Return the same for the equal parts of one tensor."""
         check(tensor)
         if tensor.numel() != output.numel() * self.world:
             raise ValueError("input tensor must be the same size as output size times world size")

@@ -141,18 +141,18 @@ def allreduce(tensor: Tensor, name: str | None = None, op: str = "mean") -> Tens
 
 
 def allreduce_(tensor: Tensor, name: str | None = None, op: str = "mean") -> Tensor:
-    """The same in place."""
+    """Return the same in place."""
     return allreduce_async_(tensor, name, op).wait()
 
 
 def allreduce_async(tensor: Tensor, name: str | None = None, op: str = "mean") -> Handle[Tensor]:
-    """The same as :func:`allreduce`; the tensor may be changed at once."""
+    """Return the same as :func:`allreduce`; the tensor may be changed at once."""
     check_reachable(tensor, _what("allreduce", name))
     return allreduce_async_(tensor.detach().clone(), name, op)
 
 
 def allreduce_async_(tensor: Tensor, name: str | None = None, op: str = "mean") -> Handle[Tensor]:
-    """The same in place: until it has ended the tensor must neither be changed nor read.
+    """Return the same in place: until it has ended the tensor must neither be changed nor read.
 
     Raises:
         ValueError: an operation that is not known or not defined for this dtype, or a tensor that cannot be sent.
@@ -202,12 +202,12 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """The same in place."""
+    """Return the same in place."""
     return broadcast_async_(tensor, root_rank, name).wait()
 
 
 def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle[Tensor]:
-    """The same in place: until it has ended the tensor must neither be changed nor read.
+    """Return the same in place: until it has ended the tensor must neither be changed nor read.
 
     Raises:
         ValueError: no such rank, or a tensor that cannot be sent.

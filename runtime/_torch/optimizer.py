@@ -26,7 +26,7 @@ class Compression(Protocol):
     """How gradients travel. Horovod's compressors are such objects, too."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """What is combined in place of the tensor, of one dtype and shape on all ranks; and what undoes it."""
+        """Return what is combined in place of the tensor, of one dtype and shape on all ranks; and what undoes it."""
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
         """The combined gradient from what was combined."""
@@ -217,7 +217,7 @@ def _accumulated(reference: weakref.ref[GradientReduction], parameter: Tensor) -
 
 
 class Distributed(Optimizer):
-    """What an optimizer can do beside its own things. Its class is made of this one and its former one."""
+    """Holds what an optimizer can do beside its own things. Its class is made of this one and its former one."""
 
     _reduction: GradientReduction | None = None  # a copy of the optimizer has none
 

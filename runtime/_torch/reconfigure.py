@@ -42,7 +42,7 @@ def check_supported() -> None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemberHandle:
-    """What the others know of a process. They sort by these fields, in this order, where ranks are free to choose.
+    """Holds what others know of a process. They sort by these fields, in this order, where ranks are free to choose.
 
     Attributes:
         rank: of its group before. token: of this process group in this process alone. job: number of its bus.
@@ -154,7 +154,7 @@ class ReconfigureWork(Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """What went wrong, as far as is known."""
+        """Return what went wrong, as far as is known."""
         return self._error
 
     def result(self) -> list[Any]:

@@ -50,7 +50,7 @@ log = get_logger("torch")
 
 
 class State(Enum):
-    """Of a work."""
+    """Is the state of a work."""
 
     WAITING = auto()  # its operations have not been started
     RUNNING = auto()
@@ -315,7 +315,7 @@ class DdsWork(Work):
         return self.ended and self._settle() is None
 
     def exception(self) -> Exception | None:
-        """What went wrong, as far as is known."""
+        """Return what went wrong, as far as is known."""
         return self._settle() if self.ended else None
 
     def result(self) -> list[Tensor]:

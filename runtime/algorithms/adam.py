@@ -50,7 +50,7 @@ class AdamOptions(base.Options):
 
 
 class CompressedAdam(Algorithm):
-    """What both have in common. Not for use."""
+    """Holds what both have in common. Not for use."""
 
     makes_steps = True
     shared = frozenset({"m", "v"})

@@ -17,22 +17,16 @@ same average without a vote. There is no warm-up with dense gradients.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from pydantic import Field
 
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
-from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.algorithms.local_sgd import LocalSGD
 
 
-class AsyncAveraging(Algorithm):
+class AsyncAveraging(LocalSGD):
     """The mean of all weights every few steps, while training goes on."""
 
     choice = "async-averaging"
-    scope = "weights"
-    equal_replicas = False
     is_elastic = False  # its exchanges are late
     delay_steps = 1
 
@@ -42,16 +36,6 @@ class AsyncAveraging(Algorithm):
         every_steps: int = Field(default=4, ge=1)
         """Number of steps between two averages."""
 
-    options: Any
-
     @property
-    def interval_steps(self) -> int:
+    def _every(self) -> int:
         return int(self.options.every_steps)
-
-    def is_due(self, step: Step) -> bool:
-        return self.place.world > 1 and (step.number + 1) % int(self.options.every_steps) == 0
-
-    @torch.no_grad()
-    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
-        if self.is_due(step):
-            yield AllReduce("weights", bucket.flat, "mean", out=bucket.flat)

@@ -90,7 +90,7 @@ class Memory:
         return self._kept.get((kind, name))
 
     def find_or_zeros(self, kind: str, name: str, like: Tensor) -> Tensor:
-        """The same on the device of ``like``, as a state is loaded to the CPU. Zeros if there is none, or one of
+        """Return the same on the device of ``like``, as a state is loaded to the CPU. Zeros if there is none, or one of
         another shape."""
         kept = self._kept.get((kind, name))
         return torch.zeros_like(like) if kept is None or kept.shape != like.shape else kept.to(like.device)
@@ -333,7 +333,7 @@ class Algorithm(ABC):
 
     @classmethod
     def joiner_gets(cls) -> str:
-        """What a rank that joins has of this algorithm, for people; empty: ranks cannot come and go."""
+        """Return what a rank that joins has of this algorithm, for people; empty: ranks cannot come and go."""
         if not cls.is_elastic:
             return ""
         starts_at_anchor = "anchor" in cls.shared  # see weights_of_joiner
@@ -380,7 +380,7 @@ class Algorithm(ABC):
         return self.memory.tensors(self.own)
 
     def shared_state(self) -> dict[str, Tensor]:
-        """What is equal on all ranks, by name, not copied: valid until the next step. A rank that joins gets it."""
+        """Return what is equal on all ranks, by name, not copied, until the next step: a rank that joins gets it."""
         return self.memory.tensors(self.shared)
 
     def load_state(self, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:

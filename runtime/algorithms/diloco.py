@@ -134,7 +134,7 @@ class StreamingDiLoCo(Anchored):
         return average
 
     def _outer_step(self, key: str, own: Tensor) -> Program[Tensor]:
-        """What theta becomes. ``own``: theta_k, of one fragment."""
+        """Return what theta becomes. ``own``: theta_k, of one fragment."""
         anchor = self.anchor(key, own)
         change = yield from self._mean(key, anchor - own)
         momentum = self.memory.find_or_zeros(MOMENTUM, key, own) * self.options.outer_momentum + change

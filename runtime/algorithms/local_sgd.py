@@ -40,11 +40,15 @@ class LocalSGD(Algorithm):
     options: Any
 
     @property
-    def interval_steps(self) -> int:
+    def _every(self) -> int:
         return int(self.options.steps)
 
+    @property
+    def interval_steps(self) -> int:
+        return self._every
+
     def is_due(self, step: Step) -> bool:
-        return self.place.world > 1 and (step.number + 1) % int(self.options.steps) == 0
+        return self.place.world > 1 and (step.number + 1) % self._every == 0
 
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:

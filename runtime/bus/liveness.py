@@ -45,7 +45,7 @@ class _Known:
 
 
 class Reachability:
-    """Of one peer that is reached over a topic of its own: whether it is gone when DDS knows no reader there."""
+    """Tells of one peer that is reached over a topic of its own whether it is gone when DDS knows no reader there."""
 
     def __init__(self, claim: str, lease_s: float) -> None:
         """``claim``: the process that it says it is in."""
@@ -205,7 +205,7 @@ class Liveness:
 
 @dataclass(slots=True)
 class _Sent:
-    """What one sender has sent through one writer: how many messages, and the number of the latest."""
+    """Holds what one sender has sent through one writer: how many messages, and the number of the latest."""
 
     count: int
     newest: int

@@ -40,7 +40,7 @@ def check_job(job: str, domain: int) -> None:
 def participant_maker(
     job: str, *, domain: int, network: NetworkConfig, fast: bool | None, security: Level | Security
 ) -> Callable[[], Participant]:
-    """What opens the participant of a job, protected as ``security`` says.
+    """Return what opens the participant of a job, protected as ``security`` says.
 
     Raises:
         ConfigError: the network is wrong, or reached without protection. What opens it raises it if a key cannot be

@@ -101,7 +101,7 @@ class RawEndpoints:
         return job
 
     def wake_sender(self) -> None:
-        """What frames that are submitted wait for may have come."""
+        """Note that what submitted frames wait for may have come."""
         self._sender.wake()
 
     @property

@@ -173,7 +173,7 @@ class GenerationAgreement:
 
     @property
     def vote(self) -> tuple[int, int, int]:
-        """What changes in each phase of a decision: others wait to know it."""
+        """Return what changes in each phase of a decision: others wait to know it."""
         return self.generation, self._promised, self._accepted
 
     @property
@@ -183,7 +183,7 @@ class GenerationAgreement:
 
     @property
     def rank(self) -> int:
-        """Of this process in the newest generation."""
+        """Return that of this process in the newest generation."""
         return self.members.index(self.me)
 
     @property
@@ -199,7 +199,7 @@ class GenerationAgreement:
 
     @property
     def misfit(self) -> str:
-        """What this process has other than the members that it wants to join; empty: nothing."""
+        """Return what this process has other than the members that it wants to join; empty: nothing."""
         if self.is_member:
             return ""
         for member in self.members:
@@ -224,7 +224,7 @@ class GenerationAgreement:
 
     @property
     def waits_for(self) -> str:
-        """What this process waits for before it is in a generation that goes on, for people; empty: nothing."""
+        """Return what this process waits for before it is in a generation that goes on, for people; empty: nothing."""
         if not self.generation:
             missing = self._missing_founders
             if self.founder_has_died:
@@ -381,7 +381,7 @@ class GenerationAgreement:
                 return
 
     def _value(self, promised: Sequence[MemberId]) -> tuple[MemberId, ...] | None:
-        """What to propose: what may have been decided already, else what this process wants."""
+        """Return what to propose: what may have been decided already, else what this process wants."""
         newest, value = self._accepted, self._proposal
         for member in promised:
             view = self._views.get(member)

@@ -74,12 +74,12 @@ class Arithmetic:
 
     @cached_property
     def signature(self) -> str:
-        """What all ranks must agree on."""
+        """Return what all ranks must agree on."""
         return f"{self.op} {dtype_name(self.dtype)} /{self.divisor}"
 
     @property
     def partial(self) -> Arithmetic:
-        """The same without the last steps, rounding and division: for sums that travel half done."""
+        """Return the same without the last steps, rounding and division: for sums that travel half done."""
         return Arithmetic(torch.float32 if self.dtype in _HALF else self.dtype, "sum" if self.op == "mean" else self.op)
 
     def reduce(self, operands: Sequence[Bytes], out: Bytes) -> None:

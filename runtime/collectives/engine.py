@@ -80,7 +80,7 @@ class ProgressEngine:
 
 
 class _State(enum.Enum):
-    """Of a collective that was called here: where its frames go, and what a rank that leaves means to it."""
+    """Holds of a collective that was called here where its frames go, and what a rank that leaves means to it."""
 
     STARTING = enum.auto()  # it cannot take frames yet: they are kept
     FEEDING = enum.auto()  # it gets the early frames; others go straight to it

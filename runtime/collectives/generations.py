@@ -97,12 +97,12 @@ class Generations:
 
     @property
     def number(self) -> int:
-        """Of the newest generation that this process knows."""
+        """Return that of the newest generation that this process knows."""
         return self._agreement.generation
 
     @property
     def members(self) -> tuple[MemberId, ...]:
-        """Of that generation, in rank order."""
+        """Return those of that generation, in rank order."""
         return self._agreement.members
 
     @property
@@ -112,7 +112,7 @@ class Generations:
 
     @property
     def waits_for(self) -> str:
-        """What this process waits for, for people; empty: nothing."""
+        """Return what this process waits for, for people; empty: nothing."""
         return self._agreement.waits_for
 
     @property

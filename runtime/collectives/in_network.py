@@ -93,7 +93,7 @@ class InNetworkHandle:
 
     @property
     def received_bytes(self) -> int:
-        """The same of what has come."""
+        """Return the same of what has come."""
         return self._traffic.received_bytes
 
     def cancel(self) -> None:
@@ -106,7 +106,7 @@ class InNetworkSum:
 
     Attributes:
         loop: that it runs on. session: at the aggregators; None: sums are made without them.
-        fallback_sums: sums that were made, or ended, without aggregators. returns: how often workers went back to them.
+        returns: how often workers went back to aggregators.
     """
 
     def __init__(self, workers: Group, options: InNetworkOptions, *, seed: int) -> None:
@@ -126,7 +126,6 @@ class InNetworkSum:
         self._search: asyncio.Task[None] | None = None
         self._found: AggregatorSession | None = None  # by the search; not used before all workers have one
         self.session: AggregatorSession | None = None
-        self.fallback_sums = 0
         self.returns = 0
 
     @property
@@ -183,7 +182,6 @@ class InNetworkSum:
     async def _in_turn(self, values: Tensor, call: dict[str, Any], traffic: Traffic) -> tuple[Tensor, bool]:
         async with self._turn:
             if self.session is None:
-                self.fallback_sums += 1
                 return await self._add_directly(values, call, traffic), False
             world, elems = self._workers.world, self._options.block_elems
             groups = -(-values.numel() // (world * elems))
@@ -220,7 +218,6 @@ class InNetworkSum:
         known = await self._check(reports, len(blocks))
         if known == len(blocks):
             return total, False
-        self.fallback_sums += 1
         wide = await asyncio.to_thread(lambda: blocks[known:].long())
         adding = self._workers.all_reduce("in_network/rest", wide, op="sum")
         rest = await adding

@@ -38,7 +38,7 @@ log = get_logger("in_network")
 
 
 def payload_limit(block_elems: int) -> int:
-    """What a member of a group takes at most in one message, before memory is found for it."""
+    """Return what a member of a group takes at most in one message, before memory is found for it."""
     return message_limit(MESSAGE_BYTES, block_elems)
 
 

@@ -227,7 +227,7 @@ class TrainingSettings(Settings):
     here is in place of the schedule's."""
 
     def changes(self, round_id: int) -> dict[str, Any]:
-        """What `from_round` has for this round: of each setting the newest value."""
+        """Return what `from_round` has for this round: of each setting the newest value."""
         before = [self.from_round[at] for at in sorted(self.from_round) if at <= round_id]
         found: dict[str, Any] = {}
         for changed in before:
@@ -237,7 +237,7 @@ class TrainingSettings(Settings):
         return found
 
     def terms_of(self, round_id: int) -> dict[str, Any]:
-        """What clients are sent of :meth:`changes` beside the command of the round."""
+        """Return what clients are sent of :meth:`changes` beside the command of the round."""
         changed = {key: value for key, value in self.changes(round_id).items() if key not in IN_COMMAND}
         return {f"training.{key}" if key in IN_TERMS else key: value for key, value in changed.items()}
 
@@ -323,7 +323,7 @@ class TrainingSettings(Settings):
         return {**self.rule.options, **optimizer}
 
     def sent_terms(self, mode: str, repeats: bool) -> dict[str, Any]:
-        """What clients are sent beside :meth:`sent_options`: how a round is counted, as ``training.KEY``."""
+        """Return what clients are sent beside :meth:`sent_options`: how a round is counted, as ``training.KEY``."""
         terms: dict[str, Any] = {}
         if self.steps:
             terms["training.steps"] = self.steps
@@ -564,7 +564,7 @@ class FederatedConfig(Settings):
         return self
 
     def sent_options(self) -> dict[str, Any]:
-        """What clients are sent of `training` and of the codec of sections with their Welcome."""
+        """Return what clients are sent of `training` and of the codec of sections with their Welcome."""
         terms = self.training.sent_terms(self.mode, self.asynchronous.repeats)
         if self.section_codec.name != "fp32":
             terms["training.section_codec"] = self.section_codec.model_dump_json()

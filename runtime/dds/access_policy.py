@@ -80,7 +80,7 @@ class AccessPolicy:
         """Raise ConfigError: the allow list gives this node other ranks. For the group of all ranks of a job."""
 
     def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:
-        """What stands in the name of a model's frames. Takes its time with a large one."""
+        """Return what stands in the name of a model's frames. Takes its time with a large one."""
         return ""
 
     def check_model(self, key: FrameKey, flags: int, total_bytes: int) -> None:

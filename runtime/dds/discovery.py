@@ -41,7 +41,7 @@ _ADDRESSES_S = 1.0  # to look for sockets takes longer the more files are open
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What discovery says of a participant. All of it but the address is what its process says of itself.
+    """Holds what discovery says of a participant. All of it but the address is what its process says of itself.
 
     Attributes:
         host, process, pid: as announced; empty: not announced.
@@ -97,7 +97,7 @@ def _own_sockets(ports: range) -> Iterator[socket.socket]:
 
 
 class Discovery:
-    """What is known of the participants of one domain. Threads of several buses use it."""
+    """Holds what is known of the participants of one domain. Threads of several buses use it."""
 
     def __init__(self, domain_id: int, participant: Any) -> None:
         """``participant``: one of this process's. Raises DDSException."""
@@ -136,7 +136,7 @@ class Discovery:
 
     @property
     def claims(self) -> dict[bytes, Claim]:
-        """What participants say of themselves, by the first 12 bytes of their GUID."""
+        """Return what participants say of themselves, by the first 12 bytes of their GUID."""
         with self._lock:
             return dict(self._claims)
 

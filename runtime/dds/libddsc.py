@@ -310,7 +310,7 @@ class _Owner:
 
     @property
     def references(self) -> int:
-        """What DDS counts for the sample. Two of them are its own: for the sample, and for its bytes."""
+        """Return what DDS counts for the sample. Two of them are its own: for the sample, and for its bytes."""
         return ct.c_uint32.from_address(self._sample + _REFERENCES_AT).value
 
     def counts(self) -> bool:

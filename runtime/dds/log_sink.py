@@ -71,7 +71,7 @@ class DdsLog:
         return fdopen(write, b"w") or 0
 
     def lines(self) -> list[str]:
-        """What has been said since this was asked, or the first part of it."""
+        """Return what has been said since this was asked, or the first part of it."""
         if self._read < 0 or not self._reading.acquire(timeout=_TURN_S):
             return []
         try:

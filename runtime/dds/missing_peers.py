@@ -78,7 +78,7 @@ class Reach:
         )  # fmt: skip
 
     def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
-        """What to look at first while processes do not come, in a few words for a line that is repeated.
+        """Return what to look at first while processes do not come, in a few words for a line that is repeated.
 
         Args:
             elsewhere: as for :meth:`advice`. one: it is one process that is missing.
@@ -96,7 +96,7 @@ class Reach:
         )
 
     def advice(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
-        """What to do about processes that have not come, with every setting to look at: for an error.
+        """Return what to do about processes that have not come, with every setting to look at: for an error.
 
         Args:
             elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.

@@ -74,7 +74,7 @@ _lock = forks.new_lock()
 
 
 class CTopic(DdsTopic[Any]):
-    """What the binding takes for a topic of its own when it makes readers and writers."""
+    """Holds what the binding takes for a topic of its own when it makes readers and writers."""
 
     def __init__(self, participant: Any, name: str, idl_type: Any) -> None:
         """Make one, with what the binding's own initialiser sets but for its call that makes the other kind.

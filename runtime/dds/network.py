@@ -56,7 +56,7 @@ _SECTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkConfig:
-    """What decides how DDS uses the network.
+    """Holds what decides how DDS uses the network.
 
     Attributes:
         profile: ``loopback`` (one machine, or a lossless network with jumbo frames: 65,500 B datagrams) or ``network``
@@ -98,7 +98,7 @@ class NetworkConfig:
 
     @classmethod
     def of(cls, settings: BusSettings) -> NetworkConfig:
-        """What the settings of a bus say about the network."""
+        """Return what the settings of a bus say about the network."""
         return cls(
             profile=settings.network, datagram_bytes=settings.datagram_bytes, interface=settings.interface,
             peers=settings.peers, multicast=settings.multicast, lease_s=settings.lease_s,

@@ -409,7 +409,7 @@ class Participant:
         return domains.own_prefixes(self._lease.domain_id)
 
     def claims(self) -> dict[bytes, Claim]:
-        """What discovery says of each participant of the domain, by the first 12 bytes of its GUID."""
+        """Return what discovery says of each participant of the domain, by the first 12 bytes of its GUID."""
         self._lease.discovery.look()
         return self._lease.discovery.claims
 
@@ -419,7 +419,7 @@ class Participant:
         return self._lease.discovery.others
 
     def start(self, thread: IoThread) -> None:
-        """What it has to say by itself, it says from now on, on the receive thread of its bus."""
+        """Have it say from now on, on the receive thread of its bus, what it has to say by itself."""
 
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
         """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers.
@@ -639,7 +639,7 @@ def _run_self_test(participant: Any) -> str | None:
 
 
 class Envelope(Protocol):
-    """What a sample is put into on its way out: a header, and the sealed sample behind it.
+    """Holds what a sample is put into on its way out: a header, and the sealed sample behind it.
 
     Attributes:
         header: in clear. size: octets of both.

@@ -67,7 +67,7 @@ def _status(process: int) -> tuple[str, int] | None:
 
 
 def own_claim() -> str:
-    """What this process says of itself; empty where the kernel does not tell."""
+    """Return what this process says of itself; empty where the kernel does not tell."""
     return _own_claim(os.getpid())
 
 

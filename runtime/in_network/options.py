@@ -43,12 +43,12 @@ class InNetworkOptions:
     loss: float = 0.0
 
     def plan(self) -> dict[str, Any]:
-        """What all members of a job compare, and :class:`InNetworkPlan` reads."""
+        """Return what all members of a job compare, and :class:`InNetworkPlan` reads."""
         return asdict(self) | {"topology": self.topology.model_dump()}
 
 
 class InNetworkPlan(BaseModel):
-    """What aggregators have to know of a job, as it comes from its workers."""
+    """Holds what aggregators have to know of a job, as it comes from its workers."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -72,7 +72,7 @@ class NodeConfig:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """What a lane holds.
+    """Holds what a lane holds.
 
     Attributes:
         group: which one; None: the lane is free. finished: the newest group that was here.

@@ -41,7 +41,7 @@ def defer_compiler() -> None:
 
 
 def _without_compiler(method: FunctionType) -> Callable[..., Any] | None:
-    """What a method does beside telling the compiler to keep out; None: it does not tell it."""
+    """Return what a method does beside telling the compiler to keep out; None: it does not tell it."""
     inner = getattr(method, "__wrapped__", None)
     if inner is None:
         return None

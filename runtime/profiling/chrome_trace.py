@@ -160,7 +160,7 @@ def _place(span: _Span, lanes: list[list[int]], *, nested: bool) -> int:
 
 
 def _tid(row: Row, lane: int) -> int:
-    """The same for equal rows of all traces, so that those of a rank that was started again can be merged."""
+    """Return the same for equal rows of all traces, so that those of a rank that was started again can be merged."""
     return 1 + ROWS.index(row) + lane * len(ROWS)
 
 

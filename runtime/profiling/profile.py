@@ -129,7 +129,7 @@ class Profile:
             self._report((False, None, 0.0, ("collectives", name, start_s, end_s, args or None)))
 
     def summary(self) -> ProfileSummary:
-        """What was measured so far, but for a step that is still open."""
+        """Return what was measured so far, but for a step that is still open."""
         with self._lock:
             self._take()
             return self._summary()

@@ -47,7 +47,7 @@ class Decrypt(Protocol):
 
 
 class JobMembership(AccessPolicy, ABC):
-    """What a process may do and read in its job, and the keys for it: the one thing in which security levels differ.
+    """Tells what a process may do and read in its job, and has the keys for it: in this alone security levels differ.
 
     Attributes:
         knows_all: whether this process knows the participants of all members.

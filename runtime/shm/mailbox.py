@@ -104,7 +104,7 @@ class _PeerRings:
 
 
 class Work(Protocol):
-    """What a thread can do while it waits for messages."""
+    """Holds what a thread can do while it waits for messages."""
 
     @property
     def idle(self) -> bool:
@@ -299,7 +299,7 @@ class Mailbox:
             self.rejected += 1
 
     def _refuse(self, peer: _PeerRings) -> None:
-        """What is there is not what this program writes: nothing more is read of it."""
+        """Read nothing more of it: what is there is not what this program writes."""
         peer.broken = True
         self.rejected += 1
 

@@ -244,7 +244,7 @@ def check_token(file: int, magic: bytes, token: bytes) -> None:
 
 @functools.cache
 def machine() -> str:
-    """What two processes must agree on to share memory: host name, boot, and namespace of process numbers."""
+    """Return what two processes must agree on to share memory: host name, boot, and namespace of process numbers."""
     boot, space = "", ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

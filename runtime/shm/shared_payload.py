@@ -97,7 +97,7 @@ def read(place: str, size: int) -> memoryview:
 
 
 class PayloadMemory:
-    """What one bus passes on in memory. :meth:`put` may be called from any thread.
+    """Holds what one bus passes on in memory. :meth:`put` may be called from any thread.
 
     Attributes:
         here: the machine, where this bus may share memory with the other processes of it; empty: it may not. Two that

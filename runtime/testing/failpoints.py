@@ -41,7 +41,7 @@ class FailPoint:
     """The places at which one process is to die."""
 
     def __init__(self, spec: str | None = None, action: Callable[[], None] = kill_self, *, who: str = "") -> None:
-        """What is armed.
+        """Arm some of them.
 
         Args:
             spec: ``[who/]name:round``, several with commas, or None for nothing.

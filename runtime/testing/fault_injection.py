@@ -155,7 +155,7 @@ class _FaultyWriter(Writer):
         return True
 
     def take_held(self, sample: _Sample | None = None) -> _Sample | None:
-        """What is held back, if it is this sample, or any; then it is not held back any more."""
+        """Return what is held back, if it is this sample, or any; then it is not held back any more."""
         with self._holding:
             held = self._held
             if held is None or (sample is not None and held is not sample):
@@ -169,7 +169,7 @@ class _FaultyWriter(Writer):
         return self._late.wait(self, timeout_s) and super().wait_for_acks(max(0.0, until_s - time.monotonic()))
 
     def _describe(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> tuple[tuple[str, ...], int | None]:
-        """What a sample is, and of which round."""
+        """Return what a sample is, and of which round."""
         if self._name in _ROUND_AT and any(fields):
             return (self._name,), int(fields[_ROUND_AT[self._name]])
         try:

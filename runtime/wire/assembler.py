@@ -17,7 +17,7 @@ from gradbus.runtime.wire.frames import Frame, FrameKey
 
 
 class Verdict(Enum):
-    """What became of a frame."""
+    """Holds what became of a frame."""
 
     STORED = "stored"
     REPEATED = "repeated"

@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
 
 class PackingError(ValueError):
-    """What came is not msgpack within the limits."""
+    """Says that what came is not msgpack within the limits."""
 
 
 def unpack(data: bytes | memoryview, limits: Limits) -> Any:

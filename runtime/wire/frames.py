@@ -35,7 +35,7 @@ _SENDER_AT = 20
 
 
 class Kind(IntEnum):
-    """What a frame carries."""
+    """Holds what a frame carries."""
 
     CONTROL = 1
     UPDATE = 2

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dds_domains import new_domain
-from federation import NOBODY_DIES_S, Federation, Node
+from federation import NOBODY_DIES_S, Federation, finish
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -19,21 +17,6 @@ NEVER = "/nonexistent/gate"
 MORTAL = {"lease_s": 3.0}
 DEAD_AFTER_S = 5.0
 HELD_UP_S = 30.0  # a round, by who does not answer
-
-
-@pytest.fixture
-def federation() -> Iterator[Federation]:
-    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
-        yield federation
-
-
-def finish(controller: Node, *clients: Node) -> list[dict[str, Any]]:
-    done = controller.wait_for("done", timeout_s=60.0)
-    assert controller.wait() == 0
-    for client in clients:
-        assert client.wait() == 0
-    reports: list[dict[str, Any]] = done["reports"]
-    return reports
 
 
 def test_a_controller_and_two_clients_run_three_rounds(federation: Federation) -> None:

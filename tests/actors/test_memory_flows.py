@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ UPDATE = MODEL + 16
 LATE_S = 0.05
 OFF = {"shared_memory": False}
 MORTAL = {"lease_s": 1.0}
-
-
-@pytest.fixture
-def federation() -> Iterator[Federation]:
-    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
-        yield federation
 
 
 def finish(controller: Node, *clients: Node) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,8 @@ from gradbus.runtime.errors import ConfigError, JoinRefused
 
 FED_BN, FED_PER = {"exclude": ["*bn*"]}, {"exclude": ["head.*"]}
 _jobs = itertools.count()
+pytestmark = pytest.mark.usefixtures("one_thread")
 _building = threading.Lock()  # actors of one process build their models side by side, and draw from one generator
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As training processes of virtual clients have it: with others, sums of floats have other bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,6 @@ def weights_of(reports: list[dict[str, Any]], killed_in: int = 0) -> list[int]:
             assert (report["clients"], report["attempt"]) == ([0, 1], 1), str(report)
             assert CLIENT_LOST not in report["dropped"], str(report)
     return [report["weights_crc32"] for report in reports]
-
-
-@pytest.fixture
-def federation() -> Iterator[Federation]:
-    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
-        yield federation
 
 
 @pytest.fixture(scope="module")

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dds_domains import new_domain
-from federation import DIM, NOBODY_DIES_S, Federation, Node
+from federation import DIM, NOBODY_DIES_S, Federation, finish
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 NEVER = "/nonexistent/gate"
 MODEL_BYTES = 4 * DIM
 OVER_DDS = {"shared_memory": False}
-
-
-@pytest.fixture
-def federation() -> Iterator[Federation]:
-    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
-        yield federation
-
-
-def finish(controller: Node, *clients: Node) -> list[dict[str, Any]]:
-    done = controller.wait_for("done", timeout_s=60.0)
-    assert controller.wait() == 0
-    assert [client.wait() for client in clients] == [0] * len(clients)
-    reports: list[dict[str, Any]] = done["reports"]
-    return reports
 
 
 def test_clients_that_sit_out_do_not_train_and_are_sent_no_model(federation: Federation) -> None:

@@ -37,7 +37,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith(("GRADBUS_", "CYCLONEDDS_"))]:
+    launched = {"RANK", "WORLD", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
+    for name in [name for name in os.environ if name.startswith(("GRADBUS_", "CYCLONEDDS_")) or name in launched]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GRADBUS_DATA", str(tmp_path / "no-data"))
     monkeypatch.chdir(tmp_path)

@@ -133,6 +133,23 @@ def succeeded(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return list(outcomes)
 
 
+def assert_all_equal(outcomes: list[Outcome], reference: nn.Module) -> None:
+    """All ranks have ended well, with these parameters."""
+    for outcome in succeeded(outcomes):
+        assert torch.equal(outcome.parameters, vector(reference))
+
+
+class NotFinite(ClassificationTask):
+    """The loss of some batches is NaN: by default of the third one."""
+
+    number = -1
+    at: tuple[int, ...] = (2,)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.number += 1
+        return super().loss(model, batch) * (float("nan") if self.number in self.at else 1.0)
+
+
 def single_process(
     task: Any, world: int, *, epochs: int = 1, accumulation: int = 1, max_steps: int | None = None, **settings: Any
 ) -> nn.Module:

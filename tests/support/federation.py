@@ -194,3 +194,12 @@ def _spawn(prefix: tuple[str, ...], spec: dict[str, Any]) -> tuple[Any, Iterable
     )
     assert process.stdout is not None
     return process, (json.loads(line) for line in process.stdout if line.startswith("{"))
+
+
+def finish(controller: Node, *clients: Node) -> list[dict[str, Any]]:
+    """The reports of a run, when all of it has ended well."""
+    done = controller.wait_for("done", timeout_s=60.0)
+    assert controller.wait() == 0
+    assert [client.wait() for client in clients] == [0] * len(clients)
+    reports: list[dict[str, Any]] = done["reports"]
+    return reports

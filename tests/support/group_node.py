@@ -58,6 +58,17 @@ def group_ranks(script: Callable[..., Any], world: int, **common: Any) -> Ranks:
     return Ranks(run_forked, world, script=script, **common)
 
 
+def all_done(ranks: Ranks) -> list[dict[str, Any]]:
+    """Start all; what each says when it is done, of a script that ends well and leaves nothing pending."""
+    found = []
+    for node in ranks.start_all():
+        assert node.wait(60.0) == 0
+        (done,) = node.all("done")
+        assert (done["pending"], done["early_bytes"]) == (0, 0)
+        found.append(done)
+    return found
+
+
 class Rank:
     """A rank in its own process, as its script sees it."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 PATIENT_S = 20.0
 """For a silence that is no death, where a test is not about deaths."""
@@ -42,3 +45,13 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 50.0) -
     while not condition():
         assert time.monotonic() < until_s, "it did not come to pass"
         await asyncio.sleep(_EVERY_S)
+
+
+def run(main: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
+    """Run it on an event loop to its end, which is to come within this time."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(limit_s):
+            return await main
+
+    return asyncio.run(bounded())

@@ -22,3 +22,9 @@ def kept_ports(count: int) -> Iterator[list[int]]:
             kept.bind(("127.0.0.1", 0))
             ports.append(int(kept.getsockname()[1]))
         yield ports
+
+
+def free_port() -> int:
+    """A port that nobody has just now."""
+    with kept_ports(1) as (port,):
+        return port

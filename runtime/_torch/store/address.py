@@ -28,7 +28,7 @@ class Address:
 
     @property
     def number(self) -> str:
-        """Of the bus that its processes share: see :func:`~gradbus.runtime.bus.background.numbered_job`."""
+        """Return that of the bus that its processes share: see :func:`~gradbus.runtime.bus.background.numbered_job`."""
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 

@@ -51,7 +51,7 @@ def open_store(address: Address, timeout: timedelta) -> DdsStore:
 def handler(
     url: str, timeout: timedelta = distributed_c10d.default_pg_timeout, **_: object
 ) -> Iterator[tuple[DdsStore, int, int]]:
-    """What torch calls for an address that starts with ``dds://``."""
+    """Called by torch for an address that starts with ``dds://``."""
     address = parse(url)
     store = open_store(address, timeout)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ddp_scene import Outcome, data, make_task, single_process, small_mlp, succeeded, train, vector
+from ddp_scene import assert_all_equal, data, make_task, single_process, small_mlp, succeeded, train, vector
 from torch import Tensor, nn
 
 from gradbus.actors import Worker
@@ -22,11 +22,6 @@ from gradbus.runtime.algorithms.dense import Dense
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.errors import CollectiveError, PeerLost
-
-
-def assert_all_equal(outcomes: list[Outcome], reference: nn.Module) -> None:
-    for outcome in succeeded(outcomes):
-        assert torch.equal(outcome.parameters, vector(reference))
 
 
 @pytest.mark.parametrize("delay", [1, 2, 8])  # an epoch has seven steps

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import make_task, succeeded, train
+from ddp_scene import NotFinite, make_task, succeeded, train
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
@@ -90,16 +90,6 @@ def test_a_run_that_is_done_is_the_mean_again(tmp_path: Path) -> None:
         assert torch.equal(longer[rank].parameters, whole[rank].parameters)
 
 
-class NotFinite(ClassificationTask):
-    """The loss of one batch is NaN."""
-
-    number, at = -1, (3,)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        self.number += 1
-        return super().loss(model, batch) * (float("nan") if self.number in self.at else 1.0)
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"algorithm__interval_steps": 2}, {"algorithm": "async-averaging"}],
     ids=["exchange", "no exchange", "late"],
@@ -107,6 +97,7 @@ class NotFinite(ClassificationTask):
 def test_a_step_that_is_not_finite_is_skipped_by_that_rank_alone(settings: dict[str, Any]) -> None:
     inner = make_task()
     odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd.at = (3,)
     outcomes = succeeded(train(make_task(), odd, **{**SETTINGS, "epochs": 1, **settings}))
     assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]
     assert [outcome.reports[0].skipped_steps for outcome in outcomes] == [1, 1]  # of the rank with most, on all

@@ -949,19 +949,6 @@ def test_with_a_delay_no_rank_waits_for_a_vote_before_the_exchange_of_its_step_i
     assert all(step - voted == 3 or step == 12 for voted, step in counted)
 
 
-def test_with_a_delay_a_rank_that_is_lost_has_the_others_take_no_step_twice(place: dict[str, Any]) -> None:
-    task = Scheduled(make_task()._make_model, make_task().data, batch_size=16)
-
-    def scene(cast: Cast) -> None:
-        cast.start(0, 2, on_step=ends_with([2, 1], cast), task=task)
-        cast.start(1, 2, on_step=at_step(5, lambda: cast.kill(1)))  # the exchange of step 4 is on its way
-
-    ranks = play(place, scene, algorithm=LATE, epochs=LONG)
-    assert ranks[0].error is None
-    assert ranks[0].worlds == [2, 1]
-    assert task.scheduled == ranks[0].worker.step
-
-
 class Scheduled(ClassificationTask):
     """Counts the steps of its schedule."""
 
@@ -975,14 +962,19 @@ class Scheduled(ClassificationTask):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, count)
 
 
-def test_a_rank_that_is_lost_between_two_exchanges_has_the_others_take_no_step_twice(place: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "step"), [(LATE, 5), ({"name": "diloco", "steps": 4}, 2)], ids=["on its way", "between two"]
+)
+def test_a_rank_that_is_lost_beside_an_exchange_has_the_others_take_no_step_twice(
+    place: dict[str, Any], algorithm: dict[str, Any], step: int
+) -> None:
     task = Scheduled(make_task()._make_model, make_task().data, batch_size=16)
 
     def scene(cast: Cast) -> None:
         cast.start(0, 2, on_step=ends_with([2, 1], cast), task=task)
-        cast.start(1, 2, on_step=at_step(2, lambda: cast.kill(1)))  # the exchange is after the fourth
+        cast.start(1, 2, on_step=at_step(step, lambda: cast.kill(1)))
 
-    ranks = play(place, scene, algorithm={"name": "diloco", "steps": 4}, epochs=LONG)
+    ranks = play(place, scene, algorithm=algorithm, epochs=LONG)
     assert ranks[0].error is None
     assert ranks[0].worlds == [2, 1]
     assert task.scheduled == ranks[0].worker.step

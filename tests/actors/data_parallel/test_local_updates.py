@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import make_task, small_mlp, succeeded, train, vector
+from ddp_scene import NotFinite, make_task, small_mlp, succeeded, train, vector
 from torch import Tensor, nn
 
 from gradbus.models import ClassificationTask
@@ -37,17 +37,6 @@ def test_after_an_exchange_ranks_have_the_same_bits_of_weights_and_outer_momentu
         assert all(torch.equal(shared(outcome)[key], first[key]) for key in first)
         assert torch.allclose(outcome.parameters, first["anchor/fragment0"], atol=1e-7)  # the mean of equal ones
         assert outcome.reports[-1].consensus_distance == pytest.approx(0.0, abs=1e-7)
-
-
-class NotFinite(ClassificationTask):
-    """The loss of one batch is NaN: by default of the third one, whose step has an exchange."""
-
-    number = -1
-    at: tuple[int, ...] = (2,)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        self.number += 1
-        return super().loss(model, batch) * (float("nan") if self.number in self.at else 1.0)
 
 
 def test_a_rank_skips_a_step_that_is_not_finite_alone_and_the_exchange_after_it_has_what_it_did_before() -> None:

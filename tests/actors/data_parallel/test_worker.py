@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import Outcome, data, make_task, single_process, succeeded, train, vector
+from ddp_scene import assert_all_equal, data, make_task, single_process, succeeded, train
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
@@ -14,11 +14,6 @@ from gradbus.actors import Worker
 from gradbus.models import ClassificationTask, DataSplit, SeededDropout, mnist_cnn
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-
-
-def assert_all_equal(outcomes: list[Outcome], reference: nn.Module) -> None:
-    for outcome in succeeded(outcomes):
-        assert torch.equal(outcome.parameters, vector(reference))
 
 
 @pytest.mark.parametrize(

@@ -327,13 +327,8 @@ def test_another_attempt_at_a_round_reads_no_second_time() -> None:
         await sender.offer_to(hall)
         await receipts(hall, 1)
         await hall.intake.close()
-        hall.round = Round(
-            1,
-            [0, 1],
-            RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=1.0),
-            now_s=0.0,
-            accepted=hall.round.accepted,
-        )
+        rules = RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=1.0)
+        hall.round = Round(1, [0, 1], rules, now_s=0.0, accepted=hall.round.accepted)
         hall.intake.open(hall.round, hall.base)
         await sender.offer_to(hall)
         assert hall.bus.receipts == [(0, True)] * 2
@@ -342,19 +337,23 @@ def test_another_attempt_at_a_round_reads_no_second_time() -> None:
     run_with(test)
 
 
-def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+async def add_slowly(hall: Hall) -> None:
+    """Updates are added slowly, and the last frame of that of client 0 is lost."""
+    add = hall.strategy.add
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.03)
+        add(*arguments)
+
+    hall.strategy.add = slowly  # type: ignore[method-assign]
+    far = Sender(0)
+    await far.offer_to(hall)
+    await far.send_to(hall, slice(-1))
+
+
+def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames() -> None:
     async def test(hall: Hall) -> None:
-        add = hall.strategy.add
-
-        def slowly(*arguments: Any) -> None:
-            time.sleep(0.03)
-            add(*arguments)
-
-        monkeypatch.setattr(hall.strategy, "add", slowly)
-        far = Sender(0)
-        await far.offer_to(hall)
-        for frame in far.frames[:-1]:
-            await hall.intake.on_frame(frame)
+        await add_slowly(hall)
         near = [sealed(Sender(client_id)) for client_id in range(1, 6)]
         for sender, _ in near:
             await sender.offer_to(hall)
@@ -365,20 +364,9 @@ def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatc
     run_with(test, clients=6, repair_after_s=0.02, stall_after_s=0.04)
 
 
-def test_updates_that_are_complete_one_by_one_do_not_keep_it_from_asking_for_lost_frames(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_updates_that_are_complete_one_by_one_do_not_keep_it_from_asking_for_lost_frames() -> None:
     async def test(hall: Hall) -> None:
-        add = hall.strategy.add
-
-        def slowly(*arguments: Any) -> None:
-            time.sleep(0.03)
-            add(*arguments)
-
-        monkeypatch.setattr(hall.strategy, "add", slowly)
-        far = Sender(0)
-        await far.offer_to(hall)
-        await far.send_to(hall, slice(-1))
+        await add_slowly(hall)
         near = [sealed(Sender(client_id)) for client_id in range(1, 9)]
         for count, (sender, _) in enumerate(near, 1):
             await sender.offer_to(hall)  # the one before has its receipt: none waits to be added meanwhile

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradbus.experiments.bench.elastic_embed import measure, percentile
+from gradbus.experiments.bench.elastic_embed import measure
+from gradbus.experiments.bench.timing import percentile
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from commands import Forked
 from patience import until
+from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradbus.actors import EpochReport, RoundReport
@@ -22,13 +23,6 @@ from gradbus.experiments.report.metrics import JobCollector
 from gradbus.experiments.report.metrics_server import client_metrics, controller_metrics, rank_metrics
 from gradbus.experiments.report.process_metrics import RankCollector
 from gradbus.runtime.errors import ConfigError
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def scrape(port: int) -> dict[str, float]:

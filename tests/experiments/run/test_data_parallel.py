@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -234,12 +233,6 @@ def test_the_number_of_ranks_may_be_in_the_configuration(tmp_path: Path) -> None
     (tmp_path / "x.json").write_text('{"world": 3}')
     assert launch(["x.json"], ranks=None).world == 3
     assert launch(["x.json"], ranks=2).world == 2
-
-
-@pytest.fixture(autouse=True)
-def _no_rank_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {"RANK", "WORLD", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(

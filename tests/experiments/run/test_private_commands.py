@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 import urllib.request
 import zlib
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 from commands import Forked
 from fresh_shells import command_lines, write_mnist
 from patience import until
+from ports import free_port
 
 from gradbus.runtime.checkpoint import CheckpointStore
 
@@ -65,13 +65,6 @@ def test_epsilon_is_told_while_a_run_goes_on_and_its_processes_end_well_once_the
     out, errors = again.communicate(timeout=60.0)
     assert again.returncode == 0, out + errors
     assert len((run / "rounds.jsonl").read_text().splitlines()) == len(reports)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def epsilon_and_budget(port: int) -> tuple[float, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -85,12 +84,6 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identities:
     for name in ("key_file", "controller_key"):
         monkeypatch.setenv(f"GRADBUS_BUS__{name.upper()}", known.security("server")[name])
     return known
-
-
-@pytest.fixture(autouse=True)
-def _no_rank_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {"RANK", "WORLD", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-        monkeypatch.delenv(name)
 
 
 def read_until(process: subprocess.Popen[str] | Forked, wanted: str) -> str:

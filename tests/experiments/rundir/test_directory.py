@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.actors import EpochReport, RoundReport
+from gradbus.actors import EpochReport, RoundReport, WorkerSummary
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import ClientTimeline
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.profiling.summary import ProfileSummary
 
 
 def test_a_run_directory_is_written_anew_after_a_resume_and_then_appended_to(tmp_path: Path) -> None:
@@ -97,7 +98,11 @@ def test_the_best_accuracy_of_a_run_is_that_of_all_its_epochs_also_after_a_resum
     for epoch, accuracy in enumerate((0.8, 0.9, None, 0.7)):
         started_again = WorkerDirectory(tmp_path, 0)
         started_again.add(EpochReport(epoch=epoch, step=10, loss=1.0, accuracy=accuracy))
-    started_again.finish(outcome="done")
+    summary = WorkerSummary(
+        rank=0, world=1, epochs=4, steps=40, accuracy=0.7, loss=1.0, params_hash=0, skipped_steps=0, bytes_out=0,
+        bytes_in=0, seconds=1.0, profile=ProfileSummary(rank=0),
+    )  # fmt: skip
+    started_again.finish(summary, outcome="done", seconds=1.0)
     assert json.loads((tmp_path / "summary.json").read_text())["best_accuracy"] == 0.9
     assert [report.accuracy for report in started_again.reports()] == [0.8, 0.9, None, 0.7]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_node import group_ranks
+from group_node import all_done, group_ranks
 from group_scripts import beside_gloo, every_collective
 
 pytestmark = pytest.mark.slow
@@ -17,20 +17,14 @@ pytestmark = pytest.mark.slow
 )
 def test_every_collective_is_right_between_processes(world: int, numels: list[int]) -> None:
     with group_ranks(every_collective, world, numels=numels) as ranks:
-        for node in ranks.start_all():
-            assert node.wait(60.0) == 0
-            (done,) = node.all("done")
-            assert (done["pending"], done["early_bytes"], done["dropped"]) == (0, 0, {})
+        assert all(done["dropped"] == {} for done in all_done(ranks))
 
 
 @pytest.mark.parametrize(("world", "numels"), [(2, [0, 300_000]), (3, [1, 100_000]), (4, [20_000]), (8, [2000])])
 def test_every_collective_is_right_where_a_tenth_of_all_packets_is_lost(world: int, numels: list[int]) -> None:
     network = {"lease_s": 10.0, "loss_per_mille": 100}  # a busy machine that loses packets is no death
     with group_ranks(every_collective, world, numels=numels, network=network, limits={"timeout_s": 60.0}) as ranks:
-        for node in ranks.start_all():
-            assert node.wait(60.0) == 0
-            (done,) = node.all("done")
-            assert (done["pending"], done["early_bytes"]) == (0, 0)
+        all_done(ranks)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from group_node import group_ranks
+from group_node import all_done, group_ranks
 from group_scripts import every_collective, steps_until_the_end, traffic_of_collectives
 
 from gradbus.experiments.namespaces import Host
@@ -22,19 +22,13 @@ LOST_S = 10.0  # of the 20 s of a lease: the kernel tells of it, and a busy mach
 def test_every_collective_is_right_with_multicast(shared: bool) -> None:
     network = MULTICAST | {"shared_memory": shared}
     with group_ranks(every_collective, 4, numels=[5, 100_000], network=network) as ranks:
-        for node in ranks.start_all():
-            assert node.wait(60.0) == 0
-            (done,) = node.all("done")
-            assert (done["pending"], done["early_bytes"], done["dropped"]) == (0, 0, {})
+        assert all(done["dropped"] == {} for done in all_done(ranks))
 
 
 def test_every_collective_is_right_where_each_rank_misses_other_packets_of_a_multicast() -> None:
     network = MULTICAST | {"shared_memory": False, "loss_per_mille": 100}
     with group_ranks(every_collective, 3, numels=[1, 100_000], network=network, limits={"timeout_s": 60.0}) as ranks:
-        for node in ranks.start_all():
-            assert node.wait(60.0) == 0
-            (done,) = node.all("done")
-            assert (done["pending"], done["early_bytes"]) == (0, 0)
+        all_done(ranks)
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "shards"])

@@ -23,7 +23,7 @@ import pytest
 import torch
 from dds_domains import new_domain
 from identities import Identities
-from patience import eventually
+from patience import eventually, run
 from structlog.testing import capture_logs
 from torch_node import SceneRanks
 
@@ -92,14 +92,6 @@ def stranger(domain: int, participants: int = 2) -> Iterator[subprocess.Popen[st
             yield process
         finally:
             process.kill()
-
-
-def run(main: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await main
-
-    asyncio.run(bounded())
 
 
 async def takes(inbox: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from dds_domains import new_domain
 from identities import Identities
-from patience import eventually
+from patience import eventually, run
 
 import gradbus
 from gradbus.models import NoopTask
@@ -50,14 +50,6 @@ def opens(known: Identities) -> Callable[..., Any]:
         return gradbus.connect(**place, security=Security(**said | security))
 
     return connect
-
-
-def run(main: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main
-
-    asyncio.run(bounded())
 
 
 def raw_writer(bus: Bus, kind: type[Any]) -> Any:

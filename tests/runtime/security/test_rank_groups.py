@@ -15,7 +15,7 @@ from dds_domains import new_domain
 from group_node import group_ranks
 from group_scripts import known_ranks
 from identities import Identities
-from patience import eventually
+from patience import eventually, run
 
 import gradbus
 from gradbus.experiments.run.status import observe
@@ -41,14 +41,6 @@ def known(tmp_path: Path) -> Identities:
 @pytest.fixture
 def place() -> Place:
     return {"job": f"ranks-{os.getpid()}-{next(_numbers)}", "domain": new_domain()}
-
-
-def run(main: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(40):
-            await main
-
-    asyncio.run(bounded())
 
 
 @pytest.fixture

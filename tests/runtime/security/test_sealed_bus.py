@@ -15,7 +15,7 @@ import pytest
 import torch
 from dds_domains import new_domain
 from outsider import JOB_TOPICS, Outsider
-from patience import eventually, until
+from patience import eventually, run, until
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
@@ -49,14 +49,6 @@ def keyed(place: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """Arguments of ``connect`` for a member of the job."""
     write_secret_file(tmp_path / "key", new_job_key().text)
     return {**place, "security": Security(level="psk", key_file=tmp_path / "key")}
-
-
-def run(main: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main
-
-    asyncio.run(bounded())
 
 
 @asynccontextmanager
