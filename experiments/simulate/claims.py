@@ -1,6 +1,7 @@
 """What is said of in-network aggregation, simulated: ``python -m gradbus.experiments.simulate.claims [PART ...]``.
 
-Parts, each a table: ``memory`` RA-INA against its formula; ``one-job`` RA-INA against a ring and parameter servers;
+Parts, each a table: ``forms`` times against the closed forms; ``memory`` RA-INA against its formula; ``one-job`` RA-INA
+against a ring and parameter servers; ``jobs`` several jobs that share a switch, against a ring and SwitchML;
 ``completion`` the m and r at which two claims of job completion times hold, ``both`` those at which both do; ``loss``.
 An iteration has no overlap: it is K / B / r of computing, then the exchange. All times are those of the clock of the
 simulation, so the tables are the same on each machine.
@@ -23,7 +24,10 @@ from gradbus.experiments.simulate.topology import LinkSpec
 
 RESNET50 = 102_400_000
 WIRE = LinkSpec(rate_bytes_s=12.5e9, latency_s=2e-6)
+UPLINK = LinkSpec(rate_bytes_s=12.5e9, latency_s=1e-6)
+LOCAL = LinkSpec(rate_bytes_s=150e9, latency_s=1e-6)
 FULL_S = RESNET50 / WIRE.rate_bytes_s  # K / B
+MEMORY = (0.0, 0.25, 0.5, 0.75, 1.0)
 SHARES = (0.5, 1.0, 2.0, 4.0, 8.0)  # r
 
 Row = Sequence[str]
@@ -32,6 +36,26 @@ Row = Sequence[str]
 def simulated(kind: Any, fabric: Fabric, blocks: int, **more: Any) -> AggregationOutcome:
     """ResNet-50's gradient, summed in one way."""
     return simulate_aggregation(Scenario(kind=kind, fabric=fabric, gradient_bytes=RESNET50, blocks=blocks, **more))
+
+
+def closed_forms(worlds: Sequence[int], blocks: int) -> Iterator[Row]:
+    """Simulated times against the closed forms, without loss. The ring has a block for each rank."""
+    yield ("N", "way", "blocks", "simulated, ms", "closed form, ms", "ratio")
+    path = replace(WIRE, latency_s=2 * WIRE.latency_s)
+    for world in worlds:
+        racks, one = Fabric(world=world, network=WIRE, uplink=UPLINK, hosts_per_leaf=16), fabric_at_one(world)
+        cases: list[tuple[str, Fabric, int, dict[str, int], float]] = [
+            ("ina", one, blocks, {}, forms.ina_s(RESNET50, blocks, one)),
+            ("hina", racks, blocks, {}, forms.hina_s(RESNET50, blocks, racks)),
+            ("mtina", racks, blocks, {"trees": 4}, forms.mtina_s(RESNET50, blocks, racks, trees=4)),
+            ("cina", racks, blocks, {}, forms.cina_s(RESNET50, blocks, racks)),
+            ("ps", one, blocks, {}, forms.parameter_server_s(RESNET50, world, WIRE, servers=1, blocks=blocks)),
+            ("ring", one, world, {}, forms.ring_s(RESNET50, world, path)),
+        ]
+        for kind, fabric, count, more, formula_s in cases:
+            time_s = simulated(kind, fabric, count, **more).time_s
+            times = (f"{1e3 * time_s:.4f}", f"{1e3 * formula_s:.4f}", f"{time_s / formula_s:.4f}")
+            yield (f"{world}", kind, f"{count}", *times)
 
 
 def fabric_at_one(world: int, wire: LinkSpec = WIRE) -> Fabric:
@@ -104,6 +128,32 @@ def one_job() -> Iterator[Row]:
             yield (
                 f"{world}", name, f"{exchange:.2f}", f"{assisted:.2f}", *(f"{gain:.2f}" for gain in gains),
                 f"{wanted:.2f}", f"{(wanted - 1) / margin:.2f}" if margin > 0 else "never",
+            )  # fmt: skip
+
+
+def several_jobs(jobs: int = 4, world: int = 8) -> Iterator[Row]:
+    """Completion times of jobs that share a switch and begin one after the other. Memory is m of what each needs."""
+    yield ("m", "r", "ring", "SwitchML", "RA-INA", "against SwitchML", "against the ring")
+    wire = replace(WIRE, latency_s=2e-5)
+    groups, window = 64, 8
+    blocks = groups * world
+    block_s = FULL_S / blocks
+    pool = round(2 * (block_s + wire.latency_s) / block_s)  # blocks of a round trip
+    for memory in MEMORY[1:]:
+        for r in (0.5, 1.0, 2.0, 4.0):
+            compute_s = FULL_S / r
+            turns = tuple(job / jobs * (compute_s + FULL_S) for job in range(jobs))
+            more = {"iterations": 2, "compute_s": compute_s}
+            ring = simulated("ring", fabric_at_one(world, wire), blocks, window_blocks=window * world, **more)
+            shared = {"jobs": jobs, "starts_s": turns, **more}
+            static = simulated(
+                "switchml", fabric_at_one(world, wire), blocks, slots=2 * max(1, round(memory * pool)) * jobs, **shared
+            )
+            assisted = RingAssisted(world, window, groups).run(memory, wire=wire, **shared)
+            times = [sum(one.job_s) / len(one.job_s) for one in (ring, static, assisted)]
+            yield (
+                f"{memory:.2f}", f"{r:g}", *(f"{1e3 * time_s:.1f} ms" for time_s in times),
+                f"{times[2] / times[1] - 1:+.1%}", f"{times[2] / times[0] - 1:+.1%}",
             )  # fmt: skip
 
 
@@ -265,11 +315,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables that are named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parts: dict[str, Callable[[], Iterator[Row]]] = {
-        "memory": memory_of_ring_assisted, "one-job": one_job, "completion": completion, "both": completion_at_both,
-        "loss": losses,
+        "forms": lambda: closed_forms(options.worlds, options.blocks), "memory": memory_of_ring_assisted,
+        "one-job": one_job, "jobs": several_jobs, "completion": completion, "both": completion_at_both, "loss": losses,
     }  # fmt: skip
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=f"of {', '.join(parts)}; all by default")
-    for name in parser.parse_args(arguments).parts or parts:
+    parser.add_argument("--worlds", nargs="+", type=int, default=[8, 64, 256], help="of forms")
+    parser.add_argument("--blocks", type=int, default=256, help="of forms")
+    options = parser.parse_args(arguments)
+    for name in options.parts or parts:
         for number, row in enumerate(parts[name]()):
             print("|", " | ".join(row), "|", flush=True)
             if not number:
