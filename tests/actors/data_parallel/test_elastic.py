@@ -614,21 +614,21 @@ def test_all_wait_for_a_copy_before_more_steps_are_kept_than_there_is_memory_for
 @pytest.mark.parametrize(
     ("settings", "pieces_s"),
     [
-        ({"optimizer": {"name": "adamw", "lr": 0.01}}, [0.15] * 17),
-        ({"algorithm": {"name": "qadam", "warmup_steps": 1}, "optimizer": {"lr": 0.001, "momentum": 0.0}}, [0.9] * 3),
+        ({"optimizer": {"name": "adamw", "lr": 0.01}}, [0.2] * 17),
+        ({"algorithm": {"name": "qadam", "warmup_steps": 1}, "optimizer": {"lr": 0.001, "momentum": 0.0}}, [1.2] * 3),
     ],
     ids=["the optimizer's", "the algorithm's"],
 )
 def test_a_copy_may_take_longer_than_a_collective(
     settings: dict[str, Any], pieces_s: list[float], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill, trained, collective_s, left_s = joining._fill, [], 1.5, list(pieces_s)
+    fill, trained, collective_s, left_s = joining._fill, [], 2.5, list(pieces_s)
 
     def slowly(piece: Tensor, came: Tensor) -> bool:
         time.sleep(left_s.pop() if left_s else 0)
         return fill(piece, came)
 
-    monkeypatch.setattr(joining, "_fill", slowly)  # all together: longer than 1.5 s
+    monkeypatch.setattr(joining, "_fill", slowly)  # all together: longer than 2.5 s
 
     def scene(cast: Cast) -> None:
         start = at_step(1, lambda: cast.later(cast.start, 4, on_step=lambda report: trained.append(report.loss)))
