@@ -124,7 +124,9 @@ def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: Algo
             "False"
         )
     sparse = [
-        key for key, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+        key
+        for key, one in module.named_modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse and one.weight.requires_grad
     ]
     if sparse and exchanges_gradients:
         return f"gradients of {sparse[0]!r} are sparse, and are exchanged as dense ones: give it sparse=False"
