@@ -18,7 +18,7 @@ from gradbus.codecs.wire import tensor_view
 
 Q_MAX = 127
 
-_FLT_MAX = torch.tensor(torch.finfo(torch.float32).max)
+_FLT_MAX = torch.tensor(torch.finfo(torch.float32).max, dtype=torch.float32)
 # Below the smallest normal number a scale has too few bits to keep the error within scale / 2.
 MIN_SCALE = torch.finfo(torch.float32).tiny
 
@@ -29,7 +29,7 @@ _CPU_BLOCK_ELEMS = 1 << 18  # 1 MiB of float32: the temporaries of a block stay 
 def max_scale(q_max: int) -> float:
     """The largest scale: q_max * scale must not overflow. float32(FLT_MAX / 127) * 127 is infinite, its lower neighbour
     is not."""
-    return float(torch.nextafter(_FLT_MAX / q_max, torch.tensor(0.0)))
+    return float(torch.nextafter(_FLT_MAX / q_max, torch.tensor(0.0, dtype=torch.float32)))
 
 
 def check_chunk_elems(chunk_elems: int) -> None:

@@ -271,7 +271,7 @@ class WithBuffers(FedAvg):
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
-        self._buffers = {name: torch.zeros(dim) for name in self.names}
+        self._buffers = {name: torch.zeros(dim, dtype=torch.float32) for name in self.names}
 
     def state(self) -> Mapping[str, Tensor]:
         return self._buffers

@@ -665,6 +665,7 @@ class Controller:
         published_s = time.perf_counter()
         if not is_told:
             report = dataclasses.replace(report, weights_crc32=await self._compute.run(self._weights_crc32))
+        checked_s = time.perf_counter()
         self._probe.reached("after_publish", round_id)
         if self._config.asynchronous.proportional_steps:
             await self._dispatcher.note_speeds(self._receiver.totals.speeds)
@@ -673,7 +674,7 @@ class Controller:
             report, **self._publisher.bytes_down(size, round_.asked if self._selector.partial else None),
             downlink_residual_norm=self._publisher.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
-            eval_s=time.perf_counter() - published_s, seconds=published_s - started_s,
+            eval_s=time.perf_counter() - checked_s, seconds=published_s - started_s,
             **evaluation,
         )  # fmt: skip
         self.progress.add(report)

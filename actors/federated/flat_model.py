@@ -86,7 +86,7 @@ class FlatModel:
         self._vector: Tensor | None = None
         kinds = {(state[name].dtype, state[name].device) for name in self._places}
         if len(kinds) == 1 and next(iter(kinds))[0] == torch.float32:
-            self._vector = torch.empty(size, device=next(iter(kinds))[1])
+            self._vector = torch.empty(size, dtype=torch.float32, device=next(iter(kinds))[1])
             for tensor, place in self._tensors():
                 view = self._vector[place].view(tensor.shape)
                 view.copy_(tensor.detach())
@@ -202,7 +202,7 @@ class FlatModel:
             assert self._vector is not None
             values = self._vector if part.stop - part.start == self._vector.numel() else self._vector[part]
             return values if values.device.type == "cpu" else values.cpu()
-        vector = torch.empty(part.stop - part.start)
+        vector = torch.empty(part.stop - part.start, dtype=torch.float32)
         for tensor, place in self._tensors(part):
             vector[_shifted(place, part)] = tensor.detach().to("cpu", torch.float32).reshape(-1)
         return vector
@@ -264,7 +264,7 @@ class FlatModel:
         Raises:
             KeyError: a tensor of this model is missing. ValueError: one has another shape.
         """
-        vector = torch.empty(self.dim + self.frozen_dim)
+        vector = torch.empty(self.dim + self.frozen_dim, dtype=torch.float32)
         for name, (tensor, place) in zip(self._places, self._tensors(), strict=True):
             if name not in tensors:
                 raise KeyError(f"no tensor {name!r}, there are {sorted(tensors)[:8]}")

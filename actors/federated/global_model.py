@@ -69,7 +69,7 @@ class ModelReplica:
         self.round_id = -1
         self.vector: Tensor | None = None
         self._num_broadcast = 0
-        self.broadcast = torch.empty(0)
+        self.broadcast = torch.empty(0, dtype=torch.float32)
         self.progress_s = time.monotonic()
         self.dropped = 0
         self._warned_s = float("-inf")
@@ -78,7 +78,7 @@ class ModelReplica:
         """Follow this run from now on, with models of ``dim`` values, by default as before, and ``broadcast`` behind
         them. Drops the model so far."""
         self._run_id, self._num_broadcast = run_id, min(broadcast, MAX_BROADCAST * (dim or self._dim))
-        self.broadcast = torch.empty(0)
+        self.broadcast = torch.empty(0, dtype=torch.float32)
         if dim is not None:
             self._dim = dim
             self._max_bytes = 8 * (dim + self._num_broadcast) + 4096 if self._limit is None else self._limit
@@ -221,7 +221,7 @@ def _dense(payload: memoryview, dim: int) -> Tensor:
         raise CodecError(f"a full model in a {parsed.codec} message of a difference: expected dense weights")
     if parsed.codec == "fp32" and parsed.version == 1:
         return torch.frombuffer(payload, dtype=torch.float32)
-    vector = torch.empty(dim)
+    vector = torch.empty(dim, dtype=torch.float32)
     for block in parsed.blocks():
         vector[block.start : block.start + block.values.numel()] = block.values  # type: ignore[union-attr]
     return vector

@@ -118,7 +118,7 @@ class RoundInputs:
     welcome: Welcome
     command: TrainCmd
     base: Tensor
-    broadcast: Tensor = field(default_factory=lambda: torch.empty(0))
+    broadcast: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
     terms: RoundTerms | None = None
     commanded_s: float = 0.0
     spent: Mapping[int, Hashable] = field(default_factory=dict)
@@ -369,7 +369,7 @@ class LocalTraining:
         if before := part_of(kept, OWN_MODEL):
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
-        inputs = replace(training.inputs, command=command, broadcast=torch.empty(0))
+        inputs = replace(training.inputs, command=command, broadcast=torch.empty(0, dtype=torch.float32))
         outcome, optimizer_state = self._run(
             replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE), _OF_OWN_OPTIMIZER
         )

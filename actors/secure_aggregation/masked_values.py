@@ -115,7 +115,7 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
             np.add(values.view("<u2"), masks.total, out=values.view("<u2"))
         else:
             update = parse(get("fp32").encode(sent), expected_dim=len(sent))
-            data = _exactly(update, torch.empty(0), masks, weight)
+            data = _exactly(update, torch.empty(0, dtype=torch.float32), masks, weight)
             sent.zero_()
         if positions is not None:
             change.mul_(KEPT_SHARE)[torch.from_numpy(positions)] = sent
@@ -125,7 +125,7 @@ def encode(update: Parsed, base: Tensor, masks: UpdateMasks, num_samples: int) -
 
 def _difference(update: Parsed, base: Tensor) -> Tensor:
     """Return what an update changes, float32, shape (D,)."""
-    found = torch.empty(update.dim)
+    found = torch.empty(update.dim, dtype=torch.float32)
     for block in update.blocks(_BLOCK_ELEMS):
         assert isinstance(block, DenseBlock), "an update of every value"
         found[block.start : block.start + block.values.numel()] = block.values

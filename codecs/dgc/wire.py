@@ -115,7 +115,8 @@ def decode_dgc(payload: Payload, layout: DgcLayout) -> DgcMessage:
         check_length("DGC", view, HEADER.size, "non-finite, so nothing follows")
         if (coding, exponent, k, index_bytes) != (Coding.RAW, 0, 0, 0):
             raise CodecError(f"DGC header: non-finite, expected no entries, got k={k}, {index_bytes} index bytes")
-        return DgcMessage(False, torch.zeros(layout.dense_elems), torch.empty(0, dtype=torch.int64), torch.empty(0))
+        none = torch.empty(0, dtype=torch.float32)
+        return DgcMessage(False, none.new_zeros(layout.dense_elems), torch.empty(0, dtype=torch.int64), none)
     if flags & ~_FLAG_FP16:
         raise CodecError(f"DGC header: unknown bits in flags {flags:#04x}; newer peer?")
     is_fp16 = flags == _FLAG_FP16

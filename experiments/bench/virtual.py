@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def measure(flower: str) -> Iterator[Measurement]:
         asked = round(case["share"] * case["clients"])
         ways = {"ours": partial(ours, case)}
         if flower:
-            program = Path(flower).absolute()  # runs are in a folder of their own
+            program = Path(shutil.which(flower) or flower).absolute()  # runs are in a folder of their own
             ways["flower"] = partial(launch, str(program), _FLOWER, "main", case)
         taken = {name: [run.rate(asked) for run in runs] for name, runs in by_turns(ways, _LAUNCHES).items()}
         name = f"trainings, {asked:,} of {case['clients']:,} clients in a round"

@@ -34,6 +34,9 @@ before_abort: list[Callable[[], None]] = []
 if_stopped: list[str] = []
 """Sentences for the user for the case that a signal stops the command: how to go on."""
 
+# As Python has it, also where the start of a command has put it off: a cycle of objects may hold a large message.
+_THRESHOLDS = (700, 10, 10)
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the end of its terminal"}
 
@@ -51,6 +54,7 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, T]], loop: LoopName = "uvloo
     # A quarter of a million objects of modules, torch's above all, stay until the end. Whenever the garbage collector
     # walks over them, the loop and all threads stand still for 0.1 to 0.2 s.
     gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
     try:
         with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
             return runner.run(_supervise(main))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -125,7 +125,9 @@ def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: Algo
             "False"
         )
     sparse = [
-        key for key, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+        key
+        for key, one in module.named_modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse and one.weight.requires_grad
     ]
     if sparse and exchanges_gradients:
         return f"gradients of {sparse[0]!r} are sparse, and are exchanged as dense ones: give it sparse=False"
@@ -200,7 +202,8 @@ class AlgorithmHook:
         Raises:
             ConfigError: see :func:`with_algorithm`.
         """
-        named = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
+        of_model = list(named_parameters)
+        named = [(key, parameter) for key, parameter in of_model if parameter.requires_grad]
         self._name = name
         self._parameters = dict(named)
         self._names = {id(parameter): key for key, parameter in named}
@@ -222,7 +225,7 @@ class AlgorithmHook:
                 raise ConfigError(f"{name}: hash_every must be a whole number >= 0, got {hash_every!r}")
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
-            self._check(name, len(named))
+            self._check(name, len(named), {id(parameter) for _, parameter in of_model})
         except ConfigError as error:
             self._programs.compare({"refused": str(error)})
             raise
@@ -251,7 +254,8 @@ class AlgorithmHook:
             )  # fmt: skip
             self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
 
-    def _check(self, name: str, num_parameters: int) -> None:
+    def _check(self, name: str, num_parameters: int, of_model: Collection[int]) -> None:
+        """``of_model``: the ids of its parameters, also of those that are not trained. Raises ConfigError."""
         scope = self.algorithm.scope
         if not self._parameters:
             raise ConfigError(f"{name}: the model has no parameter that requires a gradient")
@@ -269,7 +273,7 @@ class AlgorithmHook:
             raise ConfigError(f"{name}: delay_steps and hash_every need the optimizers of the model")
         for number, optimizer in enumerate(self._optimizers):
             changed = (one for group in optimizer.param_groups for one in group["params"])
-            if not any(id(one) in self._names for one in changed):
+            if not any(id(one) in of_model for one in changed):
                 raise ConfigError(
                     f"{name}: optimizer {number} ({type(optimizer).__name__}) changes no parameter of this model: give "
                     f"those of the model, all of them"

@@ -163,7 +163,7 @@ class OneBitAdam(CompressedAdam):
         came = yield Swap("parts", {peer: sent[peer] for peer in others},
                           {peer: torch.empty_like(sent[rank]) for peer in others})  # fmt: skip
         size = sizes[rank]
-        total = torch.zeros(size)
+        total = torch.zeros(size, dtype=torch.float32)
         for peer in range(world):
             total += decoded[rank] if peer == rank else decoded_bit(came[peer], size)
         total *= 1 / world
@@ -194,5 +194,5 @@ def decoded_bit(message: Tensor, numel: int) -> Tensor:
     bits = signs(message[4:], numel)
     scale = float(message[:4].clone().view(torch.float32))
     if not message[4]:
-        return torch.full((numel,), math.nan)
+        return torch.full((numel,), math.nan, dtype=torch.float32)
     return bits.float().mul_(scale)

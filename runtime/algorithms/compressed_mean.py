@@ -91,7 +91,7 @@ def _decoded(message: Tensor, dim: int) -> Tensor | None:
 
 def _mean(messages: Sequence[Tensor], dim: int) -> Tensor:
     """Of what the messages hold, in rank order: the sum, times 1 / N."""
-    total = torch.zeros(dim)
+    total = torch.zeros(dim, dtype=torch.float32)
     for message in messages:
         vector = _decoded(message, dim)
         if vector is None:

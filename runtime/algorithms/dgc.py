@@ -223,7 +223,7 @@ class Dgc(Algorithm):
         state = codecs.DgcState.zeros(layout, seed=seed)
         self._state = dataclasses.replace(state, steps=steps)
         self._dense = codecs.DenseMomentum.zeros(layout)
-        self._flat = torch.empty(layout.dim)
+        self._flat = torch.empty(layout.dim, dtype=torch.float32)
         for slot in layout.slots:
             parts = {"U": state.U, "V": state.V} if slot.is_sparse else {"M": self._dense.M}
             start = slot.start if slot.is_sparse else slot.start - layout.sparse_elems

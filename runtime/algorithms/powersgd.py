@@ -171,7 +171,7 @@ class PowerSGD(Algorithm):
             return self._first_q(name, rank, columns)
         q = kept.T.contiguous()  # no copy, but for one of a checkpoint: BLAS adds strided rows in another order
         if len(q) != rank:
-            q = torch.zeros(rank, columns)
+            q = torch.zeros(rank, columns, dtype=torch.float32)
             q[: kept.shape[1]] = kept.T[:rank]
         largest = q.abs().amax(1, keepdim=True)
         is_live, q = largest > 0, q / largest
@@ -180,7 +180,8 @@ class PowerSGD(Algorithm):
     def _first_q(self, name: str, rank: int, columns: int) -> Tensor:
         text = f"{self.options.seed} {name}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        return torch.randn(rank, columns, generator=torch.Generator().manual_seed(seed))
+        random = torch.Generator().manual_seed(seed)
+        return torch.randn(rank, columns, generator=random, dtype=torch.float32)
 
 
 @np.errstate(invalid="ignore")  # infinity in the gradients of some rank: NaN comes of it
@@ -215,7 +216,7 @@ def added_product(q: Tensor, m: Tensor, error: Tensor | None) -> Tensor:
     Returns:
         float32, shape (rank, rows).
     """
-    out = torch.empty(len(q), len(m))
+    out = torch.empty(len(q), len(m), dtype=torch.float32)
     for here in _row_blocks(m):
         part = m[here]
         if error is not None:
@@ -239,7 +240,7 @@ def narrow_product(p: Tensor, m: Tensor) -> Tensor:
     Returns:
         float32, shape (rank, columns).
     """
-    out = torch.zeros(len(p), m.shape[1])
+    out = torch.zeros(len(p), m.shape[1], dtype=torch.float32)
     for here in _row_blocks(m):
         out.addmm_(p[:, here], m[here])
     return out
@@ -279,8 +280,8 @@ def blas_adds_in_order(rank: int, rows: int, columns: int, threads: int) -> bool
     But for the sign of zero: where all products are -0.0, as may be with columns of zeros, BLAS adds them to 0.0.
     """
     generator = torch.Generator().manual_seed(0)
-    p, q = torch.randn(rank, rows, generator=generator), torch.randn(rank, columns, generator=generator)
-    expected, memory = torch.empty(rows, columns), torch.empty(rows * columns + _FLOATS_OF_A_LINE)
+    p, q = (torch.randn(rank, size, generator=generator, dtype=torch.float32) for size in (rows, columns))
+    expected, memory = p.new_empty(rows, columns), p.new_empty(rows * columns + _FLOATS_OF_A_LINE)
     sum_outer_products(p, q, expected)
     places = [memory[start : start + expected.numel()].view(rows, columns) for start in range(_FLOATS_OF_A_LINE)]
     return all(torch.equal(torch.mm(p.T, q, out=place), expected) for place in places)

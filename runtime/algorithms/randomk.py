@@ -61,7 +61,7 @@ class RandomK(Algorithm):
         for (name, tensor), part in zip(tensors.items(), parts, strict=True):
             sums[name][indices[name]] = 0
             self.memory.stage("residual", name, sums[name])
-            flat = torch.zeros(tensor.numel())
+            flat = torch.zeros(tensor.numel(), dtype=torch.float32)
             flat[indices[name]] = part
             tensor.copy_(flat.view(tensor.shape))
 

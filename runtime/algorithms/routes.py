@@ -103,7 +103,7 @@ def halving_doubling(place: Place, x: Tensor) -> Program[Tensor]:
         middle = (start + stop) // 2
         peer, is_upper = rank ^ distance, bool(rank & distance)
         kept, given = ((middle, stop), (start, middle)) if is_upper else ((start, middle), (middle, stop))
-        came = yield Swap("halve", {peer: total[slice(*given)].clone()}, {peer: torch.empty(kept[1] - kept[0])})
+        came = yield Swap("halve", {peer: total[slice(*given)].clone()}, {peer: total.new_empty(kept[1] - kept[0])})
         mine = total[slice(*kept)]
         total[slice(*kept)] = came[peer] + mine if is_upper else mine + came[peer]  # the lower rank's first
         spans.append(kept)
@@ -113,7 +113,7 @@ def halving_doubling(place: Place, x: Tensor) -> Program[Tensor]:
         (start, stop), kept = spans[-2], spans.pop()
         peer = rank ^ distance
         other = (kept[1], stop) if kept[0] == start else (start, kept[0])
-        came = yield Swap("double", {peer: total[slice(*kept)].clone()}, {peer: torch.empty(other[1] - other[0])})
+        came = yield Swap("double", {peer: total[slice(*kept)].clone()}, {peer: total.new_empty(other[1] - other[0])})
         total[slice(*other)] = came[peer]
         distance *= 2
     if rank < extra:

@@ -93,7 +93,8 @@ def mean_of_senders(sent: Sequence[SparseBlock], dim: int, *, clip: bool) -> Ten
         clip: whether blocks of 4,096 are shortened to the median norm over the ranks.
     """
     scales = _clip_scales(sent, dim) if clip else None
-    total, senders = torch.zeros(dim), torch.zeros(dim)
+    total = torch.zeros(dim, dtype=torch.float32)
+    senders = torch.zeros_like(total)
     for rank, entries in enumerate(sent):
         values = entries.values
         if scales is not None:

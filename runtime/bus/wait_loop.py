@@ -48,6 +48,7 @@ class WaitLoop(threading.Thread):
         self._inline_lock = threading.RLock()  # held by the thread that waits inline
         self._inline_thread = 0
         self._was_inline = False  # a thread has waited inline since this one has asked
+        self._backs_off = False  # this one leaves the wait to such threads for a while
         self._wanted = threading.Event()
         self._is_asked = False  # for this one, since its last turn
         self._calls: list[Periodic] = []
@@ -71,7 +72,7 @@ class WaitLoop(threading.Thread):
         """Have the thread wait again now, or when the wait of another thread inline has ended: something goes on that
         no thread waits for inline."""
         self._is_asked = True  # before the look: the end of a wait looks in the other order
-        if self._was_inline:
+        if self._was_inline or (self._backs_off and not self._inline_thread):
             self._wanted.set()
 
     def stop(self) -> None:
@@ -111,6 +112,8 @@ class WaitLoop(threading.Thread):
                 self._inline_lock.release()
             except RuntimeError:  # it was not taken
                 pass
+            if self._is_asked and not self._inline_thread:
+                self._wanted.set()
 
     def _poll_in_turn(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
         try:
@@ -127,8 +130,6 @@ class WaitLoop(threading.Thread):
                 self._polling.release()
             except RuntimeError:  # it was not taken
                 pass
-            if self._is_asked:
-                self._wanted.set()
 
     def _poll(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
         now_s = time.monotonic()
@@ -161,6 +162,7 @@ class WaitLoop(threading.Thread):
             while not self.stopping:
                 if self._inline_thread or self._was_inline:
                     # In the midst of calls that wait for what they start, the next thread comes soon.
+                    self._backs_off = True  # first: who asks for this one looks at both
                     self._was_inline = False
                     if self._wanted.wait(backoff_s):
                         self._wanted.clear()
@@ -169,7 +171,7 @@ class WaitLoop(threading.Thread):
                     else:
                         backoff_s = min(2 * backoff_s, LONG_BACKOFF_S)
                     continue
-                backoff_s = BACKOFF_S
+                backoff_s, self._backs_off = BACKOFF_S, False
                 with self._polling:
                     self._is_asked = False
                     self._turn(IDLE_S)

@@ -98,6 +98,32 @@ def test_the_garbage_collector_does_not_walk_over_what_was_loaded_before_the_loo
     assert done.stdout == "True True\n"
 
 
+CYCLES = """
+import weakref
+from gradbus.__main__ import main as command
+from gradbus.experiments.cli import main as cli
+from gradbus.experiments.run.lifecycle import run_loop
+
+class Large:
+    def __init__(self):
+        self.own = self
+
+async def main():
+    first = weakref.ref(Large())
+    for _ in range(5_000):
+        Large()
+    print(first() is None)
+
+cli.main = lambda: run_loop(main)
+command()
+"""
+
+
+def test_what_a_cycle_holds_while_a_command_runs_is_collected_as_soon_as_in_any_other_program() -> None:
+    done = subprocess.run([sys.executable, "-c", CYCLES], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n"
+
+
 STUBBORN = """
 import asyncio
 from gradbus.experiments.run.lifecycle import before_abort, guard, run_loop

@@ -550,6 +550,10 @@ def refusals(place: RankLocation) -> dict[str, str]:
     refused("unused", unused, torch.optim.SGD(unused.parameters(), lr=0.1), "dense", delay_steps=1)
     embedding = DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)))
     refused("sparse", embedding, torch.optim.SGD(embedding.parameters(), lr=0.1), "topk")
+    given = nn.Embedding.from_pretrained(torch.ones(4, 2), sparse=True)  # has no gradient
+    frozen = DistributedDataParallel(nn.Sequential(given, nn.Linear(2, 1)))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in frozen.module]  # one for when it is trained
+    with_algorithm(frozen, optimizers, "topk").close()
     hooked = DistributedDataParallel(net())
     hooked.register_comm_hook(None, power_sgd.powerSGD_hook)
     refused("hooked", hooked, torch.optim.SGD(hooked.parameters(), lr=0.1), "topk")

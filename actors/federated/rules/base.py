@@ -44,7 +44,7 @@ class RoundStart:
     model: nn.Module
     base: Tensor
     parameters: Sequence[tuple[nn.Parameter, slice]]
-    broadcast: Tensor = field(default_factory=lambda: torch.empty(0))
+    broadcast: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
     state: Mapping[str, Tensor] = field(default_factory=dict)
     local_loss: Callable[[], float]
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from default_dtype import default_dtype
 from torch import Tensor
 
 from gradbus import codecs
@@ -76,6 +77,15 @@ def test_several_rounds_follow_the_formula(name: str) -> None:
     for round_id in range(1, 6):
         expected = step(expected, one_round(strategy, weights, round_id))
         assert np.abs(weights.double().numpy() - expected).max() < 2e-6  # a few roundings to float32
+
+
+@pytest.mark.parametrize("name", ["fedavgm", "fedadam", "scaffold"])
+def test_what_a_strategy_keeps_is_float32_whatever_the_default_dtype_of_the_script(name: str) -> None:
+    with default_dtype(torch.bfloat16):
+        strategy = STRATEGIES.table[name](DIM)
+    kept = [tensor for tensor in strategy.state().values() if tensor.numel() == DIM]
+    assert kept
+    assert all(tensor.dtype == torch.float32 for tensor in kept)
 
 
 def test_fedavg_is_the_mean_rounded_once() -> None:

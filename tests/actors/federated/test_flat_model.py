@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from default_dtype import default_dtype
 from torch import Tensor, nn
 
 from gradbus.actors.federated.flat_model import FlatModel
@@ -51,6 +54,19 @@ def test_making_it_keeps_the_values_and_the_order_of_the_state() -> None:
     assert torch.equal(model.read(), before)
     assert torch.equal(floats_of(module), before)
     assert model.dim == before.numel() == 3 * 4 + 4 + 4 * 4 + 4 * 2 + 2
+
+
+@pytest.mark.parametrize("make", [small_net, Mixed])
+def test_the_vector_is_float32_whatever_the_default_dtype_of_the_script(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with default_dtype(torch.bfloat16):
+        model = FlatModel(module)
+        found = [model.read(), model.vector_of(module.state_dict())]
+    assert all(torch.equal(vector, floats_of(module)) and vector.dtype == torch.float32 for vector in found)
+    for name, tensor in module.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert torch.equal(tensor, before[name])
 
 
 def test_the_module_lives_in_the_vector() -> None:

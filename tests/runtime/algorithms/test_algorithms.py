@@ -10,6 +10,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from default_dtype import default_dtype
 from doc_pages import python_blocks
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -480,6 +481,28 @@ def test_a_run_goes_on_from_its_saved_state_to_the_same_bits(name: str) -> None:
         new.load_state(old.own_state(), shared)
     after.step = 2
     for here, there in zip(after.run(run[2:]), expected[2:], strict=True):
+        assert all(torch.equal(here[key], there[key]) for key in here)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ALGORITHMS.table),
+        *(("dense", {"route": route}) for route in ("star", "ring", "halving-doubling")),
+        *((name, {"warmup_steps": 1}) for name in ("qadam", "onebit-adam")),
+        *((name, {"steps": 1}) for name in ("diloco", "sparseloco")),
+    ],
+    ids=str,
+)
+def test_the_default_dtype_of_the_script_changes_no_bit(name: str, options: dict[str, Any]) -> None:
+    run, found = gradients(2), list[list[dict[str, Tensor]]]()
+    for dtype in (torch.float32, torch.bfloat16):
+        with default_dtype(dtype):
+            ranks = Ranks(name, 2, **options)
+            for algorithm, tensors in zip(ranks.algorithms, run[0], strict=True):
+                algorithm.begin(bucket_of(tensors))
+            found.append(ranks.run(run))
+    for here, there in zip(*found, strict=True):
         assert all(torch.equal(here[key], there[key]) for key in here)
 
 

@@ -196,7 +196,7 @@ def test_the_adam_family_is_adam_with_a_frozen_second_moment(name: str, world: i
             algorithm.commit()
         assert all(torch.equal(bucket.flat, buckets[0].flat) for bucket in buckets)
         worst = float(np.abs(buckets[0].flat.numpy() - expected[number]).max())
-        assert worst < 1e-4 if number < 8 else tolerance * float(np.abs(expected[number]).max())
+        assert worst < (1e-4 if number < 8 else tolerance * float(np.abs(expected[number]).max()))
 
 
 def test_what_one_bit_adam_leaves_out_is_kept_by_both_sides() -> None:

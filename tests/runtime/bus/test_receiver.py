@@ -161,6 +161,43 @@ def test_who_asks_for_the_thread_while_another_one_waits_inline_has_it_when_that
         loop.join(10.0)
 
 
+def test_the_thread_goes_on_at_once_when_it_is_asked_while_it_leaves_the_wait_to_others_and_nobody_waits() -> None:
+    class Waits(Looks):
+        def wait(self, timeout_s: float) -> list[int]:
+            time.sleep(min(timeout_s, 0.001))
+            return super().wait(timeout_s)
+
+        def wake(self) -> None:
+            pass
+
+    class Wanted(threading.Event):
+        """Its wait ends at once while another thread waits inline, or has just done so; then it goes on."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if loop._inline_thread or loop._was_inline:
+                return False
+            backs_off.set()
+            return super().wait(60.0)
+
+    def handle(numbers: list[int], until_s: float) -> bool:
+        if backs_off.is_set() and threading.get_ident() == loop.ident:
+            thread_works.set()
+        return False
+
+    backs_off, thread_works, began_s = threading.Event(), threading.Event(), time.monotonic()
+    loop = WaitLoop(cast("Any", Waits(news_at=0)), handle, failed=lambda: None, ended=lambda: None)
+    loop._wanted = Wanted()
+    loop.poll_inline(lambda: time.monotonic() > began_s + 0.001, began_s + 60.0)
+    loop.start()
+    try:
+        assert backs_off.wait(10.0)
+        loop.wake_io_thread()
+        assert thread_works.wait(10.0)
+    finally:
+        loop.stop()
+        loop.join(10.0)
+
+
 def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the_bus(run: Run) -> None:
     async def main() -> None:
         fault = DDSException(DDSException.DDS_RETCODE_ERROR, "status of a reader")
