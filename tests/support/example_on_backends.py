@@ -1,7 +1,7 @@
 """What torchrun starts in test_integrations.py: examples on one backend after the other, all in the same processes.
 
-Each of these libraries takes seconds to load, and all of them load torch. So what a library remembers of the group that
-is gone is taken from it here. What an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``.
+Each of these libraries takes seconds to load, and all of them load torch. So what one remembers of the group that is
+gone is taken from it here. What an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``.
 """
 
 from __future__ import annotations

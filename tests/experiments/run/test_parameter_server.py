@@ -81,6 +81,7 @@ def everybody(fork: Any, config: Path, monkeypatch: pytest.MonkeyPatch, *more: A
     return workers, servers
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_a_dead_server_is_named_by_every_worker_and_the_run_goes_on_to_the_same_bits(
     fork: Any, invoke: Any, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
