@@ -70,12 +70,12 @@ def fork_commands() -> None:
     asyncio.create_subprocess_exec = _start  # type: ignore[assignment]
 
 
-async def _start(program: str, *arguments: str, stdin: int, stdout: Any, stderr: Any, **options: Any) -> Any:
-    command = (program, *arguments)
+async def _start(*command: str, **options: Any) -> Any:
     if command[: len(_COMMAND)] != _COMMAND:
-        return await _execute(program, *arguments, stdin=stdin, stdout=stdout, stderr=stderr, **options)
-    assert stdin == DEVNULL
-    outputs = [output if isinstance(output, int) else output.fileno() for output in (stdout, stderr)]
+        return await _execute(*command, **options)
+    assert options.pop("stdin") == DEVNULL
+    given = [options.pop(name) for name in ("stdout", "stderr")]
+    outputs = [output if isinstance(output, int) else output.fileno() for output in given]
     import_module("gradbus.experiments.run.federated")  # the demo has a thread load it: a child would find it locked
     process = _context.Process(target=_run, args=(command[len(_COMMAND) :], outputs), kwargs=options)
     # Until the child has its own handlers, this process's would be told of signals that are meant for the child.
