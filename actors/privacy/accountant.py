@@ -81,6 +81,7 @@ def epsilon_of(releases: Iterable[tuple[float, int]], delta: float) -> float:
     return max(0.0, float(found))
 
 
+@functools.cache  # settings are checked more than once, and a search asks the accountant twenty times
 def noise_for(epsilon: float, delta: float, rounds: int) -> float:
     """The least multiplier of the noise, to 4 digits and rounded up, with which so many rounds spend at most epsilon.
 

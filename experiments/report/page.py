@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
     from pydantic import BaseModel
 
+THEMES: tuple[style.Theme, ...] = ("light", "dark")
 MAX_SVG_BYTES = 150_000  # of one figure in one theme; a larger one becomes a PNG
 MAX_ROWS = 400  # of one table
 
@@ -159,8 +160,7 @@ def template(name: str, *packages: str) -> Template:
 def images_of(figure: PageFigure) -> Images | None:
     """The figure in both themes; None where there is nothing to draw."""
     addresses = []
-    themes: tuple[style.Theme, ...] = ("light", "dark")
-    for theme in themes:
+    for theme in THEMES:
         with style.drawing(theme):
             drawing = figure.draw()
             if drawing is None:
@@ -168,8 +168,7 @@ def images_of(figure: PageFigure) -> Images | None:
             kind, data = image_of(drawing)
             addresses.append(f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}")
             width, height = (round(96 * inches) for inches in drawing.get_size_inches())
-    light, dark = addresses
-    return Images(light, dark, width, height)
+    return Images(addresses[0], addresses[-1], width, height)
 
 
 def image_of(drawing: Drawing) -> tuple[str, bytes]:

@@ -45,10 +45,12 @@ ClientOptions = Annotated[
 ]
 """Options of a client rule and of an optimizer, which travel to the clients."""
 
+_OPTIONS: TypeAdapter[dict[str, Any]] = TypeAdapter(ClientOptions)  # to make it takes as long as to check all settings
+
 
 def _can_travel(options: Mapping[str, Any], what: str) -> None:
     try:
-        TypeAdapter(ClientOptions).validate_python(options)
+        _OPTIONS.validate_python(options)
     except ValidationError:
         raise ValueError(
             f"options of {what} travel to the clients: expected at most 32, each true, false, a number, of 64 bits "

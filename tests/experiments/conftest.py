@@ -68,6 +68,13 @@ def configs(root: Path) -> Path:
 
 
 @pytest.fixture
+def in_one_theme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have their figures drawn once, for tests of what these show: to draw takes most of the time of a report,
+    and the other theme changes colours alone."""
+    monkeypatch.setattr("gradbus.experiments.report.page.THEMES", ("light",))
+
+
+@pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
     """Run a command in this process; for those that end by themselves, and soon."""
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -29,7 +29,7 @@ from gradbus.experiments.matrix import (
     refusal,
     tables,
 )
-from gradbus.models.data_sets import glyphs
+from gradbus.models.data_sets import DataSplit, glyphs
 from gradbus.runtime.choices import CODECS, STRATEGIES
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import ConfigError
@@ -187,6 +187,12 @@ def with_clients(run: dict[str, str]) -> gradbus.FederatedConfig:
     raise AssertionError(f"not enough clients for {run}")
 
 
+@cache
+def data() -> DataSplit:
+    """The same images for all runs: to draw them takes longer than to train on them."""
+    return glyphs(train=140, test=20)
+
+
 def tiny() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
 
@@ -196,7 +202,7 @@ async def federation(run: dict[str, str], job: str, domain: int) -> None:
     config = with_clients(run)
     clients = config.clients.num or 0
     in_all = clients * (CLIENTS_OF_A_SITE if run["clients"] == "sites" else 1)
-    task = models.ClassificationTask(tiny, glyphs(train=140, test=20), num_clients=in_all, batch_size=10)
+    task = models.ClassificationTask(tiny, data(), num_clients=in_all, batch_size=10)
     async with gradbus.connect(job, domain=domain) as bus, asyncio.TaskGroup() as group:
         controller = gradbus.Controller(bus, task, config)
         for number in range(clients):

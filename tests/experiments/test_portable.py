@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from commands import Forked
+from patience import PATIENT
 from ports import kept_ports
 
+import gradbus.__main__
 from gradbus.runtime import fast_paths
 
 pytestmark = pytest.mark.slow
@@ -82,24 +84,34 @@ def run_script(folder: Path, *, portable_rank: str = "", ends: str = "well", por
     return [process.returncode for process in ranks], texts, lines
 
 
-def test_a_federated_run_ends_well_although_a_client_is_killed(start, monkeypatch) -> None:
+def command(folder: Path, *arguments: str) -> tuple[int | None, str, str]:
+    """Run a command of ``gradbus``, which imports it anew. Returns its exit code, stdout and stderr."""
+    process = Forked(arguments, folder, PATIENT | os.environ, program=Path(gradbus.__main__.__file__))
+    try:
+        out, err = process.communicate(timeout=90.0)
+        return process.returncode, out, err
+    finally:
+        process.kill()
+
+
+def test_a_federated_run_ends_well_although_a_client_is_killed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("GRADBUS_FAIL_AT", "client-1/before_training:2")
-    process = start("demo", "--data", "glyphs", "--samples", 200, "--no-live", "--rounds", 3, "--run-dir", "run")
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
+    monkeypatch.setenv("GRADBUS_FEDERATED__CLIENTS__DEAD_AFTER_S", str(LEASE_S))
+    options = ("--data", "glyphs", "--samples", "200", "--no-live", "--rounds", "3", "--run-dir", "run")
+    code, out, err = command(tmp_path, "demo", *options)
+    assert code == 0, err
     ends = {line.partition(":")[0]: line for line in out.splitlines() if line.startswith("round ")}
     assert "clients 2/2" in ends["round 1/3"]
     assert "clients 1/1" in ends["round 3/3"]
 
 
-def test_data_parallel_ranks_train_to_the_end_with_equal_models(start, configs: Path, tmp_path: Path) -> None:
+def test_data_parallel_ranks_train_to_the_end_with_equal_models(configs: Path, tmp_path: Path) -> None:
     settings = ("task.data=glyphs", "parallel.max_steps=12", "parallel.hash_every=4")
-    process = start(
-        "run", "-n", 2, "--", configs / "ddp.conf.json", "--run-dir", "run",
+    code, out, err = command(
+        tmp_path, "run", "-n", "2", "--", str(configs / "ddp.conf.json"), "--run-dir", "run",
         *(part for setting in settings for part in ("--set", setting)),
     )  # fmt: skip
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, out + err
+    assert code == 0, out + err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["outcome"], summary["steps"]) == ("done", 12)
 

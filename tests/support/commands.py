@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import torch
 import warm
+from command_children import fork_commands
 from patience import PATIENT
 
 
@@ -151,6 +152,7 @@ def _be(arguments: list[str], folder: Path, environment: dict[str, str]) -> None
     os.chdir(folder)
     os.environ |= environment
     sys.argv = ["gradbus", *arguments]
+    fork_commands()
     from gradbus.experiments.cli.main import main
 
     main()
@@ -163,4 +165,5 @@ def _be_program(program: Path, arguments: list[str], folder: Path, environment: 
     for name in [name for name in sys.modules if name.partition(".")[0] == "gradbus"]:
         del sys.modules[name]
     sys.argv = [str(program), *arguments]
+    fork_commands()
     runpy.run_path(str(program), run_name="__main__")

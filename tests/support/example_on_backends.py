@@ -1,12 +1,18 @@
-"""What torchrun starts in test_integrations.py: an example on one backend after the other, in the same processes.
+"""What torchrun starts in test_integrations.py: examples on one backend after the other, all in the same processes.
 
-Each of these libraries takes seconds to load. So what it remembers of the group that is gone is taken from it here.
+Each of these libraries takes seconds to load, and all of them load torch. So what one remembers of the group that is
+gone is taken from it here. What an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 
 def forget(name: str) -> None:
@@ -24,9 +30,19 @@ def forget(name: str) -> None:
         comm.cdb = None
 
 
+def run(name: str, backends: Sequence[str], folder: Path) -> None:
+    """One example on all backends."""
+    example = importlib.import_module(f"gradbus.experiments.examples.{name}_training")
+    for backend in backends:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            example.main(["--backend", backend])
+        # The libraries print lines of their own, before it.
+        (report,) = [line for line in printed.getvalue().splitlines() if line.startswith('{"rank"')]
+        (folder / f"{name}-{backend}-{os.environ['RANK']}.json").write_text(report, encoding="utf-8")
+        forget(name)
+
+
 if __name__ == "__main__":
-    NAME = sys.argv[1]
-    EXAMPLE = importlib.import_module(f"gradbus.experiments.examples.{NAME}_training")
-    for backend in sys.argv[2:]:
-        EXAMPLE.main(["--backend", backend])
-        forget(NAME)
+    FOLDER, NAMES, BACKENDS = sys.argv[1:]
+    for one in NAMES.split(","):
+        run(one, BACKENDS.split(","), Path(FOLDER))

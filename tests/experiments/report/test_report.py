@@ -105,6 +105,7 @@ def test_a_data_parallel_run_becomes_one_file_with_its_figures_every_epoch_and_r
     check_it_needs_nothing_but_itself(html)
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_two_runs_are_shown_side_by_side_with_what_differs(invoke, federated: Path, broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     config["federated"]["codec"] = {"name": "s4"}
@@ -118,6 +119,7 @@ def test_two_runs_are_shown_side_by_side_with_what_differs(invoke, federated: Pa
     assert rounds == ["rounds", "10", "10", "1"]
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_data_parallel_runs_are_compared_as_well(invoke, parallel: Path, tmp_path: Path) -> None:
     other = shutil.copytree(parallel, tmp_path / "other")
     ended = invoke("report", parallel, "--compare", other, parallel, "--out", "three.html")
@@ -147,6 +149,7 @@ def test_what_is_no_run_is_an_error_that_says_what_one_is(invoke, federated: Pat
         assert ended.err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_a_run_that_was_killed_is_shown_as_far_as_it_went(broken: Path) -> None:
     (broken / "summary.json").unlink()
     (broken / "config.json").write_text('{"federated": {"rou')
@@ -194,6 +197,7 @@ def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
     assert "trace-rank-0.json cannot be read" in notes
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_reports_of_an_older_program_make_a_report_without_timelines(broken: Path) -> None:
     entries = [json.loads(line) for line in (broken / "rounds.jsonl").read_text().splitlines()]
     for entry in entries:
@@ -205,6 +209,7 @@ def test_reports_of_an_older_program_make_a_report_without_timelines(broken: Pat
     assert "There are no timelines of clients" in notes_of(html)
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_whatever_the_files_say_stays_text(broken: Path) -> None:
     name = '<script>alert("1")</script> $\\frac{1}$ & _x'
     summary = json.loads((broken / "summary.json").read_text())
@@ -263,6 +268,7 @@ def test_bad_updates_are_told_by_client_with_what_followed(tmp_path: Path) -> No
     assert rows_of(html, "marks") == [["0", "0", "2"], ["2", "2", "2"]]
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_a_long_run_with_many_clients_stays_small_and_says_what_is_left_out(tmp_path: Path) -> None:
     def timeline(client_id: int) -> ClientTimeline:
         return ClientTimeline(
@@ -279,7 +285,7 @@ def test_a_long_run_with_many_clients_stays_small_and_says_what_is_left_out(tmp_
             )  # fmt: skip
             file.write(json_text(report.to_json()) + "\n")
     html = render(page_of([read_run(tmp_path)]))
-    assert len(html) < 3_000_000
+    assert len(html) < 1_500_000
     assert "100 rounds are left out; rounds.jsonl has all of them" in html
     assert "Of 200 clients the 24 that counted last" in html
     assert figures_of(html) == [name for name in FEDERATED_FIGURES if name != "client-training"]

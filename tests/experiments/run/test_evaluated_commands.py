@@ -102,6 +102,7 @@ def test_the_table_of_local_models_is_printed_and_kept_for_programs_and_spreadsh
     assert {row["samples"] for row in rows[:4]} == {"12"}
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_the_run_is_judged_by_its_metrics_everywhere(run_dir: tuple[Path, str], invoke: Any, tmp_path: Path) -> None:
     path, told = run_dir
     files = read_run(path)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from server_scene import serve
 
@@ -81,6 +82,7 @@ def everybody(fork: Any, config: Path, monkeypatch: pytest.MonkeyPatch, *more: A
     return workers, servers
 
 
+@pytest.mark.usefixtures("in_one_theme")
 def test_a_dead_server_is_named_by_every_worker_and_the_run_goes_on_to_the_same_bits(
     fork: Any, invoke: Any, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,11 +131,11 @@ def test_a_dead_server_is_named_by_every_worker_and_the_run_goes_on_to_the_same_
 
 
 def test_a_launch_starts_servers_too_and_goes_on_without_an_asynchronous_worker(
-    start: Any, config: Path, tmp_path: Path
+    fork: Any, config: Path, tmp_path: Path
 ) -> None:
     settings = ("parameter_server.servers=1", "parameter_server.mode=asynchronous", "parallel.epochs=30")
     options = [word for setting in settings for word in ("--set", setting)]
-    launch = start("run", "-n", 2, "--", config, "--run-dir", "run", *options)
+    launch = fork("run", "-n", 2, "--", config, "--run-dir", "run", *options)
     killed = False
     lines = []
     for line in launch.stdout:
@@ -151,12 +153,9 @@ def test_a_launch_starts_servers_too_and_goes_on_without_an_asynchronous_worker(
 
 
 def _rank_process(launcher: int, rank: int) -> int:
-    import psutil
-
-    for child in psutil.Process(launcher).children(recursive=True):
-        if child.environ().get("RANK") == str(rank):
-            return child.pid
-    raise AssertionError(f"no process of rank {rank}")
+    """The launcher starts them in the order of their ranks. The environment of one that is forked is not its own."""
+    children = psutil.Process(launcher).children()
+    return sorted(children, key=lambda child: (child.create_time(), child.pid))[rank].pid
 
 
 def test_what_does_not_fit_is_said_before_anything_is_loaded(invoke: Any, config: Path) -> None:

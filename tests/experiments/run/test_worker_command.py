@@ -100,7 +100,7 @@ def reports_of(run: Path) -> list[dict[str, object]]:
 
 @pytest.mark.timeout(200)  # two launches, each of which loads torch twice
 def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued_also_where_it_is_sealed_by_now(
-    start, config, tmp_path: Path, request: pytest.FixtureRequest
+    start, fork, config, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     process = start("run", "-n", 2, "--", config, "--run-dir", "run")
     out, err = process.communicate(timeout=90)
@@ -133,7 +133,7 @@ def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued_al
     request.getfixturevalue("known")
     has_cores = len(read_topology(usable_cpus()).cores) > 1
     binding = ("--bind", "cores") if has_cores else ()
-    process = start("run", "-n", 2, "--", config, "--run-dir", "run", "--set", "parallel.epochs=3", *binding)
+    process = fork("run", "-n", 2, "--", config, "--run-dir", "run", "--set", "parallel.epochs=3", *binding)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, out + err
     assert ("each, on cores of its own; run directory" in out) == has_cores
@@ -141,8 +141,8 @@ def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued_al
     assert [report["epoch"] for report in reports_of(run)] == [0, 1, 2]
 
 
-def test_a_rank_that_fails_ends_the_launch_with_its_own_traceback(start, config) -> None:
-    process = start("run", "-n", 2, config, "--set", 'task.task_options={"fails": 1}')
+def test_a_rank_that_fails_ends_the_launch_with_its_own_traceback(fork, config) -> None:
+    process = fork("run", "-n", 2, config, "--set", 'task.task_options={"fails": 1}')
     out, err = process.communicate(timeout=90)
     assert process.returncode == 13, out + err
     *_, report = err.partition("gradbus run: the last lines of rank 1:\n")
@@ -155,9 +155,9 @@ def test_a_rank_that_fails_ends_the_launch_with_its_own_traceback(start, config)
     assert "  gradbus worker: ZeroDivisionError: this loss divides by nothing, at " in report
 
 
-def test_an_elastic_launch_ends_with_the_error_of_a_rank_that_fails_before_the_run_has_begun(start, config) -> None:
+def test_an_elastic_launch_ends_with_the_error_of_a_rank_that_fails_before_the_run_has_begun(fork, config) -> None:
     """Process 0 has not seen it, and would wait for it for ``elastic.wait_s``, 600 s."""
-    process = start("run", "--elastic", "1:2", config, "--set", 'task.task_options={"absent": 1}')
+    process = fork("run", "--elastic", "1:2", config, "--set", 'task.task_options={"absent": 1}')
     out, err = process.communicate(timeout=90)
     assert process.returncode == 13, out + err
     assert "gradbus run: rank 1 failed with exit code 13; ending the others\n" in err
@@ -189,9 +189,9 @@ def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
     assert (tmp_path / "run" / "trace-rank-1.json").exists()
 
 
-def test_a_launch_that_is_stopped_stops_in_order_and_says_how_to_go_on(start, config, tmp_path: Path) -> None:
+def test_a_launch_that_is_stopped_stops_in_order_and_says_how_to_go_on(fork, config, tmp_path: Path) -> None:
     # Who stands still when it is told to end shall not be killed for it.
-    process = start("run", "-n", 2, "--grace", 25, config, "--run-dir", "run", "--set", "parallel.epochs=1000000")
+    process = fork("run", "-n", 2, "--grace", 25, config, "--run-dir", "run", "--set", "parallel.epochs=1000000")
     read_until(process, "epoch 3/1000000")
     ranks = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
