@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradbus.experiments.report.followed import FollowedJob
 
 _GLYPHS = 12_000  # samples at most; fewer are drawn if fewer will be used
-_FINISH_S = 10.0  # for the clients to end by themselves, once the run is over
+_FINISH_S = 10.0  # for the clients to end by themselves, once the run is over, and for the run where they have
 _KILL_AFTER_S = 3.0  # from the request to end to the kill
 
 log = get_logger("demo")
@@ -198,7 +198,7 @@ async def run_demo(
             await asyncio.wait(run_tasks, return_when=asyncio.FIRST_COMPLETED)
             if not rounds.done():  # where they ended well, the run is about to end
                 well = all(task.result() == ExitCode.OK for task in clients)
-                await asyncio.wait([rounds], timeout=2.0 if well else 0.0)
+                await asyncio.wait([rounds], timeout=_FINISH_S if well else 0.0)
                 if not rounds.done():
                     logs = f"their logs are client-*.log in {run.path}"
                     raise ClientsGone(f"all clients have ended before the run has; {logs}")
