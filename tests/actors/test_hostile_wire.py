@@ -143,8 +143,9 @@ def test_an_update_of_another_size_or_with_damaged_content_is_refused_and_the_ro
     payloads = iter([codecs.get("fp32").encode(torch.zeros(DIM - 1)), b"\x51\x38\x00\x01" + b"\xff" * 400])
     honest = LocalTraining._encode
 
-    def encode(self: LocalTraining, *arguments: Any) -> tuple[bytes, Any]:
-        return (next(payloads), None) if self._identity.sender == 1 else honest(self, *arguments)
+    def encode(self: LocalTraining, *arguments: Any) -> tuple[bytes, Any, Any]:
+        payload, residual, change = honest(self, *arguments)
+        return next(payloads) if self._identity.sender == 1 else payload, residual, change
 
     monkeypatch.setattr(LocalTraining, "_encode", encode)
     # A request that is repeated when its update was refused just now is counted as well.

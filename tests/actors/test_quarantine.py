@@ -34,11 +34,11 @@ def liars(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
     rounds: dict[int, set[int]] = {}
     honest = LocalTraining._encode
 
-    def encode(self: LocalTraining, codec: Any, base: Any, before: Any, *more: Any) -> tuple[bytes, Any]:
-        payload, residual = honest(self, codec, base, before, *more)
+    def encode(self: LocalTraining, *arguments: Any) -> tuple[bytes, Any, Any]:
+        payload, residual, change = honest(self, *arguments)
         if self._number in rounds.get(self._identity.sender, ()):
             payload = payload[:-4] + b"\x00\x00\xc0\x7f"
-        return payload, residual
+        return payload, residual, change
 
     monkeypatch.setattr(LocalTraining, "_encode", encode)
     return rounds

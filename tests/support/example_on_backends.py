@@ -1,7 +1,8 @@
-"""What torchrun starts in test_integrations.py: examples on one backend after the other, all in the same processes.
+"""What torchrun starts in test_integrations.py: an example on one backend after the other, in the same processes.
 
-Each of these libraries takes seconds to load, and all of them load torch. So what one remembers of the group that is
-gone is taken from it here. What an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``.
+Each of these libraries takes seconds to load. So what it remembers of the group that is gone is taken from it here. What
+an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``. A backend has one turn: gloo would
+find the addresses of its earlier default group in the store of torchrun.
 """
 
 from __future__ import annotations
@@ -43,6 +44,5 @@ def run(name: str, backends: Sequence[str], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    FOLDER, NAMES, BACKENDS = sys.argv[1:]
-    for one in NAMES.split(","):
-        run(one, BACKENDS.split(","), Path(FOLDER))
+    FOLDER, NAME, BACKENDS = sys.argv[1:]
+    run(NAME, BACKENDS.split(","), Path(FOLDER))
