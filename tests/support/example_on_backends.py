@@ -1,8 +1,8 @@
 """What torchrun starts in test_integrations.py: an example on one backend after the other, in the same processes.
 
-Each of these libraries takes seconds to load. So what it remembers of the group that is gone is taken from it here. What
-an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``. A backend has one turn: gloo would
-find the addresses of its earlier default group in the store of torchrun.
+Each of these libraries takes seconds to load. So what it remembers of the group that is gone is taken from it here.
+What an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``. A backend has one turn: gloo
+would find the addresses of its earlier default group in the store of torchrun.
 """
 
 from __future__ import annotations
