@@ -169,7 +169,6 @@ class ElasticWorker(Worker):
         self._transfer: StateTransfer | None = None
         self._arriving: asyncio.Task[dict[str, Tensor]] | None = None
         self._generation = 0  # that this rank is in
-        self._has_seen_all = False  # generations, from the first one on
         self._numbers: list[int] = []  # of its members
         self._source = 0  # the rank whose copy this rank has, where it began without a state
         self._joined: frozenset[int] = frozenset()  # ranks that did, until all have compared their parameters
@@ -366,7 +365,6 @@ class ElasticWorker(Worker):
     async def _begin(self, group: Group, generation: int) -> None:
         """Become a rank of this group, and have the newest state that one of its ranks has."""
         config, compute, training = self._config, self._compute, self._training
-        self._has_seen_all = generation == 1 or (self._has_seen_all and generation == self._generation + 1)
         self._group, self._generation = group, generation
         self._is_resting = self._checked = False
         self._waits = 0
@@ -379,7 +377,7 @@ class ElasticWorker(Worker):
             "synced": self._synced, "broken": self._broken, "is_stopped": self._is_stopped,
             "step": stands.step, "ended_exchanges": stands.ended_exchanges, "epoch": stands.epoch,
             "schedule_steps": self._schedule_steps, "data": self._data,
-            "begins": self._has_seen_all and not self._place.number,
+            "begins": self._generations is not None and self._generations.has_been_in_all and not self._place.number,
             "callbacks": bool(self._callbacks), "layout": describe_layout(self.model) if generation == 1 else [],
         }  # fmt: skip
         hellos = await group.all_gather_object("elastic/hello", hello, timeout_s=config.timeouts.join_s)

@@ -253,7 +253,7 @@ class Rank(ABC):
     # Checkpoints
 
     def _is_due_after(self, step: int) -> bool:
-        """Whether a checkpoint is, after this step."""
+        """Whether a checkpoint is due after this step."""
         every = self._config.checkpoint.every_steps
         return every > 0 and step % every == 0
 

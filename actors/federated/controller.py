@@ -635,7 +635,7 @@ class Controller:
         await self._publisher.quiesce()
         self._probe.reached("after_collect_before_aggregate", round_id)
         await self._compute.run(self._strategy.finish, state.weights)
-        # What is told before the model is published has the checksum in it; else clients do not wait for it.
+        # A report that somebody gets before the model is published has the checksum; else clients do not wait for it.
         is_told = state.is_durable or self._probe.history.on or self._callbacks.follow("on_aggregate")
         crc32 = await self._compute.run(self._weights_crc32) if is_told else 0
         aggregated_s = time.perf_counter()

@@ -261,7 +261,7 @@ def time_device(place: BenchRank) -> list[dict[str, list[float]]]:
 def measure_device(
     transport: Transport, sizes: Sequence[int], repeats: int, device: str | None = None
 ) -> Iterator[Measurement]:
-    """What the copies of an all_reduce of two ranks take, which share the first accelerator, or ``device``."""
+    """Time an all_reduce of two ranks that share the first accelerator, or ``device``, beside the same on the CPU."""
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:

@@ -89,6 +89,9 @@ class Generations:
         self._changed = asyncio.Event()  # what others are to know
         self._moved = asyncio.Event()  # generation or fault
         self._last = 0  # the generation of the last group
+        self.has_been_in_all = False
+        """Whether this process was a member of each generation from the first one on, also where its group did not
+        form."""
         self._fault: Exception | None = None
         self._waited_for = ""
         self._forming: asyncio.Timeout | None = None
@@ -157,6 +160,7 @@ class Generations:
             await self._until_member()
             agreement, number = self._agreement, self._agreement.generation
             rank, world = agreement.rank, len(agreement.members)
+            self.has_been_in_all = number == 1 or (self.has_been_in_all and number == self._last + 1)
             self._last = number
             log.info("generation", generation=number, rank=rank, world=world, members=[m.number for m in self.members])
             async with contextlib.AsyncExitStack() as stack:

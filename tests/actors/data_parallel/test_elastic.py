@@ -10,7 +10,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.checkpoint import CheckpointStore
-from gradbus.runtime.collectives import membership
+from gradbus.runtime.collectives import generations, membership
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, PeerLost
 
@@ -226,6 +226,36 @@ def test_a_rank_that_dies_while_the_first_generation_begins_ends_no_run_unless_i
         assert torch.equal(ranks[0].parameters, ranks[1].parameters)
     else:
         assert all("no rank of generation 2 has the state" in str(ranks[number].error) for number in (1, 2))
+
+
+def test_a_run_begins_although_no_group_forms_for_the_second_generation(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_state, join_group = ElasticWorker._get_state, generations.join_group
+
+    async def begin(self: ElasticWorker, source: int) -> None:
+        if self._generation == 1:
+            raise PeerLost("world_1", {2: "has gone"})
+        await get_state(self, source)
+
+    @contextlib.asynccontextmanager
+    async def join(*arguments: Any, name: str, **options: Any) -> AsyncIterator[Any]:
+        if name.endswith("_2"):
+            raise TimeoutError
+        async with join_group(*arguments, name=name, **options) as group:
+            yield group
+
+    monkeypatch.setattr(ElasticWorker, "_get_state", begin)
+    monkeypatch.setattr(generations, "join_group", join)
+
+    def scene(cast: Cast) -> None:
+        for number in range(3):
+            cast.start(number, 3)
+
+    ranks = play(place, scene)
+    assert [ranks[number].error for number in range(3)] == [None] * 3
+    assert ranks[0].worlds == [3]
+    assert all(torch.equal(ranks[0].parameters, ranks[number].parameters) for number in (1, 2))
 
 
 def test_rank_0_may_be_lost_too(place: dict[str, Any]) -> None:

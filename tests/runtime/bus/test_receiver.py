@@ -54,6 +54,17 @@ class Looks:
         return [1] if self.count == self._news_at else []
 
 
+class Waits(Looks):
+    """A wait takes its time, a millisecond at most."""
+
+    def wait(self, timeout_s: float) -> list[int]:
+        time.sleep(min(timeout_s, 0.001))
+        return super().wait(timeout_s)
+
+    def wake(self) -> None:
+        pass
+
+
 def test_who_waits_gives_its_core_to_others_until_what_it_waits_for_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, yields = Looks(news_at=3), list[int]()
     monkeypatch.setattr(wait_loop_module, "SPIN_S", 60.0)
@@ -82,14 +93,6 @@ class SignalAt:
 
 
 def test_wherever_a_signal_ends_an_inline_wait_other_threads_can_wait_and_work_afterwards() -> None:
-    class Waits(Looks):
-        def wait(self, timeout_s: float) -> list[int]:
-            time.sleep(min(timeout_s, 0.001))
-            return super().wait(timeout_s)
-
-        def wake(self) -> None:
-            pass
-
     def is_interrupted(loop: WaitLoop, looks: Looks, moment: int) -> bool:
         sys.setprofile(SignalAt(moment))
         try:
@@ -131,14 +134,6 @@ def test_who_asks_for_the_thread_while_another_one_waits_inline_has_it_when_that
     monkeypatch.setattr(wait_loop_module, "BACKOFF_S", 60.0)
     thread_works = threading.Event()
 
-    class Waits(Looks):
-        def wait(self, timeout_s: float) -> list[int]:
-            time.sleep(min(timeout_s, 0.001))
-            return super().wait(timeout_s)
-
-        def wake(self) -> None:
-            pass
-
     def handle(numbers: list[int], until_s: float) -> bool:
         if asked and threading.get_ident() == loop.ident:
             thread_works.set()
@@ -162,14 +157,6 @@ def test_who_asks_for_the_thread_while_another_one_waits_inline_has_it_when_that
 
 
 def test_the_thread_goes_on_at_once_when_it_is_asked_while_it_leaves_the_wait_to_others_and_nobody_waits() -> None:
-    class Waits(Looks):
-        def wait(self, timeout_s: float) -> list[int]:
-            time.sleep(min(timeout_s, 0.001))
-            return super().wait(timeout_s)
-
-        def wake(self) -> None:
-            pass
-
     class Wanted(threading.Event):
         """Its wait ends at once while another thread waits inline, or has just done so; then it goes on."""
 
@@ -220,14 +207,6 @@ def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the
 def test_what_is_called_periodically_is_called_soon_then_at_its_pace_and_no_more_when_it_says_so(run: Run) -> None:
     calls, looks = list[float](), Looks(news_at=0)
     paced, once = threading.Event(), list[bool]()
-
-    class Waits(Looks):
-        def wait(self, timeout_s: float) -> list[int]:
-            time.sleep(min(timeout_s, 0.001))
-            return super().wait(timeout_s)
-
-        def wake(self) -> None:
-            pass
 
     def function() -> bool:
         calls.append(time.monotonic())
