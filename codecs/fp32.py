@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,28 @@ class Fp32(Codec):
         check_finite(vector, "vector")
         header = b"" if version == 1 else pack_header(MAGIC_V2, is_delta=is_delta, dim=vector.numel())
         return b"".join((header, tensor_bytes(vector)))
+
+    @staticmethod
+    def difference(vector: Tensor, base: Tensor) -> tuple[memoryview, Tensor]:
+        """The message of version 2 of ``vector - base``, computed where it lies in the message, so that it is copied
+        nowhere.
+
+        Args:
+            vector, base: float32, shape (D,), on the CPU.
+
+        Returns:
+            The message, and the difference, float32, shape (D,), which shares memory with it.
+
+        Raises:
+            NonFiniteError: NaN or infinity in the difference.
+        """
+        dim = vector.numel()
+        message = np.empty(V2_HEADER.size + 4 * dim, dtype=np.uint8)
+        message[: V2_HEADER.size] = np.frombuffer(pack_header(MAGIC_V2, is_delta=True, dim=dim), dtype=np.uint8)
+        difference = torch.from_numpy(message[V2_HEADER.size :].view("<f4"))
+        torch.sub(vector, base, out=difference)
+        check_finite(difference, "vector")
+        return message.data, difference
 
 
 def parse_fp32_v1(view: memoryview, expected_dim: int) -> Parsed:

@@ -63,7 +63,7 @@ class Update:
         return dataclasses.replace(self, model=model)
 
 
-def join(sections: Sequence[tuple[str, bytes]]) -> bytes:
+def join(sections: Sequence[tuple[str, bytes | memoryview]]) -> bytes | memoryview:
     """The bytes of an update of these sections: name and encoded content, the model's first.
 
     Raises:

@@ -36,6 +36,7 @@ from gradbus.actors.federated.unsent_residuals import UnsentResiduals
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
 from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
+from gradbus.codecs.fp32 import Fp32
 from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.errors import ConfigError
@@ -464,12 +465,15 @@ class LocalTraining:
     @torch.no_grad()
     def _encode(
         self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None
-    ) -> tuple[bytes, Tensor | None, Tensor]:
+    ) -> tuple[bytes | memoryview, Tensor | None, Tensor]:
         """The update's bytes, with a lossy codec the residual, and what training has changed. ``change``: in place of
         that."""
-        local = self._model.read() if change is None else base + change
-        change = local - base if change is None else change
         try:
+            if change is None and isinstance(codec, Fp32) and codec.version > 1 and not self._feeds_back:
+                message, change = codec.difference(self._model.read(), base)
+                return message, None, change
+            local = self._model.read() if change is None else base + change
+            change = local - base if change is None else change
             if self._feeds_back:  # in full: what the codec does is done on the grid of the attempt, when it is masked
                 return codecs.get("fp32").encode(change if residual is None else change + residual), None, change
             # Version 1 of fp32 and q8 means weights; all else is the difference to the model of the round before.
@@ -495,7 +499,7 @@ class LocalTraining:
         )
 
     def _check(
-        self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, residual: Tensor | None
+        self, payload: bytes | memoryview, base: Tensor, num_samples: int, update_norm: float, residual: Tensor | None
     ) -> None:  # fmt: skip
         """Raises ValueError: the update would be refused; TooLarge: as it has no room in the sum."""
         if num_samples < 1:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.codecs.fp32 import Fp32
 
 VARIANTS = [(name, version) for name in codecs.ALL for version in codecs.get(name).versions]
 each_variant = pytest.mark.parametrize(("name", "version"), VARIANTS)
@@ -201,3 +202,14 @@ def test_the_largest_value_is_known_of_the_values_that_were_checked_and_of_no_ot
     other = parsed.replaced(lambda _: iter([codecs.DenseBlock(0, 9 * vector)]), is_sparse=False)
     assert other.max_abs is None
     assert other.is_delta
+
+
+def test_a_difference_in_fp32_has_the_bytes_of_its_encoding_and_shares_memory_with_them() -> None:
+    vector, base, codec = random_vector(1001), random_vector(1001, seed=1), Fp32()
+    message, difference = codec.difference(vector, base)
+    assert bytes(message) == codec.encode(vector - base)
+    assert torch.equal(difference, vector - base)
+    assert difference.data_ptr() == torch.frombuffer(message, dtype=torch.uint8).data_ptr() + 16
+    vector[7] = torch.inf
+    with pytest.raises(codecs.NonFiniteError, match="element 7 of 1001"):
+        codec.difference(vector, base)
