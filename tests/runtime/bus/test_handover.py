@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from bus_helpers import CLIENT, Run, reads
+from patience import until
 
 import gradbus
 from gradbus.experiments.peer_link import END, HERE, PEER, ROOT, Link
@@ -155,6 +156,7 @@ def test_a_loop_that_polls_is_held_for_a_bounded_time_by_what_has_piled_up_and_t
             writer = away.open_writer(topic, retained_samples=count)
             await other.matched(lambda: writer.matched == 1, timeout_s=20)
             port.wait_loop.poll_inline(lambda: False, time.monotonic() + SPIN_S, may_sleep=False)
+            until(lambda: port.wait_loop._backs_off)  # else it would take what comes: no event tells of it
             for number in range(count):
                 key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, number, "x")
                 assert away.write(writer, next(frames.split(key, b"")))
