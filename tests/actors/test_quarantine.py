@@ -37,7 +37,7 @@ def liars(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
     def encode(self: LocalTraining, *arguments: Any) -> tuple[bytes, Any, Any]:
         payload, residual, change = honest(self, *arguments)
         if self._number in rounds.get(self._identity.sender, ()):
-            payload = payload[:-4] + b"\x00\x00\xc0\x7f"
+            payload = bytes(payload)[:-4] + b"\x00\x00\xc0\x7f"
         return payload, residual, change
 
     monkeypatch.setattr(LocalTraining, "_encode", encode)
