@@ -62,7 +62,7 @@ FEDERATED = (
 )  # fmt: skip
 DOCUMENTED: Mapping[str, Mapping[str, str]] = {
     "suite": {name: part.about for name, part in (PARTS | SCALE).items()},
-    "compression": {name: part.about for name, part in compression.BENCHMARK.measured().items()},
+    "compression": {name: part.about for name, part in compression.BENCHMARK.parts.items()},
     "privacy": {name: part.about for name, part in privacy.BENCHMARK.measured().items()},
     "federated": {name: f"Federated: {federated.BENCHMARK.parts[name].about}" for name in FEDERATED},
     "flower": {name: part.about for name, part in flower.BENCHMARK.parts.items()},
