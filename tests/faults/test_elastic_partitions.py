@@ -13,7 +13,7 @@ from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import Host, NoNamespaces, hosts_on_a_switch, set_sides
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]
 
 STARTS_S = 60.0
 SOON_S = 30.0  # the lease and a new generation, on a busy machine
