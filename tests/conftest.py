@@ -173,6 +173,13 @@ def domain() -> int:
 
 
 @pytest.fixture
+def lone_controllers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller in this process begins at once: it does not look for another one of its job for 0.25 s."""
+    if liveness := sys.modules.get("gradbus.actors.federated.liveness"):
+        monkeypatch.setattr(liveness, "LISTEN_S", 0.01)
+
+
+@pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """The test leaves no shared memory mapped or open."""
     with memory_maps.nothing_more_at_the_end():

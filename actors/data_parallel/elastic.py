@@ -701,12 +701,14 @@ class ElasticWorker(Worker):
 
     async def _wait_for_copies(self, transfer: StateTransfer | None) -> None:
         """All wait for all copies, which may take longer than a collective may: so ranks tell one another from time to
-        time that they do. Each piece has a deadline."""
+        time that they do. Each piece has a deadline. Raises what went wrong on this rank."""
         timeout_s = self._config.timeouts.collective_s
         are_there = False
         while not are_there:
             self._waits += 1
             is_there = transfer is None or await transfer.is_over_within(timeout_s / 4)
+            if transfer is not None and is_there:
+                await transfer.ended()  # who sends a copy that is broken would wait for its receiver, and all for both
             of_ranks = await self._group.all_gather(
                 "elastic/copies", bytes([is_there]), round_id=self._waits, timeout_s=timeout_s
             )

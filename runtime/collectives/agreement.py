@@ -143,6 +143,16 @@ class GenerationAgreement:
         """Members of this generation do not answer, though they may live: the next one is to be without them."""
         self._suspected |= {self.members[rank] for rank in ranks if self.members[rank] != self.me}
 
+    def answers(self, sender: MemberId, view: GroupView) -> bool:
+        """Whether this process sends its view at once to one whose view it has just got, and not at the next time that
+        it tells it: that one has come after it was told. Of members the first one does, whom it joins through."""
+        if sender == self.me or view.group != self.group:
+            return False
+        if not self.generation:
+            return not sender.number and sender not in self._views  # it makes the first generation once it knows all
+        is_first = self.is_member and not self._turn
+        return is_first and sender not in self.members and view.generation < self.generation
+
     def tick(self, now_s: float) -> None:
         """Let time pass: found the group, or propose what this process is the one to propose."""
         if not self.generation:

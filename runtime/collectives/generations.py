@@ -250,9 +250,11 @@ class Generations:
             while True:
                 match await self._inbox.get():
                     case Control(sender=number, incarnation=incarnation, body=GroupView() as view):
-                        before = self._agreement.vote
-                        self._agreement.receive(MemberId(number, incarnation), view)
-                        if self._agreement.vote != before:
+                        before, member = self._agreement.vote, MemberId(number, incarnation)
+                        is_awaited = self._agreement.answers(member, view)
+                        self._agreement.receive(member, view)
+                        self._agreement.tick(time.monotonic())  # this may have been what it waited for
+                        if is_awaited or self._agreement.vote != before:
                             self._changed.set()
                     case PeerGone(sender=number, incarnation=incarnation, certain=certain):
                         self._agreement.lost(MemberId(number, incarnation), certain=certain)

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from federation import Federation
 
 
+@pytest.fixture(autouse=True)
+def begin_at_once(lone_controllers: None) -> None:
+    """No test here has two controllers of a job in this process."""
+
+
 @pytest.fixture
 def federation() -> Iterator[Federation]:
     """A controller and clients as processes of their own, of which nobody is taken for dead by mistake."""

@@ -36,6 +36,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture(autouse=True)
+def begin_at_once(lone_controllers: None) -> None:
+    """No test here has two controllers of a job in this process."""
+
+
+@pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launched = {"RANK", "WORLD", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
     for name in [name for name in os.environ if name.startswith(("GRADBUS_", "CYCLONEDDS_")) or name in launched]:

@@ -26,7 +26,7 @@ from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import CheckpointError
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.usefixtures("lone_controllers")]
 
 # Nobody dies here without a word, and a machine that stands still for seconds is no death.
 CALM: dict[str, Any] = {"lease_s": PATIENT_S}

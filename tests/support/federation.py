@@ -78,6 +78,13 @@ class Node:
         self.incoming.put(None)
         return int(code)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        if isinstance(self.process, subprocess.Popen):
+            return self.process.poll() is None
+        return bool(self.process.is_alive())
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process."""
         os.kill(self.process.pid, number)
@@ -89,13 +96,13 @@ class Node:
     def end(self) -> None:
         """Kill it if it runs, and give back what it held."""
         if isinstance(self.process, subprocess.Popen):
-            if self.process.poll() is None:
+            if self.is_running:
                 self.process.kill()
             self.process.wait(10.0)
             assert self.process.stdout is not None
             self.process.stdout.close()
         else:
-            if self.process.is_alive():
+            if self.is_running:
                 self.process.kill()
             self.process.join(10.0)
             self.process.close()
@@ -126,6 +133,7 @@ class Federation(AbstractContextManager["Federation"]):
         self.job = str(self._common["job"])
         self._silence_s = silence_s
         self._nodes: list[Node] = []
+        self._controllers: dict[str, list[Node]] = {}  # by job
         self._folder = tempfile.TemporaryDirectory(prefix="gradbus-history-")
         self.history = Path(self._folder.name)
         self.may_break: set[str] = set()
@@ -155,7 +163,12 @@ class Federation(AbstractContextManager["Federation"]):
             "eval_every": 0, "clients__heartbeat_s": 0.2, "clients__dead_after_s": self._silence_s,
             "round__timeout_s": 30.0, "history__dir": str(self.history), **federated,
         }  # fmt: skip
-        return self._start(prefix, {"role": "controller", "federated": nested(rules), "fail_at": fail_at, **elsewhere})
+        job = elsewhere.get("job", self.job)
+        before = self._controllers.setdefault(job, [])
+        is_lone = not any(node.is_running for node in before)  # then it need not look for another one
+        spec = {"role": "controller", "federated": nested(rules), "fail_at": fail_at, "is_lone": is_lone, **elsewhere}
+        before.append(self._start(prefix, spec))
+        return before[-1]
 
     def client(self, client_id: int, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
         """A client. ``prefix``: a command that starts it elsewhere. ``hold``: {round: path}: in that round it trains

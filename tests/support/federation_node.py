@@ -57,6 +57,8 @@ Say = Callable[[dict[str, Any]], None]
 
 async def _controller(spec: dict[str, Any], say: Say) -> None:
     config = gradbus.FederatedConfig(**spec["federated"])
+    if spec["is_lone"]:
+        liveness.LISTEN_S = 0.01
     if "duplicate_after_s" in spec:
         _wait_for_rivals(spec["duplicate_after_s"])
     if "clock_offset_s" in spec:

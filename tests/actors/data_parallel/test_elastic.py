@@ -734,6 +734,40 @@ def test_a_broken_copy_is_taken_again_from_another_process(
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)
 
 
+def test_ranks_that_wait_for_a_copy_do_not_wait_on_when_it_is_broken(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, fill, breaks = SlowCopies(monkeypatch), joining._fill, [True]
+    monkeypatch.setattr(elastic, "MAX_RECORDED_BYTES", 1)  # so all wait for it after a step
+    trained: list[float] = []
+    over_within = StateTransfer.is_over_within
+
+    async def let_it_come(transfer: StateTransfer, seconds: float) -> bool:
+        copies.may_arrive.set()
+        return await over_within(transfer, seconds)
+
+    def break_once(piece: Tensor, came: Tensor) -> bool:
+        return fill(piece, came) and not (breaks and breaks.pop())
+
+    monkeypatch.setattr(StateTransfer, "is_over_within", let_it_come)
+    monkeypatch.setattr(joining, "_fill", break_once)
+
+    def scene(cast: Cast) -> None:
+        start = at_step(3, lambda: cast.later(cast.start, 4, on_step=lambda report: trained.append(report.loss)))
+
+        def until_it_trains(report: Any) -> bool:
+            start(report)
+            return sum(not math.isnan(loss) for loss in trained) >= 3
+
+        cast.start(0, 2, on_step=until_it_trains)
+        cast.start(1, 2)
+
+    ranks = play(place, scene, epochs=LONG)  # not after the 60 s of a collective
+    assert ranks[0].error is ranks[1].error is ranks[4].error is None
+    assert copies.asked == [0, 1]
+    assert torch.equal(ranks[0].parameters, ranks[4].parameters)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.runtime.collectives import Group
+from gradbus.runtime.collectives import generations as generations_module
 from gradbus.runtime.collectives.generations import LOST, ElasticLimits, Generations, NoGeneration, open_generations
 from gradbus.runtime.errors import BarrierTimeout, ConfigError
 
@@ -104,6 +105,25 @@ def test_a_process_joins_while_members_rest_and_one_leaves_later(run: Run, place
         async with asyncio.TaskGroup() as tasks:
             found = [tasks.create_task(member(0)), tasks.create_task(member(1)), tasks.create_task(joiner())]
         assert [task.result() for task in found] == [[2, 3, 2], [2, 3], [3, 2]]
+
+    run(main)
+
+
+def test_founders_and_one_that_joins_are_answered_when_they_come(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations_module, "REPEAT_S", 60.0)
+    monkeypatch.setattr(generations_module, "BUSY_REPEAT_S", 60.0)
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(20.0):
+            first = await stack.enter_async_context(process(place, 0, 2))
+            await eventually(lambda: first._agreement.view().version)  # its next one comes in 60 s
+            monkeypatch.setattr(generations_module, "BUSY_REPEAT_S", 0.1)  # of those that come: a first may be lost
+            second = await stack.enter_async_context(process(place, 1, 2))
+            await eventually(lambda: first.number == second.number == 1)
+            third = await stack.enter_async_context(process(place, 2))
+            await eventually(lambda: first.change_is_wanted and third.number == 1)
 
     run(main)
 
