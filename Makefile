@@ -118,12 +118,12 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 	@$(BIN)/gradbus doctor $(ARGS)
 
 # `pytest`, not `python -m pytest`: the latter puts the root, and with it a second copy of every package, on sys.path.
-# Most tests wait for processes rather than compute: so four workers, each with whole files, the fourth with quick ones (tests/support/spread.py). Those marked `alone` have the
+# Most tests wait for processes rather than compute: so three workers, each with whole files, the third with quick ones (tests/support/spread.py). Those marked `alone` have the
 # machine.
 # They get files in the order of tests/conftest.py, not those with the most tests first, which are quick ones.
-test test-portable check faults: WORKERS ?= 4
+test test-portable check faults: WORKERS ?= 3
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: $(STAMP)  ## run every test, with WORKERS=4
+test: $(STAMP)  ## run every test, with WORKERS=3
 	@mkdir -p build && rm -f .pytest_cache/v/cache/lastfailed build/tests-ended
 	$(BIN)/pytest $(SPREAD) $(ARGS); code=$$?; echo $$code > build/tests-ended; exit $$code
 

@@ -32,7 +32,7 @@ for _variable in ("GRADBUS_KEY", "GRADBUS_KEY_FILE"):
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib: figures are drawn without a screen
 
-# Before anything imports torch. Its threads wait for each other in loops, as if each had a core of its own: where
+# Before anything imports torch. Its threads wait for each other in loops, as if each had a core of its own: where two
 # workers and their processes share two cores, much of these is spent so. What is computed is the same, bit by bit.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -56,14 +56,14 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: the quick ones that are left fill the last minute of all workers."""
+    """Files with slow tests come first: with two workers, the quick ones that are left fill the last minute of both."""
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.hookimpl(optionalhook=True)  # nobody calls it without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have a fourth worker run quick tests beside the slow ones of the others."""
+    """Have a third worker run quick tests beside the slow ones of the other two."""
     from spread import FromBothEnds
 
     return FromBothEnds(config, log) if config.getoption("dist") == "loadfile" else None

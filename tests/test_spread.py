@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from spread import FromBothEnds
 
-TESTS = [f"{name}.py::test" for name in "abcdefghij"]
+TESTS = [f"{name}.py::test" for name in "abcdefgh"]
 
 
 class Worker:
@@ -23,8 +23,8 @@ class Worker:
         self.files += [TESTS[number].partition(".")[0] for number in numbers]
 
 
-@pytest.mark.parametrize(("count", "first"), [(3, ["ad", "be", "cf"]), (4, ["ad", "be", "cf", "ji"])])
-def test_three_workers_take_files_from_the_front_and_a_fourth_from_the_end(
+@pytest.mark.parametrize(("count", "first"), [(2, ["ac", "bd"]), (3, ["ac", "bd", "hg"])])
+def test_two_workers_take_files_from_the_front_and_a_third_from_the_end(
     count: int, first: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pytestconfig.option, "tx", [f"{count}*popen"])

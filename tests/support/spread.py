@@ -1,4 +1,4 @@
-"""Which worker of pytest-xdist runs which files of tests, where there are more than three of them."""
+"""Which worker of pytest-xdist runs which files of tests, where there are more than two of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
-FROM_THE_FRONT = 3  # workers
+FROM_THE_FRONT = 2  # workers
 
 
 class FromBothEnds(LoadFileScheduling):
-    """Workers beyond the third take files from the end of the list, where those without slow tests are.
+    """Workers beyond the second take files from the end of the list, where those without slow tests are.
 
     Slow tests wait for their processes most of the time, and depend on deadlines. So, as long as there are quick ones,
-    there are no more slow ones beside each other than with three workers, while quick ones use what these leave of the
+    there are no more slow ones beside each other than with two workers, while quick ones use what these leave of the
     processors. At the end of the list, which does not say where the quick ones begin, all workers take what is left.
     """
 
