@@ -35,7 +35,8 @@ class PeerContact:
 
 
 async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str], None]) -> list[Finding]:
-    """Find the doctors at ``settings.peers``, for so long; without peers, those that look for this one.
+    """Find the doctors at ``settings.peers``, for so long; without peers, those that look for this one. One that is set
+    up differently, and knows of this one, is not waited for.
 
     Raises:
         ConfigError, BusError: the bus cannot be opened.
@@ -57,10 +58,15 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
         f"the same settings, and {address or 'the address of this machine'} in --peers"
     )
 
+    def is_known(peer: str) -> bool:
+        found, remote = measurements.of(peer), packets.of(peer)
+        differs = remote is not None and remote.receives_us and _difference(own, remote)  # which it knows as well
+        return bool(differs) or (found is not None and found.measured)
+
     def over() -> bool:
         if not peers:
             return any(peer.measured for peer in measurements.found.values())
-        return all((found := measurements.of(peer)) is not None and found.measured for peer in peers)
+        return all(is_known(peer) for peer in peers)
 
     until_s = time.monotonic() + wait_s
     async with open_bus(settings) as bus:
