@@ -155,6 +155,7 @@ def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run
     run(main)
 
 
+@pytest.mark.alone  # beside others DDS has let twice as much and more pass, for a reason that is not known
 def test_a_process_that_does_not_read_makes_the_writer_wait_in_bounded_memory_and_loses_nothing(
     run: Run, place: dict[str, Any]
 ) -> None:
