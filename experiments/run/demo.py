@@ -196,7 +196,8 @@ async def run_demo(
             all_ended = asyncio.create_task(asyncio.wait(clients))
             run_tasks += [rounds, all_ended]
             await asyncio.wait(run_tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not rounds.done():  # one that ended well was told of the end of the run, which is then about to end
+            if not rounds.done():
+                # A client ends with code 0 when the Controller has told it that the run is over: it ends soon, too.
                 well = any(task.result() == ExitCode.OK for task in clients)
                 await asyncio.wait([rounds], timeout=_FINISH_S if well else 0.0)
                 if not rounds.done():

@@ -144,8 +144,12 @@ class GenerationAgreement:
         self._suspected |= {self.members[rank] for rank in ranks if self.members[rank] != self.me}
 
     def answers(self, sender: MemberId, view: GroupView) -> bool:
-        """Whether this process sends its view at once to one whose view it has just got, and not at the next time that
-        it tells it: that one has come after it was told. Of members the first one does, whom it joins through."""
+        """Whether the view of a process that has just come is answered at once, not at the next repetition.
+
+        Before the first generation everybody answers founder 0, which makes it once it knows all founders. Later the
+        first member answers a process that is behind and no member: it is the one that proposes to let it in.
+        Asked before :meth:`receive` is called with the same view.
+        """
         if sender == self.me or view.group != self.group:
             return False
         if not self.generation:

@@ -90,8 +90,8 @@ class Generations:
         self._moved = asyncio.Event()  # generation or fault
         self._last = 0  # the generation of the last group
         self.has_been_in_all = False
-        """Whether this process was a member of each generation from the first one on, also where its group did not
-        form."""
+        """Whether this process was a member of every generation since the first, those whose group did not form
+        included."""
         self._fault: Exception | None = None
         self._waited_for = ""
         self._forming: asyncio.Timeout | None = None

@@ -80,7 +80,7 @@ class Node:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether its process is running."""
         if isinstance(self.process, subprocess.Popen):
             return self.process.poll() is None
         return bool(self.process.is_alive())

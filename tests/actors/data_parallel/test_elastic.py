@@ -160,6 +160,24 @@ def at_step(step: int, do: Callable[[], object]) -> Callable[[Any], None]:
     return on_step
 
 
+def one_joins_and_trains(*, at: int, steps: int) -> Callable[[Cast], None]:
+    """A scene of two ranks, which rank 4 joins after step ``at``; it ends once rank 4 has made so many steps with
+    data."""
+    losses: list[float] = []  # of rank 4: NaN without data
+
+    def scene(cast: Cast) -> None:
+        start = at_step(at, lambda: cast.later(cast.start, 4, on_step=lambda report: losses.append(report.loss)))
+
+        def until_it_trains(report: Any) -> bool:
+            start(report)
+            return sum(not math.isnan(loss) for loss in losses) >= steps
+
+        cast.start(0, 2, on_step=until_it_trains)
+        cast.start(1, 2)
+
+    return scene
+
+
 def ends_with(worlds: list[int], cast: Cast, also: Callable[[Any], object] = lambda _: None) -> Callable[[Any], bool]:
     """Ends the run in the third step after rank 0 has seen these worlds, one after the other. Others may be between:
     a rank that the machine lets wait may miss a generation."""
@@ -652,7 +670,7 @@ def test_all_wait_for_a_copy_before_more_steps_are_kept_than_there_is_memory_for
 def test_a_copy_may_take_longer_than_a_collective(
     settings: dict[str, Any], pieces_s: list[float], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill, trained, collective_s, left_s = joining._fill, [], 2.5, list(pieces_s)
+    fill, collective_s, left_s = joining._fill, 2.5, list(pieces_s)
 
     def slowly(piece: Tensor, came: Tensor) -> bool:
         time.sleep(left_s.pop() if left_s else 0)
@@ -660,16 +678,7 @@ def test_a_copy_may_take_longer_than_a_collective(
 
     monkeypatch.setattr(joining, "_fill", slowly)  # all together: longer than 2.5 s
 
-    def scene(cast: Cast) -> None:
-        start = at_step(1, lambda: cast.later(cast.start, 4, on_step=lambda report: trained.append(report.loss)))
-
-        def until_it_trains(report: Any) -> bool:
-            start(report)
-            return sum(not math.isnan(loss) for loss in trained) >= 2
-
-        cast.start(0, 2, on_step=until_it_trains)
-        cast.start(1, 2)
-
+    scene = one_joins_and_trains(at=1, steps=2)
     ranks = play(place, scene, epochs=LONG, timeouts={"collective_s": collective_s}, **settings)
     assert all(rank.error is None for rank in ranks.values())
     assert ranks[0].worlds == [2, 3]  # nobody was taken for lost
@@ -708,7 +717,6 @@ def test_a_broken_copy_is_taken_again_from_another_process(
     copies = SlowCopies(monkeypatch)
     copies.may_arrive.set()
     function, is_whole = getattr(joining, breaks), [False]
-    trained: list[float] = []  # the losses of the one that joins: NaN without data
 
     def break_once(piece: Tensor, *came: Tensor) -> Any:
         if not is_whole[0]:
@@ -718,17 +726,7 @@ def test_a_broken_copy_is_taken_again_from_another_process(
 
     monkeypatch.setattr(joining, breaks, break_once)
 
-    def scene(cast: Cast) -> None:
-        start = at_step(3, lambda: cast.later(cast.start, 4, on_step=lambda report: trained.append(report.loss)))
-
-        def until_it_trains(report: Any) -> bool:
-            start(report)
-            return sum(not math.isnan(loss) for loss in trained) >= 3
-
-        cast.start(0, 2, on_step=until_it_trains)
-        cast.start(1, 2)
-
-    ranks = play(place, scene, epochs=LONG)
+    ranks = play(place, one_joins_and_trains(at=3, steps=3), epochs=LONG)
     assert ranks[0].error is ranks[1].error is ranks[4].error is None
     assert copies.asked == [0, 1]
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)
@@ -739,7 +737,6 @@ def test_ranks_that_wait_for_a_copy_do_not_wait_on_when_it_is_broken(
 ) -> None:
     copies, fill, breaks = SlowCopies(monkeypatch), joining._fill, [True]
     monkeypatch.setattr(elastic, "MAX_RECORDED_BYTES", 1)  # so all wait for it after a step
-    trained: list[float] = []
     over_within = StateTransfer.is_over_within
 
     async def let_it_come(transfer: StateTransfer, seconds: float) -> bool:
@@ -752,17 +749,7 @@ def test_ranks_that_wait_for_a_copy_do_not_wait_on_when_it_is_broken(
     monkeypatch.setattr(StateTransfer, "is_over_within", let_it_come)
     monkeypatch.setattr(joining, "_fill", break_once)
 
-    def scene(cast: Cast) -> None:
-        start = at_step(3, lambda: cast.later(cast.start, 4, on_step=lambda report: trained.append(report.loss)))
-
-        def until_it_trains(report: Any) -> bool:
-            start(report)
-            return sum(not math.isnan(loss) for loss in trained) >= 3
-
-        cast.start(0, 2, on_step=until_it_trains)
-        cast.start(1, 2)
-
-    ranks = play(place, scene, epochs=LONG)  # not after the 60 s of a collective
+    ranks = play(place, one_joins_and_trains(at=3, steps=3), epochs=LONG)  # not after the 60 s of a collective
     assert ranks[0].error is ranks[1].error is ranks[4].error is None
     assert copies.asked == [0, 1]
     assert torch.equal(ranks[0].parameters, ranks[4].parameters)
