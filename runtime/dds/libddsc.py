@@ -169,6 +169,11 @@ class MatchedReader(NamedTuple):
     is_reliable: bool
 
 
+def tells_readers() -> bool:
+    """Whether :func:`matched_readers` has the calls that it needs."""
+    return not {"dds_get_matched_subscriptions", "dds_get_matched_subscription_data"} & set(missing)
+
+
 def matched_readers(writer: Any, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
     """Readers that the writer is matched with, by handle. Empty where a call is missing.
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from gradbus.runtime.dds import libddsc
 from gradbus.runtime.dds.access_policy import AccessPolicy
+from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import IoThread, Participant, Reader, Writer
+from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.peers import Release
@@ -63,6 +66,11 @@ class JobMembership(AccessPolicy, ABC):
     @abstractmethod
     def participants(self) -> set[bytes] | None:
         """GUID prefixes of the members' DDS participants; None: this process is not a member yet, and cannot tell."""
+
+    def authenticated(self) -> set[bytes] | None:
+        """GUID prefixes of the DDS participants of other members that have proved to be alive; None: this membership
+        asks for no such proof. Thread-safe."""
+        return None
 
     @abstractmethod
     def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
@@ -122,8 +130,13 @@ class EncryptedWriter(_MatchedWithKey, Writer):
         unsent: number of samples that had no recipient.
     """
 
-    def __init__(self, topic: Topic, wire: Writer, fast: bool, membership: JobMembership) -> None:
+    def __init__(
+        self, topic: Topic, wire: Writer, fast: bool, membership: JobMembership, own_prefixes: Callable[[], set[bytes]]
+    ) -> None:
+        """``own_prefixes``: returns the GUID prefixes of this process's participants."""
         self._membership = membership
+        self._own_prefixes = own_prefixes
+        self._readers: dict[int, MatchedReader] = {}
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
         self._clear = CLEAR[wire.topic.idl_type]
@@ -140,6 +153,34 @@ class EncryptedWriter(_MatchedWithKey, Writer):
             self.unsent += 1
             return True
         return self._wire.write_sealed(self._clear, fields, parts, lambda fields, parts: envelope)
+
+    def refresh(self) -> bool:
+        """See :meth:`.dds.Writer.refresh`."""
+        is_new = super().refresh()
+        if is_new:
+            self._readers = super().readers(self._readers)
+        return is_new
+
+    def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
+        """See :meth:`.dds.Writer.readers`: as of the last refresh."""
+        return self._readers
+
+    @property
+    def matched(self) -> int:
+        """Return the number of readers of members that have proved to this process that they are alive.
+
+        The others do not take this process's samples yet, as the proof is mutual: they hold few, and drop the rest.
+        """
+        members = self._membership.authenticated()
+        if members is None or not libddsc.tells_readers():
+            return super().matched
+        known = members | self._own_prefixes()
+        authenticated = sum(one.participant[:PREFIX_BYTES] in known for one in self._readers.values())
+        return min(super().matched, authenticated)
+
+    @matched.setter
+    def matched(self, count: int) -> None:
+        self._matched = count
 
     @property
     def refused_since_s(self) -> float:
@@ -231,7 +272,7 @@ class EncryptedParticipant(Participant):
         wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
         if topic.retained:
             self.membership.retain(topic.name, 1 if topic.keep_last else retained_samples)
-        return EncryptedWriter(topic, wire, self.fast, self.membership)
+        return EncryptedWriter(topic, wire, self.fast, self.membership, self.own_prefixes)
 
     def topic_reader(self, topic: Topic) -> EncryptedReader:
         """See :meth:`.dds.Participant.topic_reader`."""

@@ -116,6 +116,7 @@ class LivenessChallenge:
             peer.retained = dict(zip(_RETAINED, message.retained, strict=True))
             self._peers.authenticate(peer)
             self._thread.take_again()
+            self._thread.rematched()  # its readers count from now on
         if message.challenge not in self._answers:
             self._answers[message.challenge] = self._cipher.moment
             while len(self._answers) > MAX_ANSWERS:

@@ -31,6 +31,9 @@ class SharedKeyMembership(JobMembership):
     def participants(self) -> set[bytes] | None:
         return self.cipher.peers.participants if self.has_key else None
 
+    def authenticated(self) -> set[bytes]:
+        return self.cipher.peers.participants
+
     def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
         reader, writer = node.topic_reader(SESSION_TOPIC), node.topic_writer(SESSION_TOPIC)
         self.liveness = LivenessChallenge(self.cipher, node.prefix, writer, thread)

@@ -36,6 +36,11 @@ async def reads(bus: Bus, kind: type[Any], count: int = 1) -> None:
     await bus.matched(lambda: bus.matched_readers(kind) >= count, timeout_s=20)
 
 
+def readers_in_dds(bus: Bus, kind: type[Any]) -> int:
+    """The readers that DDS matches with the bus's writer of the topic: also those that are no members'."""
+    return bus._writers[kind]._matched  # type: ignore[attr-defined, no-any-return]
+
+
 def topics_of(bus: Bus) -> list[str]:
     """Names of the topics that are open, but for the one on which processes prove that they are alive."""
     return [name for name in bus._participant.topics.names if name != CHALLENGE_TOPIC]

@@ -10,6 +10,7 @@ import ctypes
 import json
 import resource
 import sys
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, delays_of_the
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.security.liveness_challenge import LivenessChallenge
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 
 
@@ -78,6 +80,15 @@ async def hesitate(bus: Bus) -> None:
     say(zlib.crc32(await payload_from(inbox, UPDATE, 1 << 30)))
 
 
+async def prove(bus: Bus) -> None:
+    """Read updates, but prove only when told to that this process is alive, and then say what has come."""
+    inbox = bus.subscribe(ClientUpdate)
+    say("listening")
+    await told()
+    _silence.set()
+    say(zlib.crc32(await payload_from(inbox, UPDATE, 1 << 30)))
+
+
 async def hold(bus: Bus) -> None:
     """Subscribe, and hold the interpreter, so that nothing is taken; then tell how much is left of what was said."""
     inbox = bus.subscribe(Control)
@@ -96,13 +107,25 @@ async def live(bus: Bus) -> None:
     await told()
 
 
+_silence = threading.Event()
+
+
+def _keep_silent() -> None:
+    """Until told, this process neither announces its challenge nor answers one."""
+    announce = LivenessChallenge._announce  # there is no other way to have it late
+    LivenessChallenge._announce = lambda self: not _silence.is_set() or announce(self)  # type: ignore[method-assign]
+
+
 async def main() -> None:
     role, job, domain, lease_s, path = [*sys.argv[1:], "fast"][:5]
+    if role == "prove":
+        _keep_silent()
+    roles = {"talk": talk, "receive": receive, "hesitate": hesitate, "live": live, "hold": hold, "prove": prove}
     async with (
         asyncio.timeout(60),
         gradbus.connect(job, domain=int(domain), lease_s=float(lease_s), fast=path == "fast") as bus,
     ):
-        await {"talk": talk, "receive": receive, "hesitate": hesitate, "live": live, "hold": hold}[role](bus)
+        await roles[role](bus)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, delays_of_the_loop, reads
+from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, delays_of_the_loop, readers_in_dds, reads
 
 import gradbus
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, PeerGone, TrainCmd
@@ -155,7 +155,6 @@ def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run
     run(main)
 
 
-@pytest.mark.alone  # beside others DDS has let twice as much and more pass, for a reason that is not known
 def test_a_process_that_does_not_read_makes_the_writer_wait_in_bounded_memory_and_loses_nothing(
     run: Run, place: dict[str, Any]
 ) -> None:
@@ -174,6 +173,26 @@ def test_a_process_that_does_not_read_makes_the_writer_wait_in_bounded_memory_an
             assert await other.says() < 80  # MiB more than before
             assert await other.says() == zlib.crc32(payload)
             assert await sending > len(payload)
+
+    run(main)
+
+
+def test_the_reader_of_a_process_counts_once_that_has_proved_to_be_alive_and_then_misses_nothing(
+    run: Run, place: dict[str, Any]
+) -> None:
+    """Until then it could hold few samples, and would drop the rest."""
+    payload = random.Random(6).randbytes(128 * MIB)
+
+    async def main() -> None:
+        async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("prove", place) as other:
+            assert await other.says() == "listening"
+            bus.open_writer(ClientUpdate)
+            await bus.matched(lambda: readers_in_dds(bus, ClientUpdate) == 1, timeout_s=20.0)
+            assert bus.matched_readers(ClientUpdate) == 0
+            other.tell("prove it")
+            await reads(bus, ClientUpdate)
+            assert await bus.send_update(UPDATE, 1, payload) > len(payload)
+            assert await other.says() == zlib.crc32(payload)
 
     run(main)
 

@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from bus_helpers import readers_in_dds
 from dds_domains import new_domain
 from identities import Identities
 from patience import eventually, run
@@ -114,10 +115,10 @@ async def goes_on_beside_strangers(one: Bus, other: Bus, process: subprocess.Pop
     with other.subscribe(ModelBlob) as inbox:
         taking = asyncio.create_task(takes(inbox))
         one.open_writer(ModelBlob)
-        await one.matched(lambda: one.matched_readers(ModelBlob) > participants, timeout_s=20)
+        await one.matched(lambda: readers_in_dds(one, ModelBlob) > participants, timeout_s=20)
         with capture_logs() as logs:
             taken_s = await sends_models(one, 20)  # five times as much as DDS keeps for readers that do not take it
-            await eventually(lambda: one.matched_readers(ModelBlob) >= 1)
+            await eventually(lambda: readers_in_dds(one, ModelBlob) >= 1)
         taking.cancel()
     # The process is told when the first of them is excluded. Others that then hold up nothing any more may stay.
     assert 1 <= one.rejected["foreign reader"] <= participants
@@ -246,7 +247,7 @@ def test_a_member_that_stands_still_is_waited_for_and_not_taken_for_a_stranger(
         with another_process(keyed, tmp_path / "key") as member:
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
-                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
+                await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=20)
                 await eventually(lambda: len(bus._participant.membership.participants()) == 1)  # type: ignore[attr-defined]
                 member.send_signal(signal.SIGSTOP)
                 sending = asyncio.create_task(sends_models(bus, 12))
@@ -264,7 +265,7 @@ def test_a_bus_that_closes_does_not_wait_for_a_stranger_for_whom_nothing_has_wai
         with stranger(keyed["domain"], 1):
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
-                await bus.matched(lambda: bus.matched_readers(ModelBlob) > 0, timeout_s=20)
+                await bus.matched(lambda: readers_in_dds(bus, ModelBlob) > 0, timeout_s=20)
                 await sends_models(bus, 2)
                 await asyncio.sleep(1.5 * foreign_readers.GRACE_S)
                 assert bus.rejected["foreign reader"] == 0
@@ -284,15 +285,15 @@ def test_who_was_excluded_and_takes_again_is_found_again_when_the_time_is_over(
         with another_process(keyed, tmp_path / "other key") as guest:
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
-                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
+                await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=20)
                 await sends_models(bus, 12)
                 assert bus.rejected["foreign reader"] == 0  # it takes what it is sent
                 guest.send_signal(signal.SIGSTOP)
                 await sends_models(bus, 12)
                 assert bus.rejected["foreign reader"] == 1
                 guest.send_signal(signal.SIGCONT)
-                await eventually(lambda: bus.matched_readers(ModelBlob) == 0)
-                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
+                await eventually(lambda: readers_in_dds(bus, ModelBlob) == 0)
+                await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=20)
 
     run(main())
 
@@ -306,14 +307,14 @@ def test_a_member_that_was_excluded_just_before_its_greeting_was_read_is_found_a
         with another_process(keyed, tmp_path / "key"):
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
-                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
+                await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=20)
                 await eventually(lambda: len(bus._participant.membership.participants()) == 1)  # type: ignore[attr-defined]
                 (member,) = bus._participant.membership.participants()  # type: ignore[attr-defined]
                 watch: Any = bus._receiver.on_new_readers
                 exclude = watch.__self__._exclude
                 bus._receiver.add_periodic(Periodic(lambda: bool(exclude({member: ""}, time.monotonic()))))
-                await eventually(lambda: bus.matched_readers(ModelBlob) == 0)
-                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=30)
+                await eventually(lambda: readers_in_dds(bus, ModelBlob) == 0)
+                await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=30)
 
     run(main())
 
