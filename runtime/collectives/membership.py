@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import zip_longest
 
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus
@@ -312,8 +311,9 @@ class Membership:
         self._left.add(rank)
 
         def end() -> None:
-            # First: it is what the others want to know. An older program gives no reasons.
-            for lost, why in zip_longest(leave.lost, leave.lost_reasons[: len(leave.lost)], fillvalue="gone"):
+            reasons = dict(zip(leave.lost, leave.lost_reasons, strict=False))  # an older program gives none
+            for lost in leave.lost:  # before: it is what the others want to know
+                why = reasons.get(lost, "gone")
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
                     self._told.setdefault(lost, why)
                     self._lose(lost, f"{why} (told by rank {rank})")
