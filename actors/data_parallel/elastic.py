@@ -30,6 +30,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -240,6 +241,7 @@ class ElasticWorker(Worker):
             limits = ElasticLimits(
                 min_world=elastic.min_world, max_world=elastic.max_world, wait_s=elastic.wait_s,
                 collective_s=timeouts.collective_s,
+                last_call_s=math.inf if elastic.last_call_s is None else elastic.last_call_s,
             )  # fmt: skip
             async with open_generations(
                 self._place.bus, number=self._place.number, founders=self._place.founders, limits=limits, traits=traits

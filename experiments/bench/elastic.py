@@ -42,6 +42,7 @@ from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import Host, hosts_on_a_switch, set_link
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
+from gradbus.runtime.forks import die_with_parent
 
 LINKS = LinkConditions(rate_bit_s=1e9)
 _START_S = 30.0  # before the first fault of a storm
@@ -400,13 +401,10 @@ def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
     if not python.exists():
         print(
             f"no column of torchft: there is no {python}. It comes with 'make setup-integrations', or set "
-            f"{TORCHFT_PYTHON} to the Python of an environment that has torchft", file=sys.stderr,
+            f"{TORCHFT_PYTHON} to the Python of an environment that has torchft and gradbus", file=sys.stderr,
         )  # fmt: skip
         return
-    script = Path(__file__).with_name("torchft_commit.py")
-    ended = subprocess.run(
-        [str(python), str(script), str(chosen.blocks), str(chosen.steps)], capture_output=True, text=True, timeout=600
-    )
+    ended = run_torchft(chosen.blocks, chosen.steps)
     if ended.returncode:
         print(f"no column of torchft: {ended.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         return
@@ -414,6 +412,14 @@ def measure_commit(chosen: argparse.Namespace) -> Iterator[Measurement]:
     yield measurement(
         "what a step takes more with torchft, 2 replicas", "ms", [a - b for a, b in zip(own, fixed, strict=True)],
         note="the same model over gloo",
+    )  # fmt: skip
+
+
+def run_torchft(blocks: int, steps: int) -> subprocess.CompletedProcess[str]:
+    """Run the same with torchft, in a process that ends with this one."""
+    return subprocess.run(
+        [str(torchft_python()), "-P", "-m", "gradbus.experiments.bench.torchft_commit", str(blocks), str(steps)],
+        capture_output=True, text=True, timeout=600, preexec_fn=die_with_parent(),
     )  # fmt: skip
 
 

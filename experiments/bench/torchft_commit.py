@@ -1,34 +1,34 @@
-"""What a step of two replicas takes more with torchft, over gloo: ``PYTHON torchft_commit.py BLOCKS STEPS``.
+"""What a step of two replicas takes more with torchft, over gloo: ``PYTHON -m ...torchft_commit BLOCKS STEPS``.
 
-Runs in an environment that has torchft, as ``make setup-integrations`` makes one, and needs nothing of gradbus. Prints
-two lines of numbers: mean milliseconds of a step by block, with torchft's quorum and commit, and without them; blocks
-take turns in the same processes. A step is the MLP's: forward, backward, one mean of all gradients, the optimizer.
+Runs in an environment that has torchft and gradbus, as ``make setup-integrations`` makes one. Of gradbus it needs no
+more than how a benchmark starts its processes, so that none outlives it. Prints two lines of numbers: mean milliseconds
+of a step by block, with torchft's quorum and commit, and without them; blocks take turns in the same processes. A step
+is the MLP's: forward, backward, one mean of all gradients, the optimizer.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from gradbus.experiments.bench.processes import Processes
+
 REPLICAS = 2
 LIMIT = timedelta(seconds=60)
 WARM_STEPS = 5
 
 
-def replica(number: int, lighthouse: str, port: int, blocks: int, steps: int, results: Any) -> None:
-    """One replica: puts mean seconds of a step by block, of both ways, into the queue."""
+def replica(number: int, lighthouse: str, port: int, blocks: int, steps: int) -> list[list[float]]:
+    """One replica. Returns mean seconds of a step by block, of both ways."""
     from torchft import Manager, ProcessGroupGloo
 
-    torch.set_num_threads(1)
     torch.manual_seed(number)
     shared = TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT)
     dist.init_process_group("gloo", store=shared, rank=number, world_size=REPLICAS, timeout=LIMIT)
@@ -71,9 +71,9 @@ def replica(number: int, lighthouse: str, port: int, blocks: int, steps: int, re
         for _ in range(steps):
             way()
         found[block % 2].append((time.perf_counter() - began_s) / steps)
-    results.put(found)
     dist.barrier()
     manager.shutdown(wait=False)
+    return found
 
 
 def main() -> None:
@@ -85,21 +85,12 @@ def main() -> None:
     # Its address has the host's name, which need not be known anywhere.
     address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=replica, args=(number, address, store.port, blocks, steps, results))
-        for number in range(REPLICAS)
-    ]
     try:
-        for process in processes:
-            process.start()
-        found = [results.get(timeout=600.0) for _ in processes]
-        for process in processes:
-            process.join(30.0)
+        with Processes() as processes:
+            for number in range(REPLICAS):
+                processes.start(f"replica {number}", replica, number, address, store.port, blocks, steps)
+            found = processes.results(600.0)
     finally:
-        for process in processes:
-            process.kill()
         lighthouse.shutdown()
     for way in range(2):
         sys.stdout.write(

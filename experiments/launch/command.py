@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,10 @@ from gradbus.experiments.launch.launcher import Launch, Launcher
 from gradbus.experiments.run.rank_environment import MAX_WORLD
 from gradbus.experiments.rundir.directory import begun_at, new_path, outcome_of
 from gradbus.runtime.errors import ConfigError
+
+LAST_CALL_S = 60
+"""Process 0 waits for so long for a rank that is lost before it has seen it: it cannot know its end. On one machine
+nobody can be cut off from the others, and found a second group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class ElasticLaunch:
         """Options of each rank. Raises ConfigError: the job has parameter servers."""
         if file.parameter_server.servers:
             raise ConfigError("--elastic is not for parameter servers, which go on without some workers by themselves")
-        values = {"min_world": self.min_world, "max_world": self.max_world}
+        values = {"min_world": self.min_world, "max_world": self.max_world, "last_call_s": LAST_CALL_S}
         options = [part for key, value in values.items() for part in ("--set", f"parallel.elastic.{key}={value}")]
         return options if file.run_dir is not None else [*options, "--run-dir", str(run_dir)]
 
@@ -90,11 +94,15 @@ def plan(
     before = outcome_of(run_dir), begun_at(run_dir)  # of an earlier start
     failed_at_start: set[int] = set()
 
-    def goes_on_without(ranks: Collection[int]) -> bool:
+    def has_begun() -> bool:
+        return begun_at(run_dir) != before[1]
+
+    def goes_on_without(ranks: Mapping[int, int]) -> bool:
         if elastic is not None:
-            # Before the first generation process 0 waits for a rank that it has not seen, and cannot know its end.
-            if begun_at(run_dir) == before[1]:
-                failed_at_start.update(ranks)
+            # What a rank fails with before the first generation, the others would fail with as well. Of one that was
+            # killed this is not so, but process 0 alone makes that generation.
+            if not has_begun():
+                failed_at_start.update(rank for rank, code in ranks.items() if code > 0 or not rank)
             return not failed_at_start and world - len(ranks) >= elastic.min_world
         # Rank 0 writes the run directory, and without a server nobody goes on.
         if not settings.servers or not all(0 < rank < world for rank in ranks):
@@ -110,7 +118,8 @@ def plan(
         # no JSON any more, so it is for people, and at warnings; options of the user's come later, and win.
         place = ["--rank", str(rank)] if rank < world else ["--job-name", "ps", "--task-index", str(rank - world)]
         own = [*place, "--world", str(world), "--log-style", "console", "--log-level", "warning", *more]
-        join = ["--join"] if again else []
+        # Process 0 begins the run, if it was killed before it has: there is nothing to join.
+        join = ["--join"] if again and (rank or has_begun()) else []
         return [sys.executable, "-P", "-m", "gradbus", "worker", *own, *join, *arguments]
 
     def environment(rank: int) -> dict[str, str | None]:

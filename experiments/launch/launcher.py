@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,10 +43,11 @@ class Launch:
 
     ``command`` gets the rank, and whether it is started again. A variable that is None is removed. ``grace_s``: between
     the request to end and the kill. ``name``: of a rank, for people. ``goes_on_without``: whether the others go on when
-    these ranks have failed. ``restarts``: how often ranks that something has killed are started again in all.
-    ``ends_together``: whether ranks that have come to the end of the run end at about the same time, so that nobody
-    goes on without one that fails then. ``has_ended``: whether the run has come to its end, as what it has written
-    says. ``program``: the command of ``gradbus``, for messages.
+    these ranks have failed, each with an exit code, which is negative where a signal has killed it. ``restarts``: how
+    often ranks that something has killed are started again in all. ``ends_together``: whether ranks that have
+    come to the end of the run end at about the same time, so that nobody goes on without one that fails then.
+    ``has_ended``: whether the run has come to its end, as what it has written says. ``program``: the command of
+    ``gradbus``, for messages.
     """
 
     world: int
@@ -54,7 +55,7 @@ class Launch:
     environment: Callable[[int], Mapping[str, str | None]] = lambda rank: {}
     grace_s: float = 5.0
     name: Callable[[int], str] = lambda rank: f"rank {rank}"
-    goes_on_without: Callable[[Collection[int]], bool] = lambda ranks: False
+    goes_on_without: Callable[[Mapping[int, int]], bool] = lambda ranks: False
     ends_together: bool = False
     has_ended: Callable[[], bool] = lambda: True
     restarts: int = 0
@@ -260,7 +261,7 @@ class Launcher:
 
     def _first_failure(self) -> RankExit | None:
         """As far as is known now: the output of a process may arrive after its exit."""
-        failed = {end.rank for end in self._exits if end.code != 0}
+        failed = {end.rank: end.code for end in self._exits if end.code != 0}
         if failed and self._launch.goes_on_without(failed):
             return None
         return first_failure(self._ends)

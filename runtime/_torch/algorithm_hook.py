@@ -284,6 +284,7 @@ class AlgorithmHook:
     def _exchanged(self, name: str) -> Mapping[str, Tensor]:
         """What the algorithm exchanges, or gradients of it: float32. Weights of another kind, or elsewhere than on
         the CPU, have copies. Raises ConfigError."""
+        check_devices(name, self._parameters)
         if self.algorithm.scope == "weights" and needs_copies(self._parameters.values()):
             for key, parameter in self._parameters.items():
                 if parameter.dtype not in EXCHANGED_TYPES:
@@ -291,7 +292,6 @@ class AlgorithmHook:
                     raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected one of {known}")
             self._copies = CpuCopies(self._parameters)
             return self._copies.read()
-        check_devices(name, self._parameters)
         for key, parameter in self._parameters.items():
             if parameter.dtype != torch.float32:
                 raise ConfigError(f"{name}: parameter {key} is {parameter.dtype}, expected torch.float32")

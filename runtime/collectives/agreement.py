@@ -18,12 +18,13 @@ those may have decided on a generation with a process that nobody of the rest kn
 A process has no past: one that is started again has another incarnation, and joins like any other. It never makes a
 first generation where others have one. The first generation is made by the founder with number 0, once it sees all
 founders, and none that knows of a generation; one that is started again before that may join in a founder's place. It
-does not wait for one that it has seen and lost since, if enough are left: nobody else makes a first generation, so that
-one which was only cut off joins later.
+does not wait for one that it has seen and lost since, if enough are left, and for others until its last call alone, if
+it has one: nobody else makes a first generation, so that one which was only cut off joins later.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -81,7 +82,10 @@ class GenerationAgreement:
         self.resting = False
         self.leaving = False
         self.ended = False
+        self.last_call_s = math.inf
+        """For so long process 0 waits for founders that are missing, once ``min_world`` are there."""
         self._founders = founders
+        self._enough_s: float | None = None  # since when so many founders are there
         self._lost_founders: set[int] = set()  # numbers of those that were lost before there was a generation
         self._traits = dict(traits or {})
         self._promised = 0
@@ -160,7 +164,7 @@ class GenerationAgreement:
     def tick(self, now_s: float) -> None:
         """Let time pass: found the group, or propose what this process is the one to propose."""
         if not self.generation:
-            self._found()
+            self._found(now_s)
         if not self.is_member or self._target() is None:
             self._wanted_s = None
             self._ballot = 0
@@ -351,11 +355,16 @@ class GenerationAgreement:
         """How many others come before this one, of those that are reached, when a proposal is to be made."""
         return [member for member in self.members if member not in self._gone].index(self.me)
 
-    def _found(self) -> None:
+    def _found(self, now_s: float) -> None:
         if not self._founders or self.me.number:
             return
         founders = {member.number: member for member in sorted([self.me, *self._fresh])}  # of two the later start
-        if not self._missing_founders:
+        if len(founders) < self.min_world:
+            self._enough_s = None
+        elif self._enough_s is None:
+            self._enough_s = now_s
+        is_over = self._enough_s is not None and now_s >= self._enough_s + self.last_call_s
+        if is_over or not self._missing_founders:
             self._adopt(1, tuple(founders[number] for number in sorted(founders)))
 
     def _target(self, *, at_rest: bool = False) -> tuple[MemberId, ...] | None:

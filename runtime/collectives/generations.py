@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import time
@@ -69,12 +70,15 @@ class ElasticLimits:
         min_world, max_world: members that a generation has at least, and at most.
         wait_s: how long a process waits for a generation that it is in; a spare waits for as long as there are members.
         collective_s: deadline of a collective.
+        last_call_s: once ``min_world`` founders are there, process 0 waits for so long for the others of them; who
+            comes later joins.
     """
 
     min_world: int = 1
     max_world: int = MAX_MEMBERS
     wait_s: float = 600.0
     collective_s: float = 60.0
+    last_call_s: float = math.inf
 
 
 class Generations:
@@ -326,6 +330,7 @@ async def open_generations(
         name, me, min_world=limits.min_world, max_world=limits.max_world, founders=founders, traits=traits,
         host=f"{socket.gethostname()} (process {os.getpid()})",
     )  # fmt: skip
+    agreement.last_call_s = limits.last_call_s
     bus.open_writer(Control)
     generations = Generations(bus, agreement, limits)
     tasks = [

@@ -25,7 +25,7 @@ from gradbus.runtime.fast_paths import shares_memory
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.transport import SharedMemoryTransport
-from gradbus.runtime.wire.control import MAX_SEQS, GroupHello, GroupLeave
+from gradbus.runtime.wire.control import MAX_REASON_CHARS, MAX_REASONS, MAX_SEQS, GroupHello, GroupLeave
 from gradbus.runtime.wire.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, new_incarnation
 
@@ -82,6 +82,7 @@ class Membership:
             self._changed = asyncio.Event()
             self._is_formed = False
             self._left: set[int] = set()
+            self._told: dict[int, str] = {}  # ranks whose loss another rank has reported, and the reason that it gave
             self._replied_s = 0.0
             self._has_warned = False
             self._probes: deque[tuple[int, int, int]] = deque()  # rank, topic, digest
@@ -310,9 +311,12 @@ class Membership:
         self._left.add(rank)
 
         def end() -> None:
+            reasons = dict(zip(leave.lost, leave.lost_reasons, strict=False))  # an older program gives none
             for lost in leave.lost:  # before: it is what the others want to know
+                why = reasons.get(lost, "gone")
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
-                    self._lose(lost, f"gone, as rank {rank} says, which {leave.reason}")
+                    self._told.setdefault(lost, why)
+                    self._lose(lost, f"{why} (told by rank {rank})")
             how = f"left: {DONE}" if leave.ok and leave.reason == DONE else leave.reason
             (self.engine.leave if leave.ok else self._lose)(rank, how)
 
@@ -363,9 +367,12 @@ class Membership:
     # The end
 
     async def _send_leave(self, ok: bool, reason: str) -> None:
-        lost = sorted(self.engine.dead)[:MAX_SEQS]
-        text = reason.encode("utf-8", "replace").decode()[:1000]  # it may have a file name that is no text
-        leave = GroupLeave(self.formation.group, self.engine.group_id, ok, text, lost)
+        lost = sorted(self.engine.dead.items())[:MAX_SEQS]
+        # Without who told this rank: of a reason that goes through many ranks, the last one says it.
+        reasons = [_sendable(self._told.get(rank, why), MAX_REASON_CHARS) for rank, why in lost[:MAX_REASONS]]
+        leave = GroupLeave(
+            self.formation.group, self.engine.group_id, ok, _sendable(reason, 1000), [rank for rank, _ in lost], reasons
+        )
         await self._bus.publish(self.identity, leave)
 
     async def close(self, *, ok: bool, reason: str) -> None:
@@ -408,3 +415,8 @@ class Membership:
                     await self._shared.close()
             finally:
                 self._unshare()
+
+
+def _sendable(reason: str, chars: int) -> str:
+    """The reason within a length. It may have a file name that is no text."""
+    return reason.encode("utf-8", "replace").decode()[:chars]

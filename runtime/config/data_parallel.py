@@ -51,6 +51,10 @@ class ElasticSettings(Settings):
     """Number of ranks that take part at most. More processes wait as spares, for one to leave or to be lost."""
     wait_s: Annotated[Duration, PER_RANK] = 600.0
     """Seconds that a process waits for enough others, or for a majority, before it gives up."""
+    last_call_s: Annotated[Duration | None, PER_RANK] = None
+    """Seconds that process 0 waits for the other founders once `min_world` are there; it begins without those that are
+    missing then, and they join when they come. null: it waits for all. `gradbus run --elastic` sets 60. Between
+    machines a process 0 that is started again while the network is cut would begin the run a second time."""
 
     @property
     def is_on(self) -> bool:

@@ -171,7 +171,7 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     location = [_short(str(step)) for step in fault["loc"]]
     name = ".".join(location) or "settings"
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {name!r}{_hint(kind, location)}"
+        return f"unknown key {name!r}{_hint(kind, location, is_section=isinstance(fault['input'], Mapping))}"
     if fault["type"] == "missing":
         return f"key {name!r} is missing"
     message: str = fault["msg"].removeprefix("Value error, ")
@@ -184,9 +184,10 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     return f"{name}: {message[:1].lower()}{message[1:]}{found}"
 
 
-def _hint(kind: type[BaseModel], location: list[str]) -> str:
+def _hint(kind: type[BaseModel], location: list[str], *, is_section: bool) -> str:
     """Which key was probably meant by the last step of the location: one of that name in a group within its own, else
-    in any other, else one with a similar name in its own group, or within."""
+    in any other, else one with a similar name in its own group, or within. ``is_section``: whether its value is one;
+    another value is not meant for a group, which often has a similar name to that of its most used key."""
     *place, wrong = location
     group = _group_at(kind, place)
     if group is None:
@@ -200,7 +201,11 @@ def _hint(kind: type[BaseModel], location: list[str]) -> str:
     if elsewhere := sorted((path for path in _paths(kind) if path[-1] == wrong), key=len):
         deeper.setdefault(wrong, [".".join(path) for path in elsewhere])
     if wrong not in deeper:
-        near = difflib.get_close_matches(wrong, [*group.model_fields, *deeper], n=1, cutoff=0.5)
+        known = [
+            *(key for key in group.model_fields if is_section or not _is_group(kind, [*place, key])),
+            *(key for key, found in deeper.items() if is_section or not _is_group(kind, found[0].split("."))),
+        ]
+        near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
         if not near:
             return f"; known here: {', '.join(sorted(group.model_fields))}"
         if near[0] in group.model_fields:
@@ -252,6 +257,10 @@ def _field_type(kind: type[BaseModel] | None, key: str) -> type[BaseModel] | Non
     field = None if kind is None else kind.model_fields.get(key)
     found = None if field is None else field.annotation
     return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+def _is_group(kind: type[BaseModel], location: Iterable[str]) -> bool:
+    return _group_at(kind, location) not in (None, Choice)
 
 
 def _group_at(kind: type[BaseModel], location: Iterable[str]) -> type[BaseModel] | None:

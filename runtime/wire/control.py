@@ -42,6 +42,12 @@ Incarnations = Annotated[list[U64], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 IdRanges = Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(checked_ids)]
 Patterns = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
+MAX_REASONS = 16  # that a message has room for
+MAX_REASON_CHARS = 500  # of one
+Reasons = Annotated[
+    list[Annotated[str, Field(max_length=MAX_REASON_CHARS), AfterValidator(plain_line)]],
+    Field(max_length=MAX_REASONS),
+]
 Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]
@@ -530,6 +536,7 @@ class GroupLeave:
         members: which forming of the group.
         ok: gracefully; if not, the others need not wait for its frames.
         lost: ranks that it knows to be gone, which may be why.
+        lost_reasons: what it knows of the first of them, one text each.
     """
 
     group: Name
@@ -537,6 +544,7 @@ class GroupLeave:
     ok: bool
     reason: Text
     lost: Ranks
+    lost_reasons: Reasons = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

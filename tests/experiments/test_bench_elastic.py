@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +74,21 @@ def test_torchft_is_measured_with_the_environment_of_the_checkout_where_no_other
     assert torchft_python() == root / ".venv-integrations" / "bin" / "python"
     monkeypatch.setenv(TORCHFT_PYTHON, "/opt/other/bin/python")
     assert torchft_python() == Path("/opt/other/bin/python")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone ends a process with its parent")
+def test_the_measurement_of_torchft_ends_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+    """Its replicas end with it as all processes of a benchmark do."""
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 600\n", encoding="utf-8")
+    python.chmod(0o700)
+    program = "from gradbus.experiments.bench.elastic import run_torchft; run_torchft(1, 1)"
+    with subprocess.Popen([sys.executable, "-c", program], env=os.environ | {TORCHFT_PYTHON: str(python)}) as benchmark:
+        pid = int(told.read_text(encoding="utf-8"))
+        file = os.pidfd_open(pid)
+        benchmark.kill()
+    with os.fdopen(file):  # readable when its process has ended
+        assert select.select([file], [], [], 30.0)[0], "the measurement goes on"

@@ -36,6 +36,7 @@ TYPES = {
     "Options": "options",
     "Metrics": "metrics",
     "Patterns": "patterns",
+    "Reasons": "reasons",
     "Attempt": "uint32",
     "Binary": "binary",
     "Finite": "float",

@@ -546,6 +546,7 @@ def refusals(place: RankLocation) -> dict[str, str]:
     of_gpus = dist.new_group(backend="cuda:gloo")
     refused("backend", net(), sgd, "decentralized", process_group=of_gpus)
     refused("device", net().to("meta"), sgd, "topk")
+    refused("device of weights", net().to("meta"), sgd, "decentralized")
     unused = DistributedDataParallel(net(), find_unused_parameters=True)
     refused("unused", unused, torch.optim.SGD(unused.parameters(), lr=0.1), "dense", delay_steps=1)
     embedding = DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)))

@@ -192,6 +192,7 @@ def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
         assert "is torch.float64, expected torch.float32" in told["dtype"]
         assert "has the backend 'cuda:gloo', and what is exchanged here is on the CPU" in told["backend"]
         assert "parameter 0.weight is on meta, expected on the CPU" in told["device"]
+        assert "parameter 0.weight is on meta, expected on the CPU" in told["device of weights"]
         assert 'all ranks need the same options: rank 0 has {"density": 0.1' in told["differs"]
         assert 'rank 1 {"density": 0.2' in told["differs"]
         assert "did you mean 'topk'?" in told["one rank"]

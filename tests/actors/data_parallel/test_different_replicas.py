@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import NotFinite, make_task, succeeded, train
+from ddp_scene import NotFinite, make_task, small_mlp, succeeded, train
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
@@ -69,7 +69,7 @@ def test_all_ranks_evaluate_the_mean_and_go_on_with_their_own() -> None:
     tasks = []
     for _ in range(2):
         inner = make_task()
-        task = Notes(inner._make_model, inner.data, batch_size=16)
+        task = Notes(small_mlp, inner.data, batch_size=16)
         task.evaluated = []
         tasks.append(task)
     watched = succeeded(train(*tasks, **SETTINGS))
@@ -96,7 +96,7 @@ def test_a_run_that_is_done_is_the_mean_again(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_step_that_is_not_finite_is_skipped_by_that_rank_alone(settings: dict[str, Any]) -> None:
     inner = make_task()
-    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd = NotFinite(small_mlp, inner.data, batch_size=16)
     odd.at = (3,)
     outcomes = succeeded(train(make_task(), odd, **{**SETTINGS, "epochs": 1, **settings}))
     assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]
@@ -119,7 +119,7 @@ def test_a_rank_that_skips_all_of_its_own_steps_ends_the_run_with_one_error_on_a
     settings: dict[str, Any], step: int, text: str
 ) -> None:
     inner = make_task()
-    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd = NotFinite(small_mlp, inner.data, batch_size=16)
     odd.at = tuple(range(99))
     errors = [outcome.error for outcome in train(make_task(), odd, make_task(), **{**SETTINGS, **settings})]
     for error in errors:
@@ -239,7 +239,7 @@ class Waits(ClassificationTask):
 
 
 def test_an_exchange_that_fails_when_its_result_is_there_ends_the_run_before_the_next_one_is_due() -> None:
-    tasks = [Waits(make_task()._make_model, make_task().data, batch_size=16) for _ in range(2)]
+    tasks = [Waits(small_mlp, make_task().data, batch_size=16) for _ in range(2)]
 
     def algorithm(rank: int) -> Any:
         def make(place: Place) -> Raises:
@@ -295,7 +295,7 @@ class Asks(ClassificationTask):
 
 def test_the_state_of_a_rank_is_its_own_also_while_the_mean_is_evaluated() -> None:
     inner = make_task()
-    task = Asks(inner._make_model, inner.data, batch_size=16)
+    task = Asks(small_mlp, inner.data, batch_size=16)
 
     async def play(group: Group, worker: Worker) -> None:
         if group.rank == 0:

@@ -1019,7 +1019,7 @@ class Scheduled(ClassificationTask):
 def test_a_rank_that_is_lost_beside_an_exchange_has_the_others_take_no_step_twice(
     place: dict[str, Any], algorithm: dict[str, Any], step: int
 ) -> None:
-    task = Scheduled(make_task()._make_model, make_task().data, batch_size=16)
+    task = Scheduled(small_mlp, make_task().data, batch_size=16)
 
     def scene(cast: Cast) -> None:
         cast.start(0, 2, on_step=ends_with([2, 1], cast), task=task)
@@ -1060,7 +1060,7 @@ def test_a_step_that_is_made_again_for_its_exchange_counts_once_in_the_loss_and_
 
     def scene(cast: Cast) -> None:
         for number in range(2):
-            task = EqualLosses(make_task()._make_model, make_task().data, batch_size=16)
+            task = EqualLosses(small_mlp, make_task().data, batch_size=16)
             cast.start(number, 2, task=task)
 
     ranks = play(place, scene, algorithm={"name": "local-sgd", "steps": 4}, epochs=1)
@@ -1074,7 +1074,7 @@ def test_a_step_that_is_made_again_for_its_exchange_has_the_schedule_of_the_task
     place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = lose_the_exchange_of(3, monkeypatch)
-    tasks = [Scheduled(make_task()._make_model, make_task().data, batch_size=16) for _ in range(2)]
+    tasks = [Scheduled(small_mlp, make_task().data, batch_size=16) for _ in range(2)]
 
     def scene(cast: Cast) -> None:
         for number, task in enumerate(tasks):

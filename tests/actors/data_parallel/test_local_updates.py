@@ -41,7 +41,7 @@ def test_after_an_exchange_ranks_have_the_same_bits_of_weights_and_outer_momentu
 
 def test_a_rank_skips_a_step_that_is_not_finite_alone_and_the_exchange_after_it_has_what_it_did_before() -> None:
     inner = make_task()
-    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd = NotFinite(small_mlp, inner.data, batch_size=16)
     outcomes = succeeded(train(make_task(), odd, **{**SETTINGS, "max_steps": 3}))
     start = vector(make_task().build_model())
     assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]
@@ -55,7 +55,7 @@ def test_a_rank_skips_a_step_that_is_not_finite_alone_and_the_exchange_after_it_
 
 def test_a_rank_that_skips_one_step_after_the_other_ends_the_run_of_all_before_the_next_exchange() -> None:
     inner = make_task()
-    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd = NotFinite(small_mlp, inner.data, batch_size=16)
     odd.at = tuple(range(99))
     settings = {**SETTINGS, "max_steps": 30, "max_nonfinite_steps": 3}
     for outcome in train(make_task(), odd, **settings):
@@ -99,7 +99,7 @@ class Overflows(ClassificationTask):
 def test_weights_that_overflow_on_one_rank_spoil_no_other_and_it_goes_on_from_the_last_exchange(
     at: int, settings: dict[str, Any], skipped_steps: list[int], skipped_exchanges: int
 ) -> None:
-    tasks = [Overflows(make_task()._make_model, make_task().data, batch_size=16) for _ in range(2)]
+    tasks = [Overflows(small_mlp, make_task().data, batch_size=16) for _ in range(2)]
     tasks[1].at = at
     outcomes = succeeded(train(*tasks, optimizer="task", **{**SETTINGS, **settings}))
     assert [outcome.worker.skipped_steps for outcome in outcomes] == skipped_steps
@@ -115,7 +115,7 @@ def test_weights_that_overflow_on_one_rank_spoil_no_other_and_it_goes_on_from_th
 
 def test_learning_rates_go_by_the_steps_of_the_run_also_on_a_rank_that_has_skipped_one() -> None:
     inner = make_task()
-    odd = NotFinite(inner._make_model, inner.data, batch_size=16)
+    odd = NotFinite(small_mlp, inner.data, batch_size=16)
     odd.at = (1,)
     outcomes = succeeded(train(make_task(), odd, schedule="cosine", **SETTINGS))
     assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import Outcome, make_task, succeeded, train
+from ddp_scene import Outcome, make_task, small_mlp, succeeded, train
 from torch import nn
 
 from gradbus.actors import Worker
@@ -29,8 +29,7 @@ class Breaks(ClassificationTask):
     """Rank ``who`` fails when it wants its ``at``-th batch."""
 
     def __init__(self, at: int, *, who: int = 1, model: Any = None, **options: Any) -> None:
-        inner = make_task() if model is None else make_task(model)
-        super().__init__(inner._make_model, inner.data, batch_size=16, **options)
+        super().__init__(model or small_mlp, make_task().data, batch_size=16, **options)
         self._left, self._who = at, who
 
     def batches(self, *, rank: int, **where: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import assert_all_equal, data, make_task, single_process, succeeded, train
+from ddp_scene import assert_all_equal, data, make_task, single_process, small_mlp, succeeded, train
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
@@ -82,7 +82,7 @@ class _Regrouped(ClassificationTask):
 
     def __init__(self, batch_size: int) -> None:
         inner = make_task(batch_size=batch_size // 2)
-        super().__init__(inner._make_model, data(), batch_size=batch_size)
+        super().__init__(small_mlp, data(), batch_size=batch_size)
         self._inner = inner
 
     def batches(self, **where: Any) -> Any:
@@ -105,8 +105,7 @@ class Uneven(ClassificationTask):
     """Rank 0 has fewer batches than the others: at least ``drop`` of its last ones are missing."""
 
     def __init__(self, drop: int, **options: Any) -> None:
-        inner = make_task()
-        super().__init__(inner._make_model, data(), batch_size=16, **options)
+        super().__init__(small_mlp, data(), batch_size=16, **options)
         self._drop = drop
 
     def num_batches(self, *, rank: int, **where: Any) -> int:
@@ -201,7 +200,7 @@ def test_the_log_tells_of_every_so_many_steps() -> None:
 
 
 def test_a_task_without_a_test_set_is_not_evaluated() -> None:
-    task = ClassificationTask(make_task()._make_model, DataSplit(data().train), batch_size=16)
+    task = ClassificationTask(small_mlp, DataSplit(data().train), batch_size=16)
     outcomes = succeeded(train(task))
     assert outcomes[0].reports[0].accuracy is None
     assert outcomes[0].reports[0].test_samples == 0

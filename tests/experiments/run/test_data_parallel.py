@@ -139,9 +139,21 @@ def test_elastic_ranks_get_their_bounds_one_run_directory_and_join_when_they_are
     commands = [planned.command(rank, again) for rank, again in ((0, False), (1, False), (1, True))]
     for words in commands:
         assert {"parallel.elastic.min_world=2", "parallel.elastic.max_world=4"} < set(words)
+        assert "parallel.elastic.last_call_s=60" in words
     places = {words[words.index("--run-dir") + 1] for words in commands}
     assert len(places) == 1
     assert ["--join" in words for words in commands] == [False, False, True]
+
+
+def test_process_0_of_an_elastic_launch_begins_the_run_until_it_has_begun_and_joins_it_later(
+    configs: Path, tmp_path: Path
+) -> None:
+    write_json(tmp_path / "config.json", {})  # of an earlier start
+    bounds = ElasticLaunch.parse("2:4", restarts=3)
+    planned = launch([str(configs / "ddp.conf.json")], None, elastic=bounds, run_dir=tmp_path)
+    assert "--join" not in planned.command(0, True)
+    write_json(tmp_path / "config.json", {})
+    assert "--join" in planned.command(0, True)
 
 
 def test_a_launch_without_protection_is_allowed_as_its_ranks_are(
@@ -158,19 +170,24 @@ def test_elastic_ranks_go_on_while_enough_of_them_are_left_whichever_they_are(co
     bounds = ElasticLaunch.parse("2:4", restarts=0)
     planned = launch([str(configs / "ddp.conf.json")], None, elastic=bounds, run_dir=tmp_path)
     write_json(tmp_path / "config.json", {})
-    assert planned.goes_on_without({1})
-    assert planned.goes_on_without({0, 3})
-    assert not planned.goes_on_without({0, 1, 3})
+    assert planned.goes_on_without({1: 1})
+    assert planned.goes_on_without({0: -9, 3: 1})
+    assert not planned.goes_on_without({0: -9, 1: -9, 3: -9})
     assert planned.ends_together
 
 
-def test_elastic_ranks_need_one_another_until_their_run_has_begun(configs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failed", [{3: 1}, {0: -9}, {1: -9, 2: -9, 3: -9}], ids=str)
+def test_elastic_ranks_that_fail_before_their_run_has_begun_end_the_launch(
+    configs: Path, tmp_path: Path, failed: dict[int, int]
+) -> None:
+    """Where one was killed, this is so only of process 0, which alone begins the run, and if too few are left."""
     write_json(tmp_path / "config.json", {})  # of an earlier start
     bounds = ElasticLaunch.parse("2:4", restarts=0)
     planned = launch([str(configs / "ddp.conf.json")], None, elastic=bounds, run_dir=tmp_path)
-    assert not planned.goes_on_without({3})
+    assert planned.goes_on_without({3: -9})
+    assert not planned.goes_on_without(failed)
     write_json(tmp_path / "config.json", {})
-    assert not planned.goes_on_without({3})  # the others are being ended
+    assert not planned.goes_on_without(failed)  # the others are being ended
 
 
 def test_an_elastic_launch_has_ended_when_its_run_has_a_new_summary_that_says_done(

@@ -22,13 +22,17 @@ from gradbus.runtime.profiling.summary import read_summary
 pytestmark = pytest.mark.slow
 
 # A task of one's own: two numbers to be learnt, and an evaluation that counts to ten. Rank FAILS fails in step 3, rank
-# ABSENT before it is there.
+# ABSENT before it is there, and the first start of rank KILLED is killed then.
 TASK = """
-import os, torch
+import os, pathlib, signal, torch
 from torch import nn
 
 class Task:
-    def __init__(self, fails=-1, batches=5, absent=-1):
+    def __init__(self, fails=-1, batches=5, absent=-1, killed=-1):
+        started = pathlib.Path("killed")
+        if os.environ.get("RANK") == str(killed) and not started.exists():
+            started.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         if os.environ.get("RANK") == str(absent):
             raise RuntimeError("this machine has no data")
         self.fails, self.count = fails, batches
@@ -162,6 +166,21 @@ def test_an_elastic_launch_ends_with_the_error_of_a_rank_that_fails_before_the_r
     assert process.returncode == 13, out + err
     assert "gradbus run: rank 1 failed with exit code 13; ending the others\n" in err
     assert "RuntimeError: this machine has no data" in err.partition("the last lines of rank 1:\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("rank", "restarts"), [(0, 1), (1, 0)], ids=["process 0, which comes again", "another, which is lost"]
+)
+def test_an_elastic_launch_begins_although_a_rank_is_killed_before_process_0_has_seen_it(
+    fork, config, rank: int, restarts: int
+) -> None:
+    settings = {"task.task_options": json.dumps({"killed": rank}), "parallel.elastic.last_call_s": 1}
+    more = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    process = fork("run", "--elastic", "1:2", "--restarts", str(restarts), config, *more)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, out + err
+    assert f"gradbus run: rank {rank} was killed by SIGKILL" in err
+    assert ("; starting it again, 0 restarts are left\n" if restarts else "; the others go on\n") in err
 
 
 def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(

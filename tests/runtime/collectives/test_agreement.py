@@ -147,6 +147,24 @@ def test_one_that_joins_takes_the_place_of_a_founder_that_dies_before_the_first_
     assert [process.rank for process in (first, again, last)] == [0, 1, 2]
 
 
+def test_founders_are_waited_for_until_the_last_call_once_min_world_are_there_and_join_later() -> None:
+    network = Network(min_world=2)
+    first = network.start(0, founders=3)
+    first.last_call_s = 2.0
+    for _ in range(50):  # of a tenth of a second
+        network.step()
+    second = network.start(1, founders=3)
+    for _ in range(15):
+        network.step()
+    assert not first.generation
+    network.run(lambda: network.agree(first, second))
+    last = network.start(2, founders=3)  # it was not lost, as nobody had seen it
+    for process in (first, second):
+        process.resting = True
+    network.run(lambda: network.agree(first, second, last))
+    assert network.chosen.keys() == {1, 2}
+
+
 @pytest.mark.parametrize("certain", [True, False], ids=["dead", "not reached"])
 def test_founders_go_on_without_one_that_is_lost_before_the_first_generation_if_min_world_are_left(
     certain: bool,
@@ -459,7 +477,7 @@ class ProposesWithoutPromises(GenerationAgreement):
 
 
 class FoundsAtOnce(GenerationAgreement):
-    def _found(self) -> None:
+    def _found(self, now_s: float) -> None:
         if self._fresh or not self._founders:
             self._adopt(1, (self.me, *self._fresh))
 

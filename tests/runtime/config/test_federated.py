@@ -137,6 +137,9 @@ def test_a_name_that_looks_like_a_number_is_not_changed_silently() -> None:
     ("overrides", "wrong", "right"),
     [
         (["federated.rouds=3"], "federated.rouds", "rounds"),
+        (["federated.roundz=3"], "federated.roundz", "rounds"),  # not the section "round"
+        (["federated.roundz.quorum=3"], "federated.roundz", "round"),
+        (["roundz=3"], "roundz", "federated.rounds"),
         (["federated.min_client=3"], "federated.min_client", "federated.clients.min"),
         (["federated.lr=3"], "federated.lr", "federated.training.lr"),
         (["federated.quorm=3"], "federated.quorm", "federated.round.quorum"),

@@ -78,7 +78,7 @@ EXAMPLES: list[Body] = [
     RoundTerms(5, 4, {"mu": 0.5}, "0,3-7,12"),
     Closing("its bus was closed"),
     GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
-    GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3]),
+    GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3], ["its process is gone"]),
     RankStatus("world", 4, "host", 9.5, 100, 2, 3.5, 1 << 40, 9, 2, "grad/0", 1.5, [1], [3], {"early": 7}, 3.25),
     GroupView(
         "world",
@@ -164,6 +164,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "mean_ranks": 0.0,
     },
     RunEnded: {"final": False},
+    GroupLeave: {"lost_reasons": []},
     MaskRoster: {"sent": 0, "block_elems": 0, "steps": b""},
     GroupView: {"traits": {}, "host": ""},
     UploadRequest: {
@@ -281,6 +282,7 @@ NOT_WRONG: dict[str, list[Any]] = {
     "incarnations": [[1 << 20]],
     "next_incarnations": [[1 << 20]],
     "include": [["1"]],
+    "lost_reasons": [["1"]],
     "exclude": [["1"]],
 }
 
@@ -302,6 +304,8 @@ OUT_OF_RANGE = [
     ("Status", "dropped", {"a": -1}),
     ("Status", "dropped", {1: 1}),
     ("RankStatus", "missing", [1 << 20]),
+    ("GroupLeave", "lost_reasons", ["x"] * 17),
+    ("GroupLeave", "lost_reasons", ["x" * 501]),
     ("RankStatus", "mean_ranks", math.nan),
     ("Hello", "protocol", 1 << 32),
     ("Hello", "round_id", 1 << 31),
@@ -415,8 +419,15 @@ def test_a_body_that_claims_more_than_it_holds_costs_no_memory(what: str) -> Non
     assert peak_bytes < 8 << 20
 
 
-def test_the_longest_texts_still_fit_into_a_body() -> None:
-    body = TrainingFailure(1, 1, "x" * 32 * 1024)
+@pytest.mark.parametrize(
+    "body",
+    [
+        TrainingFailure(1, 1, "x" * 32 * 1024),
+        GroupLeave("g", 1, False, "\U0001f916" * 1000, [(1 << 20) - 1] * 256, ["\U0001f916" * 500] * 16),
+    ],
+    ids=lambda body: type(body).__name__,
+)
+def test_the_longest_texts_still_fit_into_a_body(body: Body) -> None:
     assert control.decode(control.encode(body)) == body
 
 

@@ -145,7 +145,7 @@ def _control_seeds() -> list[bytes]:
         control.EvaluationRequest(1, 2, "0,3-7", 9.5),
         control.EvaluationResult(1, 2, 3, {"loss": 0.5}, "", 0.5),
         control.GroupHello("g", 2, 3, True, False, 4, "h", "m", [0, 1]),
-        control.GroupLeave("g", 1, True, "", [1]),
+        control.GroupLeave("g", 1, True, "", [1], ["gone"]),
     ]
     return [*map(control.encode, bodies), b"\x80" * 100, b"\x92\xa5Hello\x80"]
 
