@@ -32,6 +32,7 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import (
     PROTOCOL,
     Body,
@@ -376,9 +377,7 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_group_of_ranks_and_the_collective_that_it_waits_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradbus.runtime.collectives import status
-
-    monkeypatch.setattr(status, "EVERY_S", 0.1)
+    monkeypatch.setattr(control, "RANK_STATUS_EVERY_S", 0.1)
 
     def tells_of_both(found: dict[str, Any]) -> bool:
         states = [rank["state"] for group in found.get("groups", ()) for rank in group["ranks"]]
