@@ -22,6 +22,7 @@ from patience import PATIENT_S
 import gradbus
 from gradbus.actors.federated import updates_out as update_sender
 from gradbus.actors.federated import uploads
+from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
@@ -349,7 +350,7 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
         async def client(client_id: int) -> None:
             async with gradbus.connect(job=job, domain=domain) as bus:
-                await gradbus.Client(bus, (Slow if client_id else NoopTask)(100), client_id=client_id).run()
+                await Client(bus, (Slow if client_id else NoopTask)(100), client_id=client_id).run()
 
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             controller = gradbus.Controller(bus, NoopTask(100), config)
