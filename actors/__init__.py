@@ -1,19 +1,58 @@
-"""The actors: a controller and its clients, workers, and the pure decision objects beside them."""
+"""The actors: a controller and its clients, workers, and the pure decision objects beside them.
 
-from gradbus.actors.aggregation.adaptive import FedAdam
-from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
-from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
-from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
-from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
-from gradbus.actors.data_parallel.worker import Worker
-from gradbus.actors.federated.client import Client
-from gradbus.actors.federated.controller import Controller
-from gradbus.actors.federated.report import ClientSummary, Progress, RoundReport
-from gradbus.actors.federated.site import Site
-from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
-from gradbus.actors.parameter_server.server import ParameterServer, ServerSummary
-from gradbus.actors.parameter_server.worker import ParameterServerWorker
+The names here are loaded when first used: nodes of a Flower app without torch import from this package, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradbus.actors.aggregation.adaptive import FedAdam
+    from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+    from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
+    from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
+    from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
+    from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
+    from gradbus.actors.data_parallel.worker import Worker
+    from gradbus.actors.federated.client import Client
+    from gradbus.actors.federated.controller import Controller
+    from gradbus.actors.federated.report import ClientSummary, Progress, RoundReport
+    from gradbus.actors.federated.site import Site
+    from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
+    from gradbus.actors.parameter_server.server import ParameterServer, ServerSummary
+    from gradbus.actors.parameter_server.worker import ParameterServerWorker
+
+_WHERE = {
+    "Client": "federated.client",
+    "ClientSummary": "federated.report",
+    "Controller": "federated.controller",
+    "CoordinateMedian": "aggregation.robust",
+    "DataParallelTask": "data_parallel.task",
+    "ElasticPlace": "data_parallel.elastic",
+    "ElasticWorker": "data_parallel.elastic",
+    "EpochReport": "data_parallel.report",
+    "EvalOutcome": "federated.task",
+    "FedAdam": "aggregation.adaptive",
+    "FedAvg": "aggregation.strategies",
+    "FedAvgM": "aggregation.strategies",
+    "FederatedTask": "federated.task",
+    "Krum": "aggregation.robust",
+    "MultiKrum": "aggregation.robust",
+    "ParameterServer": "parameter_server.server",
+    "ParameterServerWorker": "parameter_server.worker",
+    "Progress": "federated.report",
+    "RoundReport": "federated.report",
+    "ServerSummary": "parameter_server.server",
+    "ShardCounts": "data_parallel.task",
+    "Site": "federated.site",
+    "Strategy": "aggregation.strategies",
+    "TrainOutcome": "federated.task",
+    "TrimmedMean": "aggregation.robust",
+    "Worker": "data_parallel.worker",
+    "WorkerSummary": "data_parallel.report",
+}
 
 __all__ = [
     "Client",
@@ -44,3 +83,13 @@ __all__ = [
     "Worker",
     "WorkerSummary",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"gradbus.actors.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'gradbus.actors' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import warm
 
+import gradbus
+
 
 @pytest.mark.slow
 def test_a_forked_process_has_loaded_everything_and_runs_nothing(root: Path) -> None:
-    modules = {"warm_modules", "federation_node", "torch_node", "torch._dynamo", "gradbus.actors", "_pytest.config"}
+    actors = {f"gradbus.actors.{name}" for name in gradbus.actors._WHERE.values()}
+    modules = {"warm_modules", "federation_node", "torch_node", "torch._dynamo", "_pytest.config", *actors}
     process, _, events = warm.fork_that_tells(warm.look, {"modules": modules})
     (told,) = events
     process.join(10.0)

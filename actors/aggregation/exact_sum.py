@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, PartialSum, SumSummary, encode
+from gradbus.actors.aggregation.partial_sum import FRACTION_BITS, PartialSum, encode
+from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.codecs import DenseBlock, Parsed
 
 _LIMIT = 2.0**62  # of n_i * max|delta_i| * 2^30, and of a sum of such before it is carried: int64 does not overflow

@@ -21,7 +21,7 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, NonFiniteResult, RoundInputs
+from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import (
@@ -34,7 +34,7 @@ from gradbus.actors.federated.session import (
 from gradbus.actors.federated.sharing import Shape, Sharing, check_kept
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.update_masks import ClientMasking
-from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, UpdateSender
+from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, EncodedUpdate, UpdateSender
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge

@@ -12,12 +12,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.report import Progress
 from gradbus.actors.federated.rounds import Round
-from gradbus.actors.federated.state import RunContext
-from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError, JobInUse, WriteTimeout
 from gradbus.runtime.logs import get_logger, process_name
@@ -25,6 +24,10 @@ from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.wire.control import RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation
+
+if TYPE_CHECKING:  # these load torch, which the hub of an app without it is spared
+    from gradbus.actors.federated.state import RunContext
+    from gradbus.actors.federated.updates_in import UpdateReceiver
 
 MAX_NAMED = 64  # clients of each list, and half as many reasons: it is sent twice a second
 

@@ -33,6 +33,7 @@ from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, Ro
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask, TrainOutcome
 from gradbus.actors.federated.unsent_residuals import UnsentResiduals
+from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
 from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
@@ -43,7 +44,7 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.optimization.deferred_compiler import defer_compiler
-from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
+from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
@@ -80,28 +81,6 @@ class NonFiniteResult(ValueError):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedUpdate:
-    """An encoded update.
-
-    Attributes:
-        key: of its frames. request: to upload it. payload: its bytes.
-        state: tensors that the client keeps if it is accepted, the codec's residual among them.
-        sealed: the shared memory with the payload, for a controller of this machine; None: it is in this process alone.
-    """
-
-    key: FrameKey
-    request: UploadRequest
-    payload: bytes | memoryview
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    sealed: SharedPayload | None = None
-
-    @property
-    def residual(self) -> Tensor | None:
-        """Float32, shape (D,): of the codec after it; None with a lossless one."""
-        return self.state.get(RESIDUAL)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

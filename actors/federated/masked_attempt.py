@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradbus.actors.aggregation.common_grid import CommonGrid
-from gradbus.actors.aggregation.partial_sum import PartialSum, SumSummary, ranges_of
+from gradbus.actors.aggregation.partial_sum import PartialSum
+from gradbus.actors.aggregation.sum_summary import SumSummary, ranges_of
 from gradbus.actors.federated.rounds import UNMASKED, Round
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gradbus.actors.aggregation.partial_sum import SumSummary, exact_parts, merged, ranges_of
+from gradbus.actors.aggregation.sum_summary import SumSummary, exact_parts, merged, ranges_of
 from gradbus.runtime.wire.control import MAX_METRICS, UploadRequest
 
 CLIENT_LOST = "client lost"

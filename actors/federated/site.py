@@ -23,7 +23,6 @@ from torch import Tensor
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.controller import Controller
-from gradbus.actors.federated.local_training import EncodedUpdate
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.actors.federated.session import ControllerSession
@@ -37,6 +36,7 @@ from gradbus.actors.federated.site_controller import (
 )
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.choices import SELECTORS

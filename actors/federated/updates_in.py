@@ -22,9 +22,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
-from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum, SumSummary
+from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
+from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.aggregation.updates import parse as parse_update
 from gradbus.actors.federated.asynchronous import BaseGone, Bases

@@ -5,20 +5,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from gradbus.actors.federated.local_training import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.shm.shared_payload import SharedPayload
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
-from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest
+from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest, UploadRequest
+from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import Identity
+
+if TYPE_CHECKING:  # loading torch takes a second and 400 MB, which the nodes of an app without it are spared
+    from torch import Tensor
 
 REPEAT_AFTER_S = 0.5  # without an answer, request again
 ANSWERS = (Grant, RetransmitRequest, Receipt)
 
 log = get_logger("client")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedUpdate:
+    """An encoded update.
+
+    Attributes:
+        key: of its frames. request: to upload it. payload: its bytes.
+        state: tensors that the client keeps if it is accepted, the codec's residual among them.
+        sealed: the shared memory with the payload, for a controller of this machine; None: it is in this process alone.
+    """
+
+    key: FrameKey
+    request: UploadRequest
+    payload: bytes | memoryview
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    sealed: SharedPayload | None = None
 
 
 class UpdateSender:

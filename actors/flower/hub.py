@@ -17,7 +17,7 @@ from typing import Literal
 
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.actors.federated.liveness import BeatClock, DuplicateControllers, claim_job
-from gradbus.actors.federated.publish import RESEND_FRAMES, RESEND_TIMES, ResendQueue
+from gradbus.actors.federated.resend_queue import RESEND_FRAMES, RESEND_TIMES, ResendQueue
 from gradbus.actors.federated.uploads import REPEATED, UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
 from gradbus.actors.flower.protocol import (
     CODEC,

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from gradbus.actors.federated.local_training import EncodedUpdate
 from gradbus.actors.federated.session import ControllerSession
-from gradbus.actors.federated.updates_out import ANSWERS, UpdateSender
+from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.flower.protocol import (
     DEFAULT_MAX_BYTES,
     HEARTBEAT_S,

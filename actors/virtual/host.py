@@ -24,13 +24,13 @@ from gradbus.actors.federated.client_optimizer import split_terms
 from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import DECLINED, HOSTED
-from gradbus.actors.federated.local_training import EncodedUpdate, RoundInputs, codec_of
+from gradbus.actors.federated.local_training import RoundInputs, codec_of
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import ANSWERS, UpdateSender
+from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.virtual.client_trainer import open_state, vector_bytes
 from gradbus.actors.virtual.pool import (
     ClientFailed,

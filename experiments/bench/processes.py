@@ -47,7 +47,11 @@ TRANSPORTS: dict[Transport, str] = {"one-host": "one host", "dds-only": "DDS onl
 
 context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds.
-context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "gradbus.runtime.bus.bus", "torch._dynamo"])
+context.set_forkserver_preload([
+    "gradbus.actors.data_parallel.elastic", "gradbus.actors.federated.controller", "gradbus.actors.federated.site",
+    "gradbus.actors.parameter_server.server", "gradbus.actors.parameter_server.worker", "gradbus.models",
+    "gradbus.runtime.bus.bus", "torch._dynamo",
+])  # fmt: skip
 _runs = itertools.count()
 
 

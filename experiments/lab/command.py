@@ -16,6 +16,7 @@ from gradbus.experiments.amounts import duration, percent, size
 from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.launch.launcher import Launch, Launcher
 from gradbus.experiments.namespaces import LinkTraffic, Network, NoNamespaces, hosts_on_a_switch, traffic
+from gradbus.experiments.rundir.reading import read_run
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key
 
@@ -185,8 +186,6 @@ def _run_directories() -> set[Path]:
 
 def _computing(made: set[Path]) -> list[str]:
     """Return how much of the time of the runs in these directories was computing; for those that say so."""
-    from gradbus.experiments.rundir.reading import read_run  # loads torch
-
     found = []
     for path in sorted(made):
         try:

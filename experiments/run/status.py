@@ -22,13 +22,21 @@ from pydantic import ConfigDict
 from gradbus.experiments.amounts import number, percent, ranges, size
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
-from gradbus.runtime.collectives.status import period_s
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.wire.control import GroupHello, GroupLeave, GroupView, Hello, Leave, RankStatus, Status
+from gradbus.runtime.wire.control import (
+    GroupHello,
+    GroupLeave,
+    GroupView,
+    Hello,
+    Leave,
+    RankStatus,
+    Status,
+    rank_status_period_s,
+)
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
@@ -136,7 +144,9 @@ class Observer:
     @property
     def listen_s(self) -> float:
         """Return how long it takes at least until every known rank has sent its status."""
-        return SILENT_S * max((period_s(received.body.world) for received in self.ranks.values()), default=0.0)
+        return SILENT_S * max(
+            (rank_status_period_s(received.body.world) for received in self.ranks.values()), default=0.0
+        )
 
     def picture(self, job: str, now_s: float) -> dict[str, Any]:
         """All that is known, as a JSON object."""
@@ -256,7 +266,7 @@ def _rank(rank: int, received: _Received | None, now_s: float) -> dict[str, Any]
         "bytes_in": body.bytes_in, "pending": body.pending, "lost": body.lost, "dropped": body.dropped,
         "silent_s": silent_s,
     }  # fmt: skip
-    if silent_s > 2 * SILENT_S * period_s(body.world):
+    if silent_s > 2 * SILENT_S * rank_status_period_s(body.world):
         found["state"] = f"silent since {silent_s:.1f} s"
     elif body.pending and body.oldest_s > SILENT_S:
         found["state"] = f"waits in {body.oldest!r} since {body.oldest_s:.1f} s"

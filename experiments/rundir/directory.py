@@ -19,6 +19,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO, TypeVar
 
+from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, WorkerFile
 from gradbus.experiments.rundir.traces import trace_of
 from gradbus.experiments.rundir.versions import machine, versions
@@ -28,9 +30,8 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
-    from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
+    from gradbus.actors.data_parallel.report import WorkerSummary
     from gradbus.actors.federated.evaluation import CrossSite
-    from gradbus.actors.federated.report import RoundReport
     from gradbus.runtime.config.data_parallel import DataParallelConfig
     from gradbus.runtime.config.federated import FederatedConfig
     from gradbus.runtime.profiling.summary import ProfileSummary
@@ -173,8 +174,6 @@ class ControllerDirectory(RunDirectory):
 
     def _rows(self) -> list[RoundReport]:
         """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
-        from gradbus.actors.federated.report import RoundReport  # loads torch
-
         path = self.path / self.reports_file
         if not self._written or not path.exists():
             return []
@@ -239,8 +238,6 @@ class WorkerDirectory(RunDirectory):
 
     def reports(self) -> list[EpochReport]:
         """The epochs of all starts of the run."""
-        from gradbus.actors.data_parallel.report import EpochReport  # loads torch
-
         return [EpochReport.from_json(entry) for entry in self._entries()]
 
     def _entries(self) -> list[dict[str, Any]]:

@@ -18,11 +18,8 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import MAX_SEQS, RankStatus
+from gradbus.runtime.wire.control import MAX_SEQS, RankStatus, rank_status_period_s
 from gradbus.runtime.wire.messages import Identity
-
-EVERY_S = 1.0
-RANKS_PER_S = 64  # that publish, all together: every rank receives all of it
 
 MAX_LINES = 20  # of one look; how many more there are is logged in one line
 
@@ -81,11 +78,6 @@ class StallLog:
         )  # fmt: skip
 
 
-def period_s(world: int) -> float:
-    """Seconds between two status messages of each rank of a group of this size."""
-    return max(EVERY_S, world / RANKS_PER_S)
-
-
 @dataclass(slots=True)
 class TrainingPosition:
     """Step and epoch of the worker of a group, which writes them. -1: there is no worker. ``mean_ranks``: as in
@@ -112,7 +104,7 @@ class StatusReporter:
     async def run(self) -> None:
         """Publish until cancelled. Nothing that goes wrong here concerns the group."""
         while True:
-            await asyncio.sleep(period_s(self._engine.world))
+            await asyncio.sleep(rank_status_period_s(self._engine.world))
             try:
                 self._stalls.look(self._engine.waiting)
                 with contextlib.suppress(BusError):

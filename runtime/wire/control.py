@@ -547,6 +547,15 @@ class GroupLeave:
     lost_reasons: Reasons = dataclasses.field(default_factory=list)
 
 
+RANK_STATUS_EVERY_S = 1.0
+RANK_STATUSES_PER_S = 64  # of all ranks together: every rank receives all of them
+
+
+def rank_status_period_s(world: int) -> float:
+    """Seconds between two status messages of each rank of a group of this size."""
+    return max(RANK_STATUS_EVERY_S, world / RANK_STATUSES_PER_S)
+
+
 @dataclass(frozen=True, slots=True, config=STRICT)
 class RankStatus:
     """Rank to all, once a second: its position in training, for observers. The other ranks do not use it.

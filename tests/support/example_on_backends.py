@@ -1,8 +1,7 @@
-"""What torchrun starts in test_integrations.py: an example on one backend after the other, in the same processes.
+"""What torchrun starts in test_integrations.py: examples on one backend after the other, in the same processes.
 
-Each of these libraries takes seconds to load. So what it remembers of the group that is gone is taken from it here.
-What an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``. A backend has one turn: gloo
-would find the addresses of its earlier default group in the store of torchrun.
+Torch and each of these libraries take seconds to load. So what a library remembers of the group that is gone is taken
+from it here. What an example prints is written to a file of its own: ``FOLDER/NAME-BACKEND-RANK.json``.
 """
 
 from __future__ import annotations
@@ -10,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, distributed_c10d
 
 
 def forget(name: str) -> None:
@@ -31,6 +34,17 @@ def forget(name: str) -> None:
         comm.cdb = None
 
 
+def with_a_store_for_each_group() -> None:
+    """Else gloo would find the addresses of its earlier default groups in the store of torchrun."""
+    plain, count = distributed_c10d.rendezvous, itertools.count()
+
+    def rendezvous(*arguments: Any, **named: Any) -> Iterator[Any]:
+        for store, rank, world in plain(*arguments, **named):
+            yield PrefixStore(f"group {next(count)}", store), rank, world
+
+    distributed_c10d.rendezvous = rendezvous  # type: ignore[assignment]
+
+
 def run(name: str, backends: Sequence[str], folder: Path) -> None:
     """One example on all backends."""
     example = importlib.import_module(f"gradbus.experiments.examples.{name}_training")
@@ -44,5 +58,7 @@ def run(name: str, backends: Sequence[str], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    FOLDER, NAME, BACKENDS = sys.argv[1:]
-    run(NAME, BACKENDS.split(","), Path(FOLDER))
+    FOLDER, NAMES, BACKENDS = sys.argv[1:]
+    with_a_store_for_each_group()
+    for NAME in NAMES.split(","):
+        run(NAME, BACKENDS.split(","), Path(FOLDER))

@@ -24,6 +24,11 @@ def late(what: str, backend: str) -> list[dict[str, Any]]:
     return play("algorithm_scenes", f"late_{what}", 2, backend)
 
 
+@cache
+def losses() -> list[dict[str, Any]]:
+    return play("algorithm_scenes", "losses_and_hashes", 2, "dds")
+
+
 def largest_difference(here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in zip(here, there, strict=True))
 
@@ -125,7 +130,7 @@ def test_a_state_in_which_more_waits_than_the_delay_has_room_for_is_refused(back
 
 
 def test_an_algorithm_is_told_the_mean_loss_of_the_last_step_that_counted_and_ranks_that_differ_are_named() -> None:
-    first, second = play("algorithm_scenes", "losses_and_hashes", 2, "dds")
+    first, second = losses()
     means = [(one + other) / 2 for one, other in zip(first["own"], second["own"], strict=True)]
     for found in (first, second):
         assert found["told"][0] != found["told"][0]  # NaN: there is none yet
@@ -135,7 +140,7 @@ def test_an_algorithm_is_told_the_mean_loss_of_the_last_step_that_counted_and_ra
 
 
 def test_with_a_delay_what_is_due_follows_from_no_loss_and_a_late_result_is_told_that_of_its_step() -> None:
-    first, second = play("algorithm_scenes", "losses_and_hashes", 2, "dds")
+    first, second = losses()
     means = [(one + other) / 2 for one, other in zip(first["own_late"], second["own_late"], strict=True)]
     for found in (first, second):
         assert all(loss != loss for loss in found["due"])  # NaN: it may come meanwhile, on one rank before another
@@ -143,7 +148,7 @@ def test_with_a_delay_what_is_due_follows_from_no_loss_and_a_late_result_is_told
 
 
 def test_an_exchange_of_weights_that_overlaps_is_told_the_loss_of_the_step_before_as_in_a_run() -> None:
-    first, second = play("algorithm_scenes", "losses_and_hashes", 2, "dds")
+    first, second = losses()
     means = [(one + other) / 2 for one, other in zip(first["own_overlapping"], second["own_overlapping"], strict=True)]
     for found in (first, second):
         assert found["overlapping"][0] != found["overlapping"][0]  # NaN: there is none yet

@@ -27,8 +27,9 @@ from gradbus.actors.aggregation.common_grid import (
 )
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.aggregation.grid_steps import STEPS, CommonSteps, next_exponents
-from gradbus.actors.aggregation.partial_sum import Integers, PartialSum, SumSummary
+from gradbus.actors.aggregation.partial_sum import Integers, PartialSum
 from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.runtime.errors import CheckpointError, ConfigError
 

@@ -22,13 +22,11 @@ from gradbus.actors.aggregation.partial_sum import (
     MAX_RANGES,
     NotAPartialSum,
     PartialSum,
-    SumSummary,
     encode,
-    exact_parts,
     max_bytes,
     parse,
-    ranges_of,
 )
+from gradbus.actors.aggregation.sum_summary import SumSummary, exact_parts, ranges_of
 from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.codecs import CodecError, DimMismatchError
 

@@ -13,7 +13,8 @@ from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, RoundInputs
+from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
+from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.models.task import TrainResult
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.wire.control import Receipt, Welcome
@@ -73,7 +74,7 @@ def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_par
         return client
 
     first = started()
-    owed = first.train(1, torch.zeros(2 * DIM)).residual
+    owed = first.train(1, torch.zeros(2 * DIM)).state.get("residual")
     first.training.close()
     assert owed is not None
     again = started()

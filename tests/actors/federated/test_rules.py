@@ -16,8 +16,9 @@ from gradbus import codecs
 from gradbus.actors.aggregation import updates
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, RoundInputs
+from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
 from gradbus.actors.federated.rules.scaffold import ControlVariates
+from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.shm.shared_payload import PayloadMemory

@@ -12,6 +12,7 @@ from intake_hall import DIM, Hall, Sender, deliver, run_with
 from gradbus import codecs
 from gradbus.actors.aggregation import partial_sum
 from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.runtime.wire.control import Receipt
 
@@ -69,7 +70,7 @@ def field(offset: int, form: str, value: int) -> bytes:
         (replace(FIRST, payload=FIRST.payload[:-1]), "malformed", "cut short"),
         (
             replace(FIRST, payload=partial_sum.encode(
-                partial_sum.SumSummary(21, 2, (range(2),), (), 0), torch.full((DIM,), 1 << 62), None
+                SumSummary(21, 2, (range(2),), (), 0), torch.full((DIM,), 1 << 62), None
             )), "refused", "larger than theirs can be",
         ),
         (replace(FIRST, payload=bytes(partial_sum.max_bytes(DIM) + 1)), "oversized", "at most"),

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from gradbus import codecs
 from gradbus.actors.aggregation.common_grid import EXACT, MAX_ADDENDS, MAX_EXPONENT, CommonGrid, Dither, limit_for
 from gradbus.actors.aggregation.exact_sum import ExactMean
-from gradbus.actors.aggregation.partial_sum import PartialSum, SumSummary
+from gradbus.actors.aggregation.partial_sum import PartialSum
+from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
 from gradbus.actors.secure_aggregation.keys import Attempt, NotInProtocol, Roster, RosterEntry
 from gradbus.actors.secure_aggregation.masked_values import (

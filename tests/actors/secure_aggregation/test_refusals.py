@@ -8,8 +8,9 @@ import pytest
 
 import gradbus
 from gradbus.actors.aggregation.clipping import CAPPED, LimitedStrategy, SampleCap
-from gradbus.actors.aggregation.partial_sum import PartialSum, SumSummary
+from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.aggregation.sum_summary import SumSummary
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated.combinations import check_combination
 from gradbus.actors.federated.rounds import Outcome, Round, RoundRules

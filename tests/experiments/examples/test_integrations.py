@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from dds_domains import new_domain
 
 pytestmark = pytest.mark.slow
 
@@ -25,19 +26,27 @@ def python_of(root: Path) -> str:
     return str(python)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_to_the_same_bits_as_on_gloo(root: Path, domain: int, tmp_path: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def trained(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of what all examples reported, and what they wrote to stderr: one launch, as each loads torch."""
+    folder = tmp_path_factory.mktemp("trained")
     command = [python_of(root), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT]
-    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(new_domain()), "OMP_NUM_THREADS": "1"}
     # With DeepSpeed the interpreter was once aborted as it ended ("terminate called without an active exception"). It
     # ends after gloo's turn: where all reports are there, what is tested of "dds" has ended well.
     ended = subprocess.run(
-        [*command, str(tmp_path), name, ",".join(BACKENDS)], cwd=root, env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
-        timeout=ENDS_S, capture_output=True, text=True, check=False,
+        [*command, str(folder), ",".join(EXAMPLES), ",".join(BACKENDS)], cwd=root,
+        env={**environment, "GLOO_SOCKET_IFNAME": "lo"}, timeout=ENDS_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob(f"{name}-*.json")]
+    return folder, ended.stderr
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_to_the_same_bits_as_on_gloo(trained: tuple[Path, str], name: str) -> None:
+    folder, errors = trained
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"{name}-*.json")]
     found = {(report.pop("backend"), report.pop("rank")): report for report in reports}
-    assert sorted(found) == [(backend, rank) for backend in BACKENDS for rank in range(2)], ended.stderr
+    assert sorted(found) == [(backend, rank) for backend in BACKENDS for rank in range(2)], errors
     for rank in range(2):
         assert found["dds", rank] == found["gloo", rank]
     assert found["dds", 0]["weights"] == found["dds", 1]["weights"]

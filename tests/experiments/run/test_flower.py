@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
 import shutil
@@ -48,9 +47,20 @@ def _contents(app: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in app.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
 
-def run_app(flower: Path, app: Path, domain: int, *options: str) -> str:
-    """Run an app with two nodes. What its ServerApp printed."""
-    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1"}
+@pytest.fixture
+def without_torch(tmp_path: Path) -> Path:
+    """A folder for PYTHONPATH with which no program can load torch."""
+    folder = tmp_path / "without"
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise ImportError('a program without a need for torch loads it')")
+    return folder
+
+
+def run_app(flower: Path, app: Path, domain: int, *options: str, path: str = "") -> str:
+    """Run an app with two nodes. What its ServerApp printed. ``path``: the PYTHONPATH."""
+    environment = {
+        **os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
+    }  # fmt: skip
     gradbus = str(flower / "gradbus")
     commands = [
         [gradbus, "flower", "run", str(app), *options],
@@ -94,16 +104,19 @@ def expected_accuracies(app: Path) -> list[float]:
     return expected
 
 
-# The second app of messages runs with the newest Flower alone: it differs in their content, not in what Flower does.
+# Each version has the app of client_fn and one of messages: these differ in their content, not in what Flower does.
 @pytest.mark.parametrize(
     ("flower", "app"),
-    [*itertools.product(FLOWERS, ["numpy-app", "torch-app"]), (next(iter(FLOWERS)), "sklearn-app")],
+    [("1.42", "numpy-app"), ("1.42", "torch-app"), ("1.41", "numpy-app"), ("1.41", "sklearn-app")],
     indirect=True,
 )
-def test_an_app_trains_with_no_byte_of_it_changed(flower: Path, app: Path, domain: int) -> None:
+def test_an_app_trains_with_no_byte_of_it_changed_and_torch_is_loaded_for_its_own_sake_alone(
+    flower: Path, app: Path, domain: int, without_torch: Path
+) -> None:
     is_numpy = app.name == "numpy-app"
     config = "num-server-rounds=2" + " learning-rate=0.25" * is_numpy
-    printed = run_app(flower, app, domain, "--run-config", config)
+    path = "" if app.name == "torch-app" else str(without_torch)
+    printed = run_app(flower, app, domain, "--run-config", config, path=path)
     assert "done: messages down" in printed
     found = accuracies(printed)
     assert len(found) == 2

@@ -22,6 +22,7 @@ from patience import PATIENT_S
 import gradbus
 from gradbus.actors.federated import updates_out as update_sender
 from gradbus.actors.federated import uploads
+from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
@@ -32,6 +33,7 @@ from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import (
     PROTOCOL,
     Body,
@@ -348,7 +350,7 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
         async def client(client_id: int) -> None:
             async with gradbus.connect(job=job, domain=domain) as bus:
-                await gradbus.Client(bus, (Slow if client_id else NoopTask)(100), client_id=client_id).run()
+                await Client(bus, (Slow if client_id else NoopTask)(100), client_id=client_id).run()
 
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             controller = gradbus.Controller(bus, NoopTask(100), config)
@@ -376,9 +378,7 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_group_of_ranks_and_the_collective_that_it_waits_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradbus.runtime.collectives import status
-
-    monkeypatch.setattr(status, "EVERY_S", 0.1)
+    monkeypatch.setattr(control, "RANK_STATUS_EVERY_S", 0.1)
 
     def tells_of_both(found: dict[str, Any]) -> bool:
         states = [rank["state"] for group in found.get("groups", ()) for rank in group["ranks"]]

@@ -15,6 +15,7 @@ from gradbus.runtime.collectives import status
 from gradbus.runtime.collectives.data_movement import Barrier
 from gradbus.runtime.collectives.operation import Operation, OperationKey
 from gradbus.runtime.collectives.status import MAX_LINES, StallLog
+from gradbus.runtime.wire import control
 
 
 class Log:
@@ -77,7 +78,7 @@ def test_lines_that_cannot_be_written_do_not_come_again_at_once(log: Log, monkey
 
 
 def test_a_plain_group_names_the_rank_that_does_not_call(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "EVERY_S", 0.05)
+    monkeypatch.setattr(control, "RANK_STATUS_EVERY_S", 0.05)
 
     async def main() -> None:
         job, domain = f"stalls-{os.getpid()}", new_domain()
