@@ -55,6 +55,16 @@ def pytest_unconfigure() -> None:
     _HOME.cleanup()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage meanwhile: nearly all that is made lives until the end, and is walked over again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: with two workers, the quick ones that are left fill the last minute of both."""
     slow = {item.path for item in items if "slow" in item.keywords}
