@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import gc
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import memory_maps
 import pytest
+import turns
 from dds_domains import new_domain
 from hypothesis import HealthCheck, settings
 
@@ -50,9 +50,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_unconfigure() -> None:
-    if _turns is not None:
-        _turns.close()
+    if turns.of_this_worker is not None:
+        turns.of_this_worker.close()
     _HOME.cleanup()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage meanwhile: nearly all that is made lives until the end, and is walked over again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,43 +89,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     atexit.register(gc.unfreeze)  # else libraries complain at the end of what was never freed
 
 
-class _Turns:
-    """A test marked `alone` runs while the other workers of pytest-xdist run none.
-
-    Args:
-        folder: the same for all workers of a run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._queue, self._room = (open(folder / name, "w") for name in ("queue", "room"))  # noqa: SIM115
-        self._keeps = False
-
-    def enter(self, *, alone: bool) -> None:
-        """Wait until a test may run. Who waits for all others to finish keeps the queue, so that none begins anew."""
-        if self._keeps and alone:
-            return
-        self.leave(keep=False)
-        fcntl.flock(self._queue, fcntl.LOCK_EX)
-        fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(self._queue, fcntl.LOCK_UN)
-
-    def leave(self, *, keep: bool) -> None:
-        """After a test; ``keep`` when the next one shall run alone as well, right after this one."""
-        self._keeps = keep
-        if not keep:
-            fcntl.flock(self._room, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """At the end of the run."""
-        self._queue.close()
-        self._room.close()
-
-
-_turns: _Turns | None = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["GRADBUS_TESTS_TURNS"] = _HOME.name  # for the workers, if this process starts some
 elif _folder := os.environ.pop("GRADBUS_TESTS_TURNS", ""):
-    _turns = _Turns(Path(_folder))
+    turns.of_this_worker = turns.Turns(Path(_folder))
 
 
 def _is_alone(item: pytest.Item | None) -> bool:
@@ -125,13 +102,14 @@ def _is_alone(item: pytest.Item | None) -> bool:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of a test begins to count
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """Have each test wait for its turn."""
-    if _turns is None:
+    if (own := turns.of_this_worker) is None:
         return (yield)
-    _turns.enter(alone=_is_alone(item))
+    own.enter(alone=_is_alone(item))
     try:
         return (yield)
     finally:
-        _turns.leave(keep=_is_alone(item) and _is_alone(nextitem))
+        if not (_is_alone(item) and _is_alone(nextitem)):
+            own.leave()
 
 
 @pytest.hookimpl(wrapper=True)

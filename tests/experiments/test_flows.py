@@ -89,7 +89,6 @@ def test_a_demo_trains_and_leaves_a_complete_run_directory(start, invoke, domain
     assert again.accuracy == summary["accuracy"]
 
 
-@pytest.mark.alone
 def test_ctrl_c_ends_a_demo_and_all_its_processes_in_order(fork, domain, tmp_path: Path) -> None:
     runs = (f"run-{number}" for number in itertools.count())
 
@@ -225,7 +224,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(fork, invoke, 
     assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.alone
 def test_a_controller_that_is_terminated_says_how_to_go_on(fork, domain, tmp_path: Path, configs: Path) -> None:
     null = ("--set", "task.task=gradbus.models:NoopTask", "--set", 'task.task_options={"dim": 10}')
     config = configs / "controller.conf.json"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from patience import until
+from turns import have_the_machine
 
 from gradbus.experiments.lab import command, conditions, switch
 from gradbus.experiments.lab.command import environment_of, report, split
@@ -36,7 +37,6 @@ from gradbus.experiments.namespaces import (
 from gradbus.runtime.errors import ConfigError
 
 netns = pytest.mark.netns
-pytestmark = pytest.mark.alone
 
 
 @contextmanager
@@ -140,11 +140,12 @@ def waiting(far: socket.socket, idle_s: float) -> list[int]:
 @pytest.mark.parametrize("by", ["kernel", "switch"])
 def test_tcp_has_the_rate_of_the_link(by: Carrier) -> None:
     with network_of(2, LinkConditions(rate_bit_s=50e6), by) as network:
-        for _ in range(6):  # where other work takes the processors a link is idle at times
+        for attempt in range(6):  # where other work takes the processors a link is idle at times, and its receiver late
             found = rate_mbit_s(*network.hosts, size=1_000_000) * 1514 / 1448  # with the headers of each segment
-            assert found < 1.1 * 50
-            if found > 0.9 * 50:
+            if 0.9 * 50 < found < 1.1 * 50:
                 return
+            assert attempt == 0 or found < 1.1 * 50
+            have_the_machine()
     raise AssertionError(found)
 
 

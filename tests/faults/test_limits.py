@@ -166,7 +166,6 @@ def test_a_client_that_lives_and_sends_nothing_costs_a_round_its_deadline_and_no
     assert clients[1].wait() == 0
 
 
-@pytest.mark.alone
 def test_two_hundred_clients_that_all_start_again_at_once_are_back_within_seconds() -> None:
     seconds = asyncio.run(_all_again(200))
     assert seconds < 30.0
@@ -182,7 +181,6 @@ class Busy(NoopTask):
         return super().train(model, **arguments)
 
 
-@pytest.mark.alone
 def test_a_hundred_clients_that_train_in_one_process_leave_its_loop_a_turn() -> None:
     # If all trained at once, most of the 3 s that they need would pass without a turn.
     assert soonest(lambda: asyncio.run(_longest_wait_for_a_turn_s(100)), 1.0) < 1.0

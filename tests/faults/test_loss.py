@@ -47,7 +47,6 @@ def clean() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("loss_per_mille", "factor", "count"), [(10, 5, ROUNDS), (100, 15, 10), (300, 80, 5)])
 @pytest.mark.timeout(320)
-@pytest.mark.alone
 def test_lost_packets_cost_time_and_nothing_else(
     loss_per_mille: int, factor: float, count: int, clean: dict[str, Any]
 ) -> None:

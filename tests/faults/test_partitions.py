@@ -14,7 +14,7 @@ from federation import Federation
 from gradbus.experiments.lab.conditions import LinkConditions
 from gradbus.experiments.namespaces import Host, Network, NoNamespaces, hosts_on_a_switch, set_link
 
-pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]
 
 
 def network(here: Host, other: Host, **more: Any) -> dict[str, Any]:

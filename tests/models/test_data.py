@@ -87,7 +87,6 @@ def test_a_root_that_is_a_file_counts_as_missing(tmp_path: Path) -> None:
         mnist(tmp_path / "file", download=False)
 
 
-@pytest.mark.alone
 def test_a_silent_mirror_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(download_module, "PROBE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from turns import have_the_machine
+
 T = TypeVar("T")
 
 PATIENT_S = 20.0
@@ -21,12 +23,13 @@ PATIENT = {"GRADBUS_BUS__LEASE_S": f"{PATIENT_S:g}", "GRADBUS_FEDERATED__CLIENTS
 def soonest(attempt: Callable[[], float], limit_s: float) -> float:
     """How long something takes at best, of three attempts at most; one that is within the limit is enough.
 
-    A machine that stands still makes single attempts longer, never shorter. What else an attempt checks must hold in
-    each of them.
+    A machine that stands still makes single attempts longer, never shorter. So the first one is beside the tests of
+    other workers, and those after it have the machine. What else an attempt checks must hold in each of them.
     """
     taken_s = attempt()
     for _ in range(2):
         if taken_s >= limit_s:
+            have_the_machine()
             taken_s = min(taken_s, attempt())
     return taken_s
 

@@ -138,7 +138,8 @@ async def _idle_bus(domain: int, lease_s: float | None, pipe: Connection) -> Non
         await asyncio.sleep(600)
 
 
-def _burn(for_s: float) -> None:
+def _burn(for_s: float, nice: int) -> None:
+    os.nice(nice)
     until_s = time.monotonic() + for_s
     while time.monotonic() < until_s:
         sum(range(10_000))
@@ -293,14 +294,14 @@ def hold_gil(for_s: float) -> Disturbance:
     return disturb
 
 
-def starve_one(for_s: float, busy: int = 8) -> Disturbance:
-    """Let the last rank of each group run at the lowest priority beside ``busy`` other processes."""
+def starve_one(for_s: float, busy: int = 8, burner_nice: int = 0) -> Disturbance:
+    """Let the last rank of each group run at the lowest priority beside ``busy`` other processes of a higher one."""
 
     def disturb(made: Sequence[GroupRun]) -> None:
         starved = [group.ranks[-1].process.pid for group in made]
         for process in starved:
             _renice(process, 19)
-        burners = [context.Process(target=_burn, args=(for_s + 30.0,), daemon=True) for _ in range(busy)]
+        burners = [context.Process(target=_burn, args=(for_s + 30.0, burner_nice), daemon=True) for _ in range(busy)]
         for burner in burners:
             burner.start()
         time.sleep(for_s)

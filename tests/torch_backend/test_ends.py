@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 AT_ONCE_S = 3.5  # what waits for no lease, on a machine that does other things, too
 
 
-@pytest.mark.alone
 def test_a_killed_rank_is_an_exception_on_all_others() -> None:
     assert soonest(one_is_killed, SOON_S) < SOON_S
 
@@ -41,7 +40,6 @@ def one_is_killed() -> float:
     return max(event["at_s"] for event in failed) - died["at_s"]
 
 
-@pytest.mark.alone
 def test_a_killed_rank_ends_a_backward_pass_of_ddp() -> None:
     assert soonest(killed_in_ddp, SOON_S) < SOON_S
 
@@ -103,7 +101,6 @@ def test_a_callback_that_waits_for_what_waits_for_it_fails_at_the_deadline() -> 
         assert result["next"] == 2.0
 
 
-@pytest.mark.alone
 def test_what_needs_a_rank_that_has_left_fails_at_once() -> None:
     assert soonest(one_leaves_first, AT_ONCE_S) < AT_ONCE_S
 
@@ -187,7 +184,6 @@ ended_s.append(time.monotonic())
 """
 
 
-@pytest.mark.alone
 def test_a_program_that_forgets_its_groups_ends_in_order(tmp_path: Path) -> None:
     """With exit code 0, soon, and without a word, on all ranks."""
     assert soonest(lambda: forgetful(tmp_path), AT_ONCE_S) < AT_ONCE_S

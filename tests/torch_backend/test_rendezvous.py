@@ -146,7 +146,6 @@ def test_whole_jobs_of_both_backends_begin_and_end_with_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_when_rank_0_is_killed_all_others_are_told_soon_and_any_other_rank_is_not_missed() -> None:
     assert soonest(one_after_the_other_dies, SOON_S) < SOON_S
 

@@ -209,7 +209,6 @@ def test_what_is_too_large_is_refused_before_it_is_sent(stores: list[DdsStore]) 
             store.set("n", 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.alone
 def test_a_wait_that_ends_says_for_what_it_waited(stores: list[DdsStore]) -> None:
     stores[0].set("there", "1")
     for store in stores[:2]:

@@ -207,7 +207,6 @@ def test_training_equals_that_of_one_process_with_the_data_of_all() -> None:
 
 
 @slow
-@pytest.mark.alone
 def test_who_is_late_is_named_and_who_is_dead_ends_the_step() -> None:
     assert soonest(late_then_dead, SOON_S) < SOON_S
 

@@ -237,7 +237,6 @@ def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int, monkeypatch
     assert len({report.weights_crc32 for reports in together.values() for report in reports}) == 6
 
 
-@pytest.mark.alone
 def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(domain: int) -> None:
     switch_interval_s, before = sys.getswitchinterval(), set(threading.enumerate())
 

@@ -292,7 +292,6 @@ def test_bounds_below_one_are_refused(bad: dict[str, int]) -> None:
         Profile(0, **bad)  # type: ignore[arg-type]
 
 
-@pytest.mark.alone
 def test_a_step_costs_little() -> None:
     """30 us are allowed for six spans and four counters, and 13 measured; the bound leaves room for busy machines."""
     profile = Profile(0)

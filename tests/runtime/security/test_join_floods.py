@@ -51,7 +51,6 @@ async def in_s(bus: Bus) -> float:
 
 
 @pytest.mark.faults
-@pytest.mark.alone
 def test_a_flood_of_hellos_in_its_name_and_of_answers_does_not_keep_a_node_of_the_list_out(tmp_path: Path) -> None:
     known = Identities(tmp_path, clients=3)
     place = {"job": f"flood-{os.getpid()}", "domain": new_domain(), "lease_s": 1.0}
