@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-_global_generator_lock = threading.Lock()
+_global_generator_lock = threading.RLock()  # one model may be built of another
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -19,6 +19,7 @@ from gradbus.models import (
     glyphs,
     mnist_cnn,
     mnist_mlp,
+    seeded_global_generator,
 )
 
 DATA = glyphs(train=400, test=150)
@@ -57,6 +58,19 @@ class OwnTask:
         return TrainResult(1, 0.0)
 
     def evaluate(self, model: nn.Module) -> None: ...
+
+
+def test_a_model_may_be_built_of_another_one_and_both_are_those_of_their_seeds() -> None:
+    def alone(seed: int) -> torch.Tensor:
+        with seeded_global_generator(seed):
+            return torch.rand(2)
+
+    with seeded_global_generator(1):
+        first = torch.rand(1)
+        inner = alone(2)
+        outer = torch.cat([first, torch.rand(1)])
+    assert torch.equal(inner, alone(2))
+    assert torch.equal(outer, alone(1))
 
 
 @pytest.mark.parametrize("task", [make_task(), NoopTask(3), OwnTask()], ids=["classification", "null", "own"])
