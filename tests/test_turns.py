@@ -67,6 +67,17 @@ def test_what_takes_too_long_beside_others_is_tried_again_alone(
     assert entered[-1].wait(SOON_S)
 
 
+def test_who_cannot_have_the_machine_in_time_goes_on_beside_others(workers: list[Turns]) -> None:
+    first, second, third = workers
+    for worker in (first, second):
+        worker.enter(alone=False)
+    first.enter(alone=True, within_s=0.05)
+    third.enter(alone=False)  # the queue is free again
+    second.leave()
+    third.leave()
+    assert not begun(lambda: second.enter(alone=True)).wait(0.05)
+
+
 def test_two_tests_that_both_want_the_machine_have_it_one_after_the_other(workers: list[Turns]) -> None:
     first, second, _ = workers
     for worker in (first, second):

@@ -18,7 +18,7 @@ from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest, Uplo
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import Identity
 
-if TYPE_CHECKING:  # loading torch takes a second and 400 MB, which the nodes of an app without it are spared
+if TYPE_CHECKING:  # loading torch takes a second and 500 MB, which the nodes of an app without it are spared
     from torch import Tensor
 
 REPEAT_AFTER_S = 0.5  # without an answer, request again

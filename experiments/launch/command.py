@@ -20,9 +20,10 @@ from gradbus.experiments.run.rank_environment import MAX_WORLD
 from gradbus.experiments.rundir.directory import begun_at, new_path, outcome_of
 from gradbus.runtime.errors import ConfigError
 
-LAST_CALL_S = 60
-"""Process 0 waits for so long for a rank that is lost before it has seen it: it cannot know its end. On one machine
-nobody can be cut off from the others, and found a second group."""
+LAST_CALL_S = 60.0
+"""Process 0 waits for so long for a rank that it has not seen, unless the configuration says otherwise: it cannot know
+whether that has been killed or takes long to load. On one machine nobody can be cut off from the others, and found a
+second group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,10 @@ class ElasticLaunch:
         """Options of each rank. Raises ConfigError: the job has parameter servers."""
         if file.parameter_server.servers:
             raise ConfigError("--elastic is not for parameter servers, which go on without some workers by themselves")
-        values = {"min_world": self.min_world, "max_world": self.max_world, "last_call_s": LAST_CALL_S}
-        options = [part for key, value in values.items() for part in ("--set", f"parallel.elastic.{key}={value}")]
+        values: dict[str, float] = {"min_world": self.min_world, "max_world": self.max_world}
+        if "last_call_s" not in file.parallel.elastic.model_fields_set:
+            values["last_call_s"] = min(LAST_CALL_S, file.parallel.elastic.wait_s / 2)
+        options = [part for key, value in values.items() for part in ("--set", f"parallel.elastic.{key}={value:g}")]
         return options if file.run_dir is not None else [*options, "--run-dir", str(run_dir)]
 
 

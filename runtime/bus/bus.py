@@ -261,8 +261,8 @@ class Bus:
         return kind in self._writers
 
     def matched_readers(self, kind: type[Any]) -> int:
-        """Readers that match our writer of this topic. With encryption: of processes that have proved to this one that
-        they are alive, which takes them milliseconds; others would drop a part of what is sent at once."""
+        """Readers that match our writer of this topic. Where members share a key: of processes that know that this one
+        is alive, which takes milliseconds; others would drop a part of what is sent at once."""
         writer = self._writers.get(kind)
         return 0 if writer is None else writer.matched
 

@@ -18,8 +18,9 @@ those may have decided on a generation with a process that nobody of the rest kn
 A process has no past: one that is started again has another incarnation, and joins like any other. It never makes a
 first generation where others have one. The first generation is made by the founder with number 0, once it sees all
 founders, and none that knows of a generation; one that is started again before that may join in a founder's place. It
-does not wait for one that it has seen and lost since, if enough are left, and for others until its last call alone, if
-it has one: nobody else makes a first generation, so that one which was only cut off joins later.
+does not wait for one that it has seen and lost since, if enough are left. For one that it has not seen it waits until
+its last call is over, if it has one. Nobody else makes a first generation, so that one which was only cut off, or comes
+later, joins.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class GenerationAgreement:
         group: name. me: this process. generation: the newest known one, 0: none. members: of it, in rank order.
         resting: this member stands between two steps, so that members may join and leave without harm.
         leaving: it wants to leave. ended: its run has come to the end.
+        last_call_s: for so long process 0 waits for founders that it has not seen, once ``min_world`` are there.
         host: for the others' messages to people.
     """
 
@@ -83,7 +85,6 @@ class GenerationAgreement:
         self.leaving = False
         self.ended = False
         self.last_call_s = math.inf
-        """For so long process 0 waits for founders that are missing, once ``min_world`` are there."""
         self._founders = founders
         self._enough_s: float | None = None  # since when so many founders are there
         self._lost_founders: set[int] = set()  # numbers of those that were lost before there was a generation
@@ -324,7 +325,7 @@ class GenerationAgreement:
 
     @property
     def _missing_founders(self) -> list[int]:
-        """Numbers of those that the first generation is not made without."""
+        """Numbers of those that the first generation is not made without before the last call is over."""
         there = {self.me.number, *(member.number for member in self._fresh)}
         missing = [number for number in range(self._founders) if number not in there]
         needed = [number for number in missing if not number or number not in self._lost_founders]  # 0 alone founds

@@ -82,7 +82,9 @@ class Membership:
             self._changed = asyncio.Event()
             self._is_formed = False
             self._left: set[int] = set()
-            self._told: dict[int, str] = {}  # ranks whose loss another rank has reported, and the reason that it gave
+            # Ranks whose loss another rank has reported first, and the reason that it gave. Written on a thread that
+            # takes frames, read on the loop at the end.
+            self._told: dict[int, str] = {}
             self._replied_s = 0.0
             self._has_warned = False
             self._probes: deque[tuple[int, int, int]] = deque()  # rank, topic, digest
@@ -315,7 +317,8 @@ class Membership:
             for lost in leave.lost:  # before: it is what the others want to know
                 why = reasons.get(lost, "gone")
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
-                    self._told.setdefault(lost, why)
+                    if lost not in self.engine.dead:
+                        self._told.setdefault(lost, why)
                     self._lose(lost, f"{why} (told by rank {rank})")
             how = f"left: {DONE}" if leave.ok and leave.reason == DONE else leave.reason
             (self.engine.leave if leave.ok else self._lose)(rank, how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
@@ -53,8 +53,18 @@ class ElasticSettings(Settings):
     """Seconds that a process waits for enough others, or for a majority, before it gives up."""
     last_call_s: Annotated[Duration | None, PER_RANK] = None
     """Seconds that process 0 waits for the other founders once `min_world` are there; it begins without those that are
-    missing then, and they join when they come. null: it waits for all. `gradbus run --elastic` sets 60. Between
-    machines a process 0 that is started again while the network is cut would begin the run a second time."""
+    missing then, and they join when they come; less than `wait_s`. null: it waits for all. `gradbus run --elastic` sets
+    60, or half of `wait_s`. Between machines a process 0 that is started again while the network is cut would begin the
+    run a second time."""
+
+    @model_validator(mode="after")
+    def _ends_in_time(self) -> Self:
+        if self.last_call_s is not None and self.last_call_s >= self.wait_s:
+            raise ValueError(
+                f"last_call_s ({self.last_call_s:g}) has to be less than wait_s ({self.wait_s:g}), after which all "
+                f"give up: set a smaller one"
+            )
+        return self
 
     @property
     def is_on(self) -> bool:

@@ -187,7 +187,7 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
 def _hint(kind: type[BaseModel], location: list[str], *, is_section: bool) -> str:
     """Which key was probably meant by the last step of the location: one of that name in a group within its own, else
     in any other, else one with a similar name in its own group, or within. ``is_section``: whether its value is one;
-    another value is not meant for a group, which often has a similar name to that of its most used key."""
+    another value is not meant for a group: ``roundz`` is more similar to the group ``round`` than to ``rounds``."""
     *place, wrong = location
     group = _group_at(kind, place)
     if group is None:
@@ -260,6 +260,7 @@ def _field_type(kind: type[BaseModel] | None, key: str) -> type[BaseModel] | Non
 
 
 def _is_group(kind: type[BaseModel], location: Iterable[str]) -> bool:
+    """Whether there is a group of settings, and no choice, at this place, counted from the whole settings."""
     return _group_at(kind, location) not in (None, Choice)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -67,9 +67,9 @@ class JobMembership(AccessPolicy, ABC):
     def participants(self) -> set[bytes] | None:
         """GUID prefixes of the members' DDS participants; None: this process is not a member yet, and cannot tell."""
 
-    def authenticated(self) -> set[bytes] | None:
-        """GUID prefixes of the DDS participants of other members that have proved to be alive; None: this membership
-        asks for no such proof. Thread-safe."""
+    def authenticated(self) -> Collection[bytes] | None:
+        """GUID prefixes of the DDS participants of other members that have proved to be alive, and to which this
+        process has said the same of itself; None: this membership asks for no such proof. Thread-safe."""
         return None
 
     @abstractmethod
@@ -130,12 +130,10 @@ class EncryptedWriter(_MatchedWithKey, Writer):
         unsent: number of samples that had no recipient.
     """
 
-    def __init__(
-        self, topic: Topic, wire: Writer, fast: bool, membership: JobMembership, own_prefixes: Callable[[], set[bytes]]
-    ) -> None:
-        """``own_prefixes``: returns the GUID prefixes of this process's participants."""
+    def __init__(self, topic: Topic, wire: Writer, fast: bool, membership: JobMembership, own_prefix: bytes) -> None:
+        """``own_prefix``: GUID prefix of the participant of this bus."""
         self._membership = membership
-        self._own_prefixes = own_prefixes
+        self._own_prefix = own_prefix
         self._readers: dict[int, MatchedReader] = {}
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
@@ -167,16 +165,18 @@ class EncryptedWriter(_MatchedWithKey, Writer):
 
     @property
     def matched(self) -> int:
-        """Return the number of readers of members that have proved to this process that they are alive.
+        """Return the number of readers whose processes know that this one is alive, and no recording. Those of others
+        would hold few of its samples, and drop the rest.
 
-        The others do not take this process's samples yet, as the proof is mutual: they hold few, and drop the rest.
+        Where the membership asks for no proof, or libddsc does not tell whose readers they are, all of them count. So
+        does at once a bus that is opened again in a process whose DDS participant another bus has kept.
         """
         members = self._membership.authenticated()
-        if members is None or not libddsc.tells_readers():
-            return super().matched
-        known = members | self._own_prefixes()
-        authenticated = sum(one.participant[:PREFIX_BYTES] in known for one in self._readers.values())
-        return min(super().matched, authenticated)
+        count = super().matched
+        if members is None or not count or not libddsc.tells_readers():
+            return count
+        prefixes = [reader.participant[:PREFIX_BYTES] for reader in self._readers.values()]
+        return min(count, sum(one in members or one == self._own_prefix for one in prefixes))
 
     @matched.setter
     def matched(self, count: int) -> None:
@@ -272,7 +272,7 @@ class EncryptedParticipant(Participant):
         wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
         if topic.retained:
             self.membership.retain(topic.name, 1 if topic.keep_last else retained_samples)
-        return EncryptedWriter(topic, wire, self.fast, self.membership, self.own_prefixes)
+        return EncryptedWriter(topic, wire, self.fast, self.membership, self.prefix)
 
     def topic_reader(self, topic: Topic) -> EncryptedReader:
         """See :meth:`.dds.Participant.topic_reader`."""

@@ -84,7 +84,12 @@ SESSION_TOPIC = Topic(CHALLENGE_TOPIC, "Frame", True, False, 4096, 0, 0.01, Fals
 
 
 class LivenessChallenge:
-    """Announces challenges and answers for one bus, on its receive thread."""
+    """Announces challenges and answers for one bus, on its receive thread.
+
+    Attributes:
+        proven: GUID prefixes of the DDS participants of processes that have proved to be alive, and were sent the same
+            proof of this one; replaced when it changes.
+    """
 
     def __init__(self, cipher: SessionCipher, participant: bytes, writer: Writer, thread: IoThread) -> None:
         """Announce soon for the first time.
@@ -96,12 +101,15 @@ class LivenessChallenge:
         self._peers = cipher.peers
         self._thread = thread
         self._answers: dict[bytes, int] = {}
+        self._sent: frozenset[bytes] = frozenset()  # the challenges that were answered in the last announcement
+        self.proven: frozenset[bytes] = frozenset()
         self._label = f"{socket.gethostname()} (process {os.getpid()})"
         self._participant = participant
         self._announced_s = -REPEAT_S
         self._writer = writer
         self._peers.on_unauthenticated = self._ask
         self._peers.dropped = self._count
+        self._peers.on_change = self._look_who_is_proven
         self.announce_again()
 
     def receive(self, peer: Peer, data: memoryview) -> None:
@@ -109,14 +117,13 @@ class LivenessChallenge:
         if peer is self._peers.own:
             return
         message = parse_challenge(data)
-        peer.label, peer.participant = message.label, message.participant
+        peer.label, peer.participant, peer.challenge = message.label, message.participant, message.challenge
         answered_at = message.answers.get(self._peers.challenge)
         if answered_at is not None and not peer.authenticated:
             peer.floor = max(0, answered_at - LEEWAY_S)
             peer.retained = dict(zip(_RETAINED, message.retained, strict=True))
             self._peers.authenticate(peer)
             self._thread.take_again()
-            self._thread.rematched()  # its readers count from now on
         if message.challenge not in self._answers:
             self._answers[message.challenge] = self._cipher.moment
             while len(self._answers) > MAX_ANSWERS:
@@ -127,6 +134,14 @@ class LivenessChallenge:
         """Announce again, as after a change of keys: later members cannot decrypt earlier announcements."""
         self._is_due = True
         self._thread.add_periodic(Periodic(self._announce))
+
+    def _look_who_is_proven(self) -> None:
+        proven = frozenset(
+            one.participant for one in self._peers.authenticated() if one.participant and one.challenge in self._sent
+        )
+        if proven != self.proven:
+            self.proven = proven
+            self._thread.rematched()
 
     def _ask(self) -> None:
         """Announce again, as an unauthenticated session sends samples and may have missed this process."""
@@ -144,6 +159,9 @@ class LivenessChallenge:
             retained = oldest.get(_RETAINED[0], 1), oldest.get(_RETAINED[1], 1)
             message = ChallengeMessage(self._peers.challenge, self._answers, retained, self._label, self._participant)
             self._is_due = not self._writer.write((), (pack_challenge(message),))
+            if not self._is_due:
+                self._sent = frozenset(self._answers)
+                self._look_who_is_proven()
             # A write that DDS does not take has held up this thread for 10 ms: others need it more.
             self._announced_s = now_s + REPEAT_S * self._is_due
         return self._is_due

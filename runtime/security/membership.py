@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from gradbus.runtime.dds.participant import IoThread
@@ -31,8 +32,8 @@ class SharedKeyMembership(JobMembership):
     def participants(self) -> set[bytes] | None:
         return self.cipher.peers.participants if self.has_key else None
 
-    def authenticated(self) -> set[bytes]:
-        return self.cipher.peers.participants
+    def authenticated(self) -> Collection[bytes]:
+        return () if self.liveness is None else self.liveness.proven
 
     def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
         reader, writer = node.topic_reader(SESSION_TOPIC), node.topic_writer(SESSION_TOPIC)

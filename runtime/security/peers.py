@@ -58,6 +58,7 @@ class Peer:
     authenticated: bool = False
     label: str = ""
     participant: bytes = b""
+    challenge: bytes = b""
     floor: int = 0
     retained: dict[str, int] = field(default_factory=dict)
     last_seen_s: float = 0.0
@@ -81,6 +82,7 @@ class Peers:
         removed: sessions whose envelopes are rejected, the newest last.
         dropped: called with a reason and the number of held samples that were dropped for it.
         on_unauthenticated: called for each sample of a session that is not authenticated.
+        on_change: called when a session has been authenticated, or one that was is gone.
     """
 
     def __init__(self, own_session: bytes) -> None:
@@ -92,6 +94,7 @@ class Peers:
         self._held_bytes = 0
         self.dropped: Callable[[str, int], None] = lambda why, samples: None
         self.on_unauthenticated: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -100,6 +103,10 @@ class Peers:
     def participants(self) -> set[bytes]:
         """GUID prefixes of the authenticated sessions' participants. Thread-safe."""
         return {peer.participant for peer in list(self._peers.values()) if peer.authenticated and peer.participant}
+
+    def authenticated(self) -> list[Peer]:
+        """Return the sessions of other processes that are."""
+        return [peer for peer in self._peers.values() if peer.authenticated and peer is not self.own]
 
     def get(self, session: bytes) -> Peer | None:
         """Return a known session; None: no envelope of it was decrypted."""
@@ -121,6 +128,7 @@ class Peers:
         self._drop_held(oldest)
         if oldest.authenticated:
             self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
+            self.on_change()
 
     def remove(self, session: bytes) -> set[int]:
         """Reject a session from now on; returns the handles of the DDS writers that it has used."""
@@ -131,6 +139,8 @@ class Peers:
         if peer is None:
             return set()
         self._drop_held(peer)
+        if peer.authenticated:
+            self.on_change()
         return peer.sources
 
     def hold(self, peer: Peer, topic: str, header: EnvelopeHeader, sample: Any, source: int, release: Release) -> None:
@@ -166,6 +176,7 @@ class Peers:
     def authenticate(self, peer: Peer) -> None:
         """Mark a session that has answered the challenge as authenticated, and hand over its held samples."""
         peer.authenticated = True
+        self.on_change()
         for held in self._take_held(peer):
             if peer.is_old(held.topic, held.header):
                 self.dropped("old", 1)

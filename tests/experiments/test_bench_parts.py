@@ -69,10 +69,10 @@ def test_a_rank_that_fails_is_named() -> None:
 
 @pytest.mark.slow
 def test_collectives_are_timed_and_a_cell_above_its_limit_falls_short() -> None:
-    setup = Setup("one-host", 2, {"all_reduce": {KIB_4: 1e-6}, "all_gather": {}})
+    setup = Setup("one-host", 2, {"all_reduce": {KIB_4: 1e-6}, "all_gather": {KIB_4: 1e6}})
     figures = measure_cells(CollectivesPlan(setups=[setup], sizes=[KIB_4], launches=1, repeats=2, encryption=True))
     assert [figure.name for figure in figures[::4]] == [f"{name} 4 KiB, one host, world 2" for name in setup.limits]
-    assert [figure.asked for figure in figures[::4]] == ["<= 1e-06", ""]
+    assert [figure.asked for figure in figures[::4]] == ["<= 1e-06", "<= 1e+06"]
     assert figures[0].falls_short
     assert not figures[4].falls_short
     assert [figure.name.rpartition(", ")[2] for figure in figures[1:4]] == ["on a Group", "not encrypted", "encrypted"]

@@ -116,11 +116,14 @@ def test_ranks_of_a_worker_and_of_torchrun_on_two_machines(clones: tuple[Clone, 
 
     page = (root / "docs" / "torch.md").read_text(encoding="utf-8")
     (block,) = [block for block in fenced_blocks(page, "sh") if "--nnodes" in block]
+    shorter = 0
     tutorial = (root / "docs" / "tutorial-data-parallel.md").read_text(encoding="utf-8")
     for number, clone in enumerate(clones):
         for name, code in re.findall(r"as `(\w+\.py)`[^`]*?:\n\n```python\n(.*?)^```", tutorial, re.M | re.S):
             (clone.folder / name).write_text(code.replace("range(3)", "range(1)"), encoding="utf-8")
+            shorter += "range(3)" in code
         # The text says of all pages of this kind that the environment is active.
         clone.start(". .venv/bin/activate\n" + block.replace("--node-rank 0", f"--node-rank {number}"))
+    assert shorter == len(clones)
     assert "accuracy 9" in clones[0].outputs()[0]
     clones[1].outputs()

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, delays_of_the_loop, readers_in_dds, reads
+from patience import eventually
 
 import gradbus
+from gradbus.runtime.security.liveness_challenge import LivenessChallenge
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, PeerGone, TrainCmd
 
 pytestmark = pytest.mark.slow
@@ -177,11 +179,13 @@ def test_a_process_that_does_not_read_makes_the_writer_wait_in_bounded_memory_an
     run(main)
 
 
-def test_the_reader_of_a_process_counts_once_that_has_proved_to_be_alive_and_then_misses_nothing(
-    run: Run, place: dict[str, Any]
+def test_a_reader_counts_once_both_processes_have_said_that_they_are_alive_and_then_misses_nothing(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then it could hold few samples, and would drop the rest."""
     payload = random.Random(6).randbytes(128 * MIB)
+    announce, may_announce = LivenessChallenge._announce, True
+    monkeypatch.setattr(LivenessChallenge, "_announce", lambda self: not may_announce or announce(self))
 
     async def main() -> None:
         async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("prove", place) as other:
@@ -189,7 +193,12 @@ def test_the_reader_of_a_process_counts_once_that_has_proved_to_be_alive_and_the
             bus.open_writer(ClientUpdate)
             await bus.matched(lambda: readers_in_dds(bus, ClientUpdate) == 1, timeout_s=20.0)
             assert bus.matched_readers(ClientUpdate) == 0
+            nonlocal may_announce
+            may_announce = False
             other.tell("prove it")
+            await eventually(lambda: len(bus._participant.membership.participants()) == 1)  # type: ignore[attr-defined]
+            assert bus.matched_readers(ClientUpdate) == 0  # it does not know this process yet
+            may_announce = True
             await reads(bus, ClientUpdate)
             assert await bus.send_update(UPDATE, 1, payload) > len(payload)
             assert await other.says() == zlib.crc32(payload)

@@ -314,7 +314,7 @@ def test_a_member_that_was_excluded_just_before_its_greeting_was_read_is_found_a
                 exclude = watch.__self__._exclude
                 bus._receiver.add_periodic(Periodic(lambda: bool(exclude({member: ""}, time.monotonic()))))
                 await eventually(lambda: readers_in_dds(bus, ModelBlob) == 0)
-                await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=30)
+                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=30)
 
     run(main())
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bus_helpers import readers_in_dds
 from dds_domains import new_domain
 from outsider import JOB_TOPICS, Outsider
 from patience import eventually, run, until
@@ -56,7 +57,7 @@ async def talking(one: Bus, other: Bus) -> AsyncIterator[Any]:
     """``one`` speaks, ``other`` listens; the two are matched."""
     with other.subscribe(Control) as inbox:
         one.open_writer(Control)
-        await one.matched(lambda: one.matched_readers(Control) > 0, timeout_s=20)
+        await one.matched(lambda: readers_in_dds(one, Control) > 0, timeout_s=20)
         yield inbox
 
 
@@ -143,7 +144,7 @@ def test_an_outsider_hears_no_word_in_clear_and_is_not_heard(keyed: dict[str, An
         with Outsider(place["job"], place["domain"], echoes=True) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
                 outsider.wait_for_readers(1)
-                await eventually(lambda: one.matched_readers(Control) > 1)
+                await eventually(lambda: readers_in_dds(one, Control) > 1)
                 for number in count():
                     await one.publish(CLIENT, Leave(f"word {number}"))
                     assert (await inbox.get()).body == Leave(f"word {number}")
@@ -164,7 +165,7 @@ def test_a_recording_is_not_taken_by_a_process_that_was_started_later(
     async def main() -> None:
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                await eventually(lambda: one.matched_readers(Control) > 1)  # the outsider, too
+                await eventually(lambda: readers_in_dds(one, Control) > 1)  # the outsider, too
                 await one.publish(CLIENT, Leave("in the first run"))
                 await inbox.get()
                 await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
@@ -192,7 +193,7 @@ def test_a_recording_of_a_process_that_is_gone_is_not_taken_by_one_that_heard_it
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as other:
                 async with gradbus.connect(**keyed) as one, talking(one, other) as inbox:
-                    await eventually(lambda: one.matched_readers(Control) > 1)
+                    await eventually(lambda: readers_in_dds(one, Control) > 1)
                     await one.publish(CLIENT, Leave("once"))
                     await inbox.get()
                     await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
@@ -216,7 +217,7 @@ def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
                 await one.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
                 await one.publish(SERVER, COMMAND)
                 async with gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                    await eventually(lambda: one.matched_readers(Control) > 1)
+                    await eventually(lambda: readers_in_dds(one, Control) > 1)
                     await one.publish(CLIENT, Leave("before"))
                     await inbox.get()
                     await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
@@ -243,13 +244,13 @@ def test_who_says_words_again_that_a_process_has_missed_and_goes_takes_nobody_al
             outsider = stack.enter_context(Outsider(place["job"], place["domain"]))
             async with gradbus.connect(**keyed) as other, gradbus.connect(**keyed) as one:
                 one.open_writer(Control)
-                await eventually(lambda: one.matched_readers(Control) > 0)  # the outsider alone
+                await eventually(lambda: readers_in_dds(one, Control) > 0)  # the outsider alone
                 for number in range(5):
                     await one.publish(CLIENT, Leave(f"unheard {number}"))
                 await eventually(lambda: sum(name == "train/control" for name, _ in outsider.heard) >= 5)
                 async with talking(one, other) as inbox:
                     outsider.wait_for_readers(1)
-                    await eventually(lambda: one.matched_readers(Control) > 1)
+                    await eventually(lambda: readers_in_dds(one, Control) > 1)
                     await one.publish(CLIENT, Leave("heard"))
                     assert (await inbox.get()).body == Leave("heard")
                     outsider.say_all([heard for heard in outsider.heard if heard[0] == "train/control"][:5])
@@ -269,7 +270,7 @@ def test_a_flood_of_a_recording_takes_a_bounded_amount_of_memory(keyed: dict[str
     async def main() -> None:
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                await eventually(lambda: one.matched_readers(Control) > 1)
+                await eventually(lambda: readers_in_dds(one, Control) > 1)
                 for _ in range(100):
                     await one.publish(CLIENT, Leave("x" * 1000))
                     await inbox.get()
