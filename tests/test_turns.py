@@ -75,7 +75,10 @@ def test_who_cannot_have_the_machine_in_time_goes_on_beside_others(workers: list
     third.enter(alone=False)  # the queue is free again
     second.leave()
     third.leave()
-    assert not begun(lambda: second.enter(alone=True)).wait(0.05)
+    waiting = begun(lambda: second.enter(alone=True))
+    assert not waiting.wait(0.05)
+    first.leave()
+    assert waiting.wait(SOON_S)
 
 
 def test_two_tests_that_both_want_the_machine_have_it_one_after_the_other(workers: list[Turns]) -> None:
