@@ -68,8 +68,8 @@ class JobMembership(AccessPolicy, ABC):
         """GUID prefixes of the members' DDS participants; None: this process is not a member yet, and cannot tell."""
 
     def authenticated(self) -> Collection[bytes] | None:
-        """GUID prefixes of the DDS participants of other members that have proved to be alive, and to which this
-        process has said the same of itself; None: this membership asks for no such proof. Thread-safe."""
+        """GUID prefixes of the DDS participants of other members that have proved to be alive, and have got the same
+        proof of this process; None: this membership asks for no such proof. Thread-safe."""
         return None
 
     @abstractmethod

@@ -25,6 +25,7 @@ from gradbus.runtime.wire.messages import Message, ModelBlob, TrainCmd
 MAX_ANSWERS = 4096  # as many as known sessions: one without an answer would announce again, and displace another
 MAX_LABEL_BYTES = 128
 REPEAT_S = 0.5  # shortest interval of announcements caused by samples of unauthenticated sessions
+ACKNOWLEDGED_S = 0.5  # for readers to acknowledge an announcement; one that never does must not keep members apart
 _PACE_S = 0.004  # least interval for each 16 peers: many processes may start together
 _PACE_PEERS = 16
 # version, reserved, answers, bytes of the label, challenge, prefix of the participant's GUID, oldest retained command,
@@ -87,8 +88,8 @@ class LivenessChallenge:
     """Announces challenges and answers for one bus, on its receive thread.
 
     Attributes:
-        proven: GUID prefixes of the DDS participants of processes that have proved to be alive, and were sent the same
-            proof of this one; replaced when it changes.
+        proven: GUID prefixes of the DDS participants of processes that have proved to be alive, and have acknowledged
+            the same proof of this one; replaced when it changes.
     """
 
     def __init__(self, cipher: SessionCipher, participant: bytes, writer: Writer, thread: IoThread) -> None:
@@ -101,7 +102,10 @@ class LivenessChallenge:
         self._peers = cipher.peers
         self._thread = thread
         self._answers: dict[bytes, int] = {}
-        self._sent: frozenset[bytes] = frozenset()  # the challenges that were answered in the last announcement
+        self._sent: frozenset[bytes] = frozenset()  # the challenges that are answered in the last announcement
+        self._acknowledged: frozenset[bytes] = frozenset()  # of one that all readers have, or have had time for
+        self._acknowledged_by_s = 0.0
+        self._is_waiting = False  # for that
         self.proven: frozenset[bytes] = frozenset()
         self._label = f"{socket.gethostname()} (process {os.getpid()})"
         self._participant = participant
@@ -135,9 +139,19 @@ class LivenessChallenge:
         self._is_due = True
         self._thread.add_periodic(Periodic(self._announce))
 
+    def _look_for_acknowledgements(self) -> bool:
+        """Whether to look again soon. What is lost on the way is sent again by DDS, but only when that has noticed."""
+        if not self._writer.is_acknowledged and time.monotonic() < self._acknowledged_by_s:
+            return True
+        self._is_waiting, self._acknowledged = False, self._sent
+        self._look_who_is_proven()
+        return False
+
     def _look_who_is_proven(self) -> None:
         proven = frozenset(
-            one.participant for one in self._peers.authenticated() if one.participant and one.challenge in self._sent
+            one.participant
+            for one in self._peers.authenticated()
+            if one.participant and one.challenge in self._acknowledged
         )
         if proven != self.proven:
             self.proven = proven
@@ -161,7 +175,9 @@ class LivenessChallenge:
             self._is_due = not self._writer.write((), (pack_challenge(message),))
             if not self._is_due:
                 self._sent = frozenset(self._answers)
-                self._look_who_is_proven()
+                if not self._is_waiting:
+                    self._is_waiting, self._acknowledged_by_s = True, now_s + ACKNOWLEDGED_S
+                    self._thread.add_periodic(Periodic(self._look_for_acknowledgements))
             # A write that DDS does not take has held up this thread for 10 ms: others need it more.
             self._announced_s = now_s + REPEAT_S * self._is_due
         return self._is_due

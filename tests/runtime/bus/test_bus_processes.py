@@ -20,6 +20,8 @@ from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, delays_o
 from patience import eventually
 
 import gradbus
+from gradbus.runtime.security import liveness_challenge
+from gradbus.runtime.security.endpoints import EncryptedWriter
 from gradbus.runtime.security.liveness_challenge import LivenessChallenge
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, PeerGone, TrainCmd
 
@@ -179,13 +181,16 @@ def test_a_process_that_does_not_read_makes_the_writer_wait_in_bounded_memory_an
     run(main)
 
 
-def test_a_reader_counts_once_both_processes_have_said_that_they_are_alive_and_then_misses_nothing(
+def test_a_reader_counts_once_both_processes_know_that_the_other_is_alive_and_then_misses_nothing(
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then it could hold few samples, and would drop the rest."""
     payload = random.Random(6).randbytes(128 * MIB)
     announce, may_announce = LivenessChallenge._announce, True
     monkeypatch.setattr(LivenessChallenge, "_announce", lambda self: not may_announce or announce(self))
+    monkeypatch.setattr(liveness_challenge, "ACKNOWLEDGED_S", 60.0)
+    has_come = False
+    monkeypatch.setattr(EncryptedWriter, "is_acknowledged", property(lambda self: has_come))
 
     async def main() -> None:
         async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("prove", place) as other:
@@ -193,12 +198,17 @@ def test_a_reader_counts_once_both_processes_have_said_that_they_are_alive_and_t
             bus.open_writer(ClientUpdate)
             await bus.matched(lambda: readers_in_dds(bus, ClientUpdate) == 1, timeout_s=20.0)
             assert bus.matched_readers(ClientUpdate) == 0
-            nonlocal may_announce
+            nonlocal may_announce, has_come
+            membership: Any = bus._participant.membership  # type: ignore[attr-defined]
             may_announce = False
             other.tell("prove it")
-            await eventually(lambda: len(bus._participant.membership.participants()) == 1)  # type: ignore[attr-defined]
+            await eventually(lambda: len(membership.participants()) == 1)
             assert bus.matched_readers(ClientUpdate) == 0  # it does not know this process yet
             may_announce = True
+            (challenge,) = (one.challenge for one in membership.cipher.peers.authenticated())
+            await eventually(lambda: challenge in membership.liveness._sent)
+            assert bus.matched_readers(ClientUpdate) == 0  # that may be lost, and is sent again
+            has_come = True
             await reads(bus, ClientUpdate)
             assert await bus.send_update(UPDATE, 1, payload) > len(payload)
             assert await other.says() == zlib.crc32(payload)
