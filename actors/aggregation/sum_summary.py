@@ -1,4 +1,4 @@
-"""What the next level knows of a sum of updates beside its integers. Pure, and without torch."""
+"""What goes up a tree of controllers with a sum of updates: samples, clients and losses. Pure, and without torch."""
 
 from __future__ import annotations
 

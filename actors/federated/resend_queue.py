@@ -1,4 +1,4 @@
-"""What is sent again of a message with several frames, to clients that miss some, each within a quota."""
+"""Which frames of a model are sent again to clients that miss some, within a quota for each client."""
 
 from __future__ import annotations
 

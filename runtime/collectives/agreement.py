@@ -19,7 +19,7 @@ A process has no past: one that is started again has another incarnation, and jo
 first generation where others have one. The first generation is made by the founder with number 0, once it sees all
 founders, and none that knows of a generation; one that is started again before that may join in a founder's place. It
 does not wait for one that it has seen and lost since, if enough are left. For one that it has not seen it waits until
-its last call is over, if it has one. Nobody else makes a first generation, so that one which was only cut off, or comes
+its last call is over, if it has one. Nobody else makes a first generation, so a founder that was only cut off, or comes
 later, joins.
 """
 

@@ -371,7 +371,7 @@ class Membership:
 
     async def _send_leave(self, ok: bool, reason: str) -> None:
         lost = sorted(self.engine.dead.items())[:MAX_SEQS]
-        # Without who told this rank: of a reason that goes through many ranks, the last one says it.
+        # A reason that another rank has told is sent on as that rank gave it; the receiver adds who told it.
         reasons = [_sendable(self._told.get(rank, why), MAX_REASON_CHARS) for rank, why in lost[:MAX_REASONS]]
         leave = GroupLeave(
             self.formation.group, self.engine.group_id, ok, _sendable(reason, 1000), [rank for rank, _ in lost], reasons

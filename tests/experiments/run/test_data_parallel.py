@@ -145,6 +145,21 @@ def test_elastic_ranks_get_their_bounds_one_run_directory_and_join_when_they_are
     assert ["--join" in words for words in commands] == [False, False, True]
 
 
+def test_a_last_call_of_the_configuration_is_left_alone_and_that_of_the_launcher_ends_before_all_give_up(
+    configs: Path,
+) -> None:
+    def words(*settings: str) -> list[str]:
+        arguments = [str(configs / "ddp.conf.json"), *(word for one in settings for word in ("--set", one))]
+        elastic = ElasticLaunch.parse("1:2", restarts=0)
+        planned = launch(arguments, None, elastic=elastic, overrides=settings)
+        return [word for word in planned.command(1, False) if "last_call_s" in word]
+
+    assert words("parallel.elastic.last_call_s=5") == ["parallel.elastic.last_call_s=5"]
+    assert words("parallel.elastic.wait_s=30") == ["parallel.elastic.last_call_s=15"]
+    with pytest.raises(ConfigError, match=r"last_call_s \(30\) has to be less than wait_s \(30\)"):
+        words("parallel.elastic.last_call_s=30", "parallel.elastic.wait_s=30")
+
+
 def test_process_0_of_an_elastic_launch_begins_the_run_until_it_has_begun_and_joins_it_later(
     configs: Path, tmp_path: Path
 ) -> None:
