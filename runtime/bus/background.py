@@ -29,7 +29,7 @@ _PREFIX = "GRADBUS_BUS__"
 JOB_KEY = "gradbus/job"  # in the store of a process group: the number of its job
 # A bus is open within 0.1 s, or some seconds on a machine that has much to do. No argument: torch gives a group a time
 # for its other processes, and this waits for none of them.
-_OPEN_S = 60.0
+OPEN_S = 60.0
 _CLOSE_S = 15.0
 
 T = TypeVar("T")
@@ -72,10 +72,10 @@ class BusThread:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="gradbus-torch-loop", daemon=True)
         self._thread.start()
-        if not wait([self._opened], _OPEN_S).done:
+        if not wait([self._opened], OPEN_S).done:
             self.call(self._stop.set)  # one that opens later closes at once
             raise BusError(
-                f"the bus of job {job!r} was not open after {_OPEN_S:g} s, domain {settings.domain} on "
+                f"the bus of job {job!r} was not open after {OPEN_S:g} s, domain {settings.domain} on "
                 f"{settings.interface}. See what holds this process up, such as a disk of its key or log that does not "
                 f"answer, and try 'gradbus doctor' on this machine"
             )

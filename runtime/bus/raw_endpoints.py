@@ -23,7 +23,7 @@ from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message
 
-_REMOVAL_S = 5.0
+REMOVAL_S = 5.0
 
 Parts = tuple[Any, ...]
 
@@ -134,7 +134,7 @@ class RawEndpoints:
         if removed is None:
             return
         try:
-            async with asyncio.timeout(_REMOVAL_S):
+            async with asyncio.timeout(REMOVAL_S):
                 await removed.wait()
         except TimeoutError:
             return  # the receive thread has ended, and the bus takes all with it; or a write does not end

@@ -33,7 +33,7 @@ MAX_CLAIM_BYTES = 64
 MAX_PARTICIPANTS = 4096  # of others
 ANNOUNCE_S = (0.8, 2.8, 6.8)  # when a participant is announced again, after it has been made
 # Of announcements at a time: a thousand take a tenth of a second, and there may be no end of them.
-_BATCH, _MOST_BATCHES = 64, 16
+BATCH, MOST_BATCHES = 64, 16
 _PROPERTIES = {"__Hostname": "host", "__ProcessName": "process", "__Pid": "pid", "__NetworkAddresses": "addresses"}
 _MAX_TEXT = 256
 _ADDRESSES_S = 1.0  # to look for sockets takes longer the more files are open
@@ -57,7 +57,7 @@ class Claim:
 def own_addresses(domain_id: int) -> list[tuple[str, int]]:
     """Where DDS in this process listens for news of other participants of a domain."""
     found = []
-    for one in _own_sockets(discovery_ports(domain_id)):
+    for one in own_sockets(discovery_ports(domain_id)):
         address, port = one.getsockname()
         found.append(("127.0.0.1" if address == "0.0.0.0" else address, port))
     return found
@@ -72,7 +72,7 @@ def keep_to_loopback(domain_id: int) -> bool:
     """
     first = 7400 + 250 * domain_id
     bound = []
-    for one in _own_sockets(range(first, first + 250)):
+    for one in own_sockets(range(first, first + 250)):
         try:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
             bound.append(True)
@@ -81,7 +81,7 @@ def keep_to_loopback(domain_id: int) -> bool:
     return bool(bound) and all(bound)
 
 
-def _own_sockets(ports: range) -> Iterator[socket.socket]:
+def own_sockets(ports: range) -> Iterator[socket.socket]:
     """UDP sockets of this process that are bound to one of these ports. Each is closed again, as the copy that it is,
     when the next one is asked for."""
     for name in os.listdir("/dev/fd"):
@@ -118,14 +118,14 @@ class Discovery:
         with self._lock:
             if not self._is_open:
                 return
-            for _ in range(_MOST_BATCHES):  # the rest is for the next time
+            for _ in range(MOST_BATCHES):  # the rest is for the next time
                 try:
-                    news = self._reader.take(_BATCH, self._new)
+                    news = self._reader.take(BATCH, self._new)
                 except Exception:  # of DDS, or of the binding for what a stranger says: neither may end the thread
                     return
                 for sample in news:
                     self._note(sample)
-                if len(news) < _BATCH:
+                if len(news) < BATCH:
                     return
 
     @property

@@ -277,7 +277,8 @@ def write_made(entity: int, sertype: int, head: bytes, room_bytes: int, make: Ca
     return int(_writecdr(entity, sample))
 
 
-_BLANK = bytes(256 << 10)  # so much stays in the processor's caches
+BLANK_BYTES = 256 << 10  # so much stays in the processor's caches
+_BLANK = bytes(BLANK_BYTES)
 _BLANK_AT = _address(_BLANK)[0]
 
 

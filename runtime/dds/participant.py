@@ -46,7 +46,7 @@ from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed, BusError
 from gradbus.runtime.logs import get_logger
 
-_TYPES: dict[str, Any] = {
+IDL_TYPES: dict[str, Any] = {
     "TrainCmd": idl_types.TrainCmdType,
     "ClientUpdate": idl_types.ClientUpdateType,
     "ModelBlob": idl_types.ModelBlobType,
@@ -66,7 +66,7 @@ class Writer:
     def __init__(self, topic: Topic, entity: Any, fast: bool) -> None:
         self.topic = topic
         self.entity = entity
-        self.idl_type = _TYPES[topic.idl_type]
+        self.idl_type = IDL_TYPES[topic.idl_type]
         self._sertype = libddsc.sertype_of(entity) if fast else None
         self.matched = 0  # readers that are matched, as of the last refresh
         self.has_new_readers = False  # or has lost some, since somebody looked at who they are
@@ -227,7 +227,7 @@ class Reader:
     def __init__(self, topic: Topic, entity: Any, fast: bool) -> None:
         self.topic = topic
         self.entity = entity
-        self.idl_type = _TYPES[topic.idl_type]
+        self.idl_type = IDL_TYPES[topic.idl_type]
         self.condition = ReadCondition(entity, _ANY)
         self._taker = libddsc.Taker(entity, 16) if fast else None
         self.matched = 0  # writers that are matched, as of the last refresh
@@ -465,7 +465,7 @@ class Participant:
         if topic.ignore_local:
             policies.append(Policy.IgnoreLocal.Participant)
         with domains.made_by_dds(f"a {what} of topic {topic.name!r}"), contextlib.ExitStack() as undo:
-            dds_topic = self.topics.enter(topic.name, _TYPES[topic.idl_type])
+            dds_topic = self.topics.enter(topic.name, IDL_TYPES[topic.idl_type])
             undo.callback(self.topics.leave, topic.name)
             endpoint = make(dds_topic, Qos(*policies))
             undo.pop_all()
@@ -607,11 +607,11 @@ def _reader_history(topic: Topic) -> Any:
 def _self_test(participant: Any) -> str | None:
     with _self_test_lock:
         if not _fast_path:
-            _fast_path.append(_run_self_test(participant))
+            _fast_path.append(run_self_test(participant))
         return _fast_path[0]
 
 
-def _run_self_test(participant: Any) -> str | None:
+def run_self_test(participant: Any) -> str | None:
     """Through two endpoints of the participant itself, in a partition of their own. A participant made for the test and
     taken down again would do what :mod:`.domains` tells of."""
     partition = f"gradbus-self-test-{os.urandom(8).hex()}"  # processes in containers may all have the number 1
@@ -620,7 +620,7 @@ def _run_self_test(participant: Any) -> str | None:
         qos = Qos(Policy.Partition(partitions=[partition]))
         reliable = Qos(Policy.Reliability.Reliable(duration(seconds=0.1)), Policy.History.KeepAll)
         topics: dict[str, Any] = {}
-        for name, idl_type in _TYPES.items():
+        for name, idl_type in IDL_TYPES.items():
             topics[name] = native_topics.CTopic(participant, f"train/self_test/{name}", idl_type)
             made.append(topics[name])
         subscriber, publisher = Subscriber(participant, qos=qos), Publisher(participant, qos=qos)

@@ -71,11 +71,13 @@ def own_claim() -> str:
     return _own_claim(os.getpid())
 
 
-@functools.cache
-def _own_claim(process: int) -> str:
-    """``process``: so that a child after a fork does not say what its parent is."""
+def claim_of(process: int) -> str:
+    """Return what a process of this machine says of itself; empty where the kernel does not tell."""
     status = _status(process)
     return f"{_space()} {process} {status[1]}" if _space() and status is not None else ""
+
+
+_own_claim = functools.cache(claim_of)  # by process: a child after a fork does not say what its parent is
 
 
 def has_ended(claim: str) -> bool | None:

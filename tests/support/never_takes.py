@@ -13,14 +13,14 @@ from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsPublication
 from cyclonedds.core import Policy
 
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import _TYPES, Participant
+from gradbus.runtime.dds.participant import IDL_TYPES, Participant
 from gradbus.runtime.dds.topics import Topic
 
 
 def main(domain: int, participants: int) -> None:
     watcher = Participant(domain_id=domain, partition="nobody's", network=NetworkConfig())
     publications = BuiltinDataReader(watcher.entity, BuiltinTopicDcpsPublication)
-    types = {kind.__idl__.idl_transformed_typename.replace(".", "::"): name for name, kind in _TYPES.items()}
+    types = {kind.__idl__.idl_transformed_typename.replace(".", "::"): name for name, kind in IDL_TYPES.items()}
     nodes: dict[str, list[Participant]] = {}
     seen: set[tuple[str, str]] = set()
     readers = []

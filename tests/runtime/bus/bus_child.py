@@ -10,7 +10,6 @@ import ctypes
 import json
 import resource
 import sys
-import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ async def prove(bus: Bus) -> None:
     inbox = bus.subscribe(ClientUpdate)
     say("listening")
     await told()
-    _silence.set()
+    _stop_being_silent()
     say(zlib.crc32(await payload_from(inbox, UPDATE, 1 << 30)))
 
 
@@ -107,13 +106,19 @@ async def live(bus: Bus) -> None:
     await told()
 
 
-_silence = threading.Event()
+_announce_again = LivenessChallenge.announce_again
+_silent: list[LivenessChallenge] = []
 
 
 def _keep_silent() -> None:
     """Until told, this process neither announces its challenge nor answers one."""
-    announce = LivenessChallenge._announce  # there is no other way to have it late
-    LivenessChallenge._announce = lambda self: not _silence.is_set() or announce(self)  # type: ignore[method-assign]
+    LivenessChallenge.announce_again = lambda self: _silent.append(self)  # type: ignore[method-assign]
+
+
+def _stop_being_silent() -> None:
+    LivenessChallenge.announce_again = _announce_again  # type: ignore[method-assign]
+    for challenge in _silent:
+        challenge.announce_again()
 
 
 async def main() -> None:

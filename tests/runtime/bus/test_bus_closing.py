@@ -224,7 +224,8 @@ def test_a_close_whose_caller_is_cancelled_is_bounded_and_complete(run: Run, pla
             sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(48 * MIB)))
             await eventually(lambda: len(inbox) == 16)
             leave.set()
-            await eventually(lambda: one._closed)  # it is in the middle of its close: there is more to send
+            # It is in the middle of its close, as there is more to send; nothing public says that it has begun.
+            await eventually(lambda: one._closed)  # noqa: SLF001
             started_s = time.monotonic()
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -280,7 +281,7 @@ def test_writers_whose_samples_a_process_does_not_take_do_not_add_up_when_a_bus_
 def test_nor_do_they_add_up_when_a_group_closes_and_others_use_the_bus(
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 50.0)  # so that the deletion is waited for to its end
+    monkeypatch.setattr(raw_endpoints, "REMOVAL_S", 50.0)  # so that the deletion is waited for to its end
 
     async def main() -> float:
         async with gradbus.connect(**place, security="none") as bus:
@@ -323,7 +324,7 @@ def test_a_bus_receives_while_readers_and_writers_of_a_group_are_being_deleted(
 
     endpoint: Any = None
     monkeypatch.setattr(domains, "delete", held)
-    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 50.0)
+    monkeypatch.setattr(raw_endpoints, "REMOVAL_S", 50.0)
     try:
         run(main)
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bus_helpers import CLIENT, MODEL, UPDATE, Run
+from bus_helpers import CLIENT, MODEL, UPDATE, Run, handle_of
 from patience import eventually
 
 import gradbus
@@ -64,12 +64,14 @@ class Stranger:
         to a reader in this process whose topics are of the same kind; shorter ones with zeros behind."""
         writer = self.writers[kind]
         looked_at = right_sample(kind, writer.idl_type, len(sample))
-        buffer, kept = libddsc._IoVec(*libddsc._address(looked_at)), libddsc._IoVec()
-        taken = libddsc._sample_of(libddsc.sertype_of(writer.entity), buffer, 1, len(looked_at))
-        libddsc._to_ser_ref(taken, 0, len(looked_at), ct.byref(kept))
-        ct.memmove(kept.base, sample, len(sample))
-        libddsc._to_ser_unref(taken, ct.byref(kept))
-        assert libddsc._writecdr(writer.entity._ref, taken) == libddsc.RETCODE_OK
+        head = looked_at[:-4]  # behind which there are zeros
+
+        def write_over(room: memoryview) -> None:
+            begin = ct.addressof(ct.c_char.from_buffer(room)) - len(head)
+            ct.memmove(begin, sample, len(sample))
+
+        entity, sertype = handle_of(writer.entity), libddsc.sertype_of(writer.entity)
+        assert libddsc.write_made(entity, sertype, head, 4, write_over) == libddsc.RETCODE_OK
 
 
 def right_sample(kind: type[Any], idl_type: Any, size: int) -> bytes:

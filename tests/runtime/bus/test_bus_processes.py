@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, delays_of_the_loop, readers_in_dds, reads
+from bus_helpers import (
+    BODIES,
+    CHIEF,
+    CLIENT,
+    MIB,
+    MODEL,
+    UPDATE,
+    Run,
+    delays_of_the_loop,
+    participant_of,
+    readers_in_dds,
+    reads,
+)
 from patience import eventually
 
 import gradbus
@@ -186,8 +198,7 @@ def test_a_reader_counts_once_both_processes_know_that_the_other_is_alive_and_th
 ) -> None:
     """Until then it could hold few samples, and would drop the rest."""
     payload = random.Random(6).randbytes(128 * MIB)
-    announce, may_announce = LivenessChallenge._announce, True
-    monkeypatch.setattr(LivenessChallenge, "_announce", lambda self: not may_announce or announce(self))
+    announce_again = LivenessChallenge.announce_again
     monkeypatch.setattr(liveness_challenge, "ACKNOWLEDGED_S", 60.0)
     has_come = False
     monkeypatch.setattr(EncryptedWriter, "is_acknowledged", property(lambda self: has_come))
@@ -198,15 +209,17 @@ def test_a_reader_counts_once_both_processes_know_that_the_other_is_alive_and_th
             bus.open_writer(ClientUpdate)
             await bus.matched(lambda: readers_in_dds(bus, ClientUpdate) == 1, timeout_s=20.0)
             assert bus.matched_readers(ClientUpdate) == 0
-            nonlocal may_announce, has_come
-            membership: Any = bus._participant.membership  # type: ignore[attr-defined]
-            may_announce = False
+            nonlocal has_come
+            membership = participant_of(bus).membership
+            monkeypatch.setattr(LivenessChallenge, "announce_again", lambda self: None)
             other.tell("prove it")
             await eventually(lambda: len(membership.participants()) == 1)
             assert bus.matched_readers(ClientUpdate) == 0  # it does not know this process yet
-            may_announce = True
+            monkeypatch.setattr(LivenessChallenge, "announce_again", announce_again)
+            membership.liveness.announce_again()
             (challenge,) = (one.challenge for one in membership.cipher.peers.authenticated())
-            await eventually(lambda: challenge in membership.liveness._sent)
+            liveness = membership.liveness
+            await eventually(lambda: challenge in liveness._sent)  # noqa: SLF001 - nothing has acknowledged it yet
             assert bus.matched_readers(ClientUpdate) == 0  # that may be lost, and is sent again
             has_come = True
             await reads(bus, ClientUpdate)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from bus_helpers import CLIENT, Run, reads
+from bus_helpers import CLIENT, Run, reads, writer_of
 from patience import until
 
 import gradbus
@@ -19,7 +19,7 @@ from gradbus.runtime.bus import handover, wait_loop
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop
 from gradbus.runtime.dds.topics import collective_topic
-from gradbus.runtime.wire import frames
+from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control
@@ -111,8 +111,9 @@ def test_messages_keep_their_order_whether_the_loop_is_woken_or_polls(
                 assert [int(message.body.reason) for message in got] == list(range(TRIPS))  # type: ignore[union-attr]
 
     def send(other: Bus, number: int) -> None:
-        writer = other._writers[Control]
-        while not writer.write(*other._control_sample(CLIENT, Leave(str(number)))):
+        key = FrameKey(Kind.CONTROL, 0, 0, CLIENT.sender, CLIENT.incarnation, number)
+        (frame,) = frames.split(key, control.encode(Leave(str(number))), chunk_bytes=control.MAX_BODY_BYTES)
+        while not writer_of(other, Control).write((), frame):
             time.sleep(0.001)
 
     run(main)
@@ -156,7 +157,8 @@ def test_a_loop_that_polls_is_held_for_a_bounded_time_by_what_has_piled_up_and_t
             writer = away.open_writer(topic, retained_samples=count)
             await other.matched(lambda: writer.matched == 1, timeout_s=20)
             port.wait_loop.poll_inline(lambda: False, time.monotonic() + SPIN_S, may_sleep=False)
-            until(lambda: port.wait_loop._backs_off)  # else it would take what comes: no event tells of it
+            # Else it would take what comes: no event tells of it.
+            until(lambda: port.wait_loop._backs_off)  # noqa: SLF001
             for number in range(count):
                 key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, number, "x")
                 assert away.write(writer, next(frames.split(key, b"")))

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
-from bus_helpers import Run
+from bus_helpers import Run, receiver_of
 from cyclonedds.core import DDSException
 from group_node import joined
 from structlog.testing import capture_logs
@@ -39,7 +39,7 @@ def break_it(bus: Bus) -> None:
     def fail() -> None:
         raise OSError("dds_waitset_wait returned -1")
 
-    bus._receiver.add_periodic(Periodic(fail))
+    receiver_of(bus).add_periodic(Periodic(fail))
 
 
 class Looks:
@@ -161,7 +161,7 @@ def test_the_thread_goes_on_at_once_when_it_is_asked_while_it_leaves_the_wait_to
         """Its wait ends at once while another thread waits inline, or has just done so; then it goes on."""
 
         def wait(self, timeout: float | None = None) -> bool:
-            if loop._inline_thread or loop._was_inline:
+            if loop._inline_thread or loop._was_inline:  # noqa: SLF001 - the moment that is meant passes at once
                 return False
             backs_off.set()
             return super().wait(60.0)
@@ -173,7 +173,7 @@ def test_the_thread_goes_on_at_once_when_it_is_asked_while_it_leaves_the_wait_to
 
     backs_off, thread_works, began_s = threading.Event(), threading.Event(), time.monotonic()
     loop = WaitLoop(cast("Any", Waits(news_at=0)), handle, failed=lambda: None, ended=lambda: None)
-    loop._wanted = Wanted()
+    loop._wanted = Wanted()  # noqa: SLF001 - as above
     loop.poll_inline(lambda: time.monotonic() > began_s + 0.001, began_s + 60.0)
     loop.start()
     try:
@@ -290,7 +290,7 @@ def test_whoever_waits_for_a_message_or_a_match_is_told_when_the_thread_has_ende
 def test_a_group_ends_with_the_thread_of_its_bus_and_leaves_at_once(
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 30.0)  # so that who waits for the thread is known by it
+    monkeypatch.setattr(raw_endpoints, "REMOVAL_S", 30.0)  # so that who waits for the thread is known by it
 
     async def main() -> None:
         async def second() -> None:
@@ -316,7 +316,7 @@ def test_a_group_ends_with_the_thread_of_its_bus_and_leaves_at_once(
 def test_a_group_is_closed_also_where_dds_does_not_delete_what_it_had(
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 50.0)  # so that whoever waits for it in vain is known by it
+    monkeypatch.setattr(raw_endpoints, "REMOVAL_S", 50.0)  # so that whoever waits for it in vain is known by it
 
     def fails(*endpoints: object) -> None:
         raise DDSException(-1, "no")

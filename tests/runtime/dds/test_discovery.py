@@ -67,9 +67,7 @@ def test_of_a_process_that_has_announced_many_participants_each_is_taken_leave_o
     goodbye = discovery.goodbye
     monkeypatch.setattr(discovery, "goodbye", lambda prefix: dismissed.append(prefix) or goodbye(prefix))
     with node() as (made, domain), subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        status = peer_processes._status(child.pid)
-        assert status is not None
-        claim = f"{peer_processes._space()} {child.pid} {status[1]}"
+        claim = peer_processes.claim_of(child.pid)
         addresses = discovery.own_addresses(domain)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
             for number in range(COUNT):
@@ -85,8 +83,8 @@ def test_of_a_process_that_has_announced_many_participants_each_is_taken_leave_o
 
 
 def test_announcements_without_end_do_not_hold_up_who_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_BATCH", 4)
-    monkeypatch.setattr(discovery, "_MOST_BATCHES", 2)
+    monkeypatch.setattr(discovery, "BATCH", 4)
+    monkeypatch.setattr(discovery, "MOST_BATCHES", 2)
     with node() as (made, domain):
         address = discovery.own_addresses(domain)[0]
         known = set(made.claims())

@@ -90,7 +90,7 @@ def test_a_bus_that_cannot_be_opened_leaves_nothing(module: object, name: str, m
     monkeypatch.setattr(module, name, fail)
     with pytest.raises((BusError, DDSException)):
         asyncio.run(open_one())
-    assert DOMAIN not in domains._domains
+    assert not domains.own_prefixes(DOMAIN)
 
 
 def dds_is_out_of_resources(*_: object, **__: object) -> None:
@@ -119,7 +119,7 @@ def test_what_dds_does_not_give_a_bus_is_an_error_of_the_bus(
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(BusError, match=f"a wait set: .*{why}"):
         asyncio.run(open_one())
-    assert DOMAIN not in domains._domains
+    assert not domains.own_prefixes(DOMAIN)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_processes_of_one_number_in_other_containers_are_kept_out_of_the_self_te
     monkeypatch.setattr(os, "getpid", lambda: 1)
     participant = domains.acquire(DOMAIN, XML, job("first"))
     try:
-        assert [dds._run_self_test(participant.entity) for _ in range(2)] == [None, None]
+        assert [dds.run_self_test(participant.entity) for _ in range(2)] == [None, None]
     finally:
         domains.release(participant, job("first"))
     assert len(set(partitions)) == 2

@@ -46,13 +46,13 @@ closing.join(0.5)  # it would have freed the type by then
 go.set()
 writing.join(30)
 closing.join(30)
-print(outcome, closing.is_alive(), DOMAIN in domains._domains)
+print(outcome, closing.is_alive(), bool(domains.own_prefixes(DOMAIN)))
 """
 
 STAYS = """
 dds.WRITE_END_S = 0.1
 node.close()
-print(DOMAIN in domains._domains)
+print(bool(domains.own_prefixes(DOMAIN)))
 go.set()
 writing.join(30)
 print(outcome)

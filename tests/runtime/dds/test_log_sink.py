@@ -17,7 +17,7 @@ sink = DdsLog()
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The end that Cyclone writes to, of the log that is read."""
+    """The end that Cyclone writes to, of the log that is read. To its own one the C library alone writes, in lines."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     monkeypatch.setattr(sink, "_read", read)
