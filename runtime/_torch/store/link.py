@@ -51,7 +51,7 @@ class StoreLink:
     """Shared by all handles of one address in this process.
 
     Attributes:
-        fault: why it cannot be used any more. finished: it has left.
+        fault: why it cannot be used any more. finished: it has left. process: that has opened it, not one forked later.
         handles: the one that is closed last closes the link.
         clones: C++ has them, which does not keep the Python part of an object alive.
     """
@@ -62,7 +62,7 @@ class StoreLink:
         self.handles: set[Any] = set()
         self.clones: list[Any] = []
         self.finished = threading.Event()
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._opening = threading.Lock()
         self._thread: background.BusThread | None = None
         self._end: StoreEnd | None = None
@@ -122,7 +122,7 @@ class StoreLink:
     def _check(self) -> None:
         if self.fault:
             raise DistNetworkError(f"store {self.address.name}, rank {self.address.rank}: {self.fault}")
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             raise DistNetworkError(
                 f"store {self.address.name} was opened by the process that this one was forked from, and cannot be "
                 f"used here. Start processes that use it by spawn, as multiprocessing.get_context('spawn') does"
@@ -176,7 +176,7 @@ class StoreLink:
             return
         self.fault = self.fault or "it is closed here, by close() or with its process group"
         self._end, self._leaving = None, end
-        if self._process == os.getpid():  # a forked child has none of the threads
+        if self.process == os.getpid():  # a forked child has none of the threads
             try:
                 thread.call(self._start_leaving, thread, end)
             except RuntimeError:  # the loop is closed
@@ -214,7 +214,7 @@ _open: set[StoreLink] = set()
 
 def _close_all() -> None:
     """A program that ends without destroy_process_group leaves gracefully all the same."""
-    links = [link for link in list(_open) if link._process == os.getpid()]
+    links = [link for link in list(_open) if link.process == os.getpid()]
     for link in links:
         link.close(_EXIT_S)
     for link in links:

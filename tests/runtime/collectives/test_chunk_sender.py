@@ -256,7 +256,7 @@ def test_who_has_pushed_wakes_the_writer_thread_if_something_is_left_when_he_goe
     payload = Payload(ranks.shared[0].slots)
     link = link_with(*[payload.sender] * is_left)
     link._shared = ranks.shared[0]
-    link._port = SimpleNamespace(wake_sender=lambda: woken.append(1))  # type: ignore[assignment]
+    link.port = SimpleNamespace(wake_sender=lambda: woken.append(1))  # type: ignore[assignment]
     link.poll_inline(lambda: True, time.monotonic() + WAIT_S)
     assert woken == [1] * is_left
 
