@@ -27,8 +27,8 @@ MAX_NAME_BYTES = 120  # signature and meta share the frame's name field
 MAX_NAME_BYTES_ON_WIRE = 244  # the most that is 4 beyond a multiple of 16 and fits a frame
 MAX_EARLY_FRAMES = 131_072  # half of them, at the default size, may be eager payloads; the others are RTS frames
 _MAX_REFUSED = 4096  # keys remembered of which frames were dropped
-_MAX_NAMES = 65_536  # names whose calls are counted, of what all ranks call
-_MIN_PAIR_NAMES = 4096  # of messages from one rank to another, whatever the world
+MAX_NAMES = 65_536  # names whose calls are counted, of what all ranks call
+MIN_PAIR_NAMES = 4096  # of messages from one rank to another, whatever the world
 
 _SHARED = int(Flags.SHARED)
 
@@ -54,7 +54,7 @@ def wire_name(name: str, signature: str, meta: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _parts_of(wire_name: str) -> tuple[str, str, str, str]:
+def parts_of(wire_name: str) -> tuple[str, str, str, str]:
     """Name, signature, meta and channel of a name field. Calls that are repeated have equal ones."""
     name, _, rest = wire_name.partition("\0")
     signature, _, rest = rest.partition("\0")
@@ -99,6 +99,7 @@ class Engine:
     Attributes:
         dropped: frames that were not used, by reason. bytes_in, bytes_out: payload of collectives that have ended.
         progress: handles frames while a thread waits.
+        rendezvous_bytes: payloads of more bytes are not sent before their reader has called.
         resolve_shared: finds the data of a frame that only has descriptors: a frame for each piece that is there.
         on_probe: gets frames without a name, which the forming group sends; on any thread.
         on_change: called, on any thread and with no lock held, when a frame came without a call, a rank is gone, or
@@ -122,12 +123,12 @@ class Engine:
         self._lock = threading.Lock()
         self._unexpected = UnexpectedQueue(early_bytes, early_age_s)
         # So that some collectives may be called by all others before they are called here.
-        self._rendezvous_bytes = min(RENDEZVOUS_BYTES, early_bytes // (4 * world))
+        self.rendezvous_bytes = min(RENDEZVOUS_BYTES, early_bytes // (4 * world))
         self.credit = Credit(world, early_bytes)
         self._calls: dict[OperationKey, _Call] = {}
         # By channel, each with a limit of its own: what is forgotten must be the same at both ends of a channel.
         self._counts: dict[str, _Counts] = {}
-        self._max_pair_names = max(_MIN_PAIR_NAMES, _MAX_NAMES // (2 * world))
+        self._max_pair_names = max(MIN_PAIR_NAMES, MAX_NAMES // (2 * world))
         self._lost: dict[int, str] = {}
         self._left: dict[int, str] = {}
         self._closed: BaseException | None = None
@@ -214,7 +215,7 @@ class Engine:
             raise ValueError(f"a name has 1 to {MAX_NAME_BYTES} bytes and no NUL, got {size}: {name[:60]!r}")
         if not 0 <= round_id <= 0xFFFF_FFFF:
             raise ValueError(f"round_id must be within 0 .. 2**32 - 1, got {round_id}")
-        operation.rendezvous.limit_bytes = min(operation.rendezvous.limit_bytes, self._rendezvous_bytes)
+        operation.rendezvous.limit_bytes = min(operation.rendezvous.limit_bytes, self.rendezvous_bytes)
         operation.rendezvous.credit = self.credit
         call = _Call(operation)
         with self._lock:
@@ -271,7 +272,7 @@ class Engine:
         counts = self._counts.setdefault(channel, OrderedDict())
         call = counts.pop((round_id, name), 0)
         counts[round_id, name] = call + 1
-        if len(counts) > (self._max_pair_names if channel else _MAX_NAMES):
+        if len(counts) > (self._max_pair_names if channel else MAX_NAMES):
             counts.popitem(last=False)
         return OperationKey(round_id, call, name, channel)
 
@@ -309,7 +310,7 @@ class Engine:
                 if not pieces:
                     self.dropped["shared memory"] += 1
                     return
-            name, signature, meta, channel = _parts_of(key.name)
+            name, signature, meta, channel = parts_of(key.name)
             wanted = OperationKey(key.round_id, key.transfer, name, channel)
             call = self._calls.get(wanted)
             if call is None or call.state is _State.STARTING:

@@ -49,7 +49,7 @@ from gradbus.runtime.misuse import opening
 from gradbus.runtime.user_errors import user_error
 
 MAX_WORLD = 1024
-_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
+GROUP_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 T = TypeVar("T")
 
@@ -346,7 +346,7 @@ class Group:
         if len(set(ranks)) != len(ranks) or self.rank not in ranks:
             raise ValueError(f"ranks must be different and include this one, {self.rank}, got {list(ranks)}")
         text = f"{self.name}_{'_'.join(map(str, ranks))}"
-        if not _NAME.fullmatch(text):
+        if not GROUP_NAME.fullmatch(text):
             text = f"{self.name[:31]}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
         return join_group(
             self.bus, rank=list(ranks).index(self.rank), world=len(ranks), name=name or text, timeout_s=timeout_s,
@@ -440,7 +440,7 @@ async def join_group(  # noqa: PLR0913 - of a user's call, each an option by nam
         raise ConfigError(f"world {world!r}: expected a number of ranks within 1 .. {MAX_WORLD}")
     if not isinstance(rank, int) or not 0 <= rank < world:
         raise ConfigError(f"rank {rank!r}: expected 0 .. {world - 1} in a world of {world}")
-    if not _NAME.fullmatch(name):
+    if not GROUP_NAME.fullmatch(name):
         raise ConfigError(f"group name {name!r}: expected 1 to 64 letters, digits and underscores")
     for what, value in (("timeout_s", timeout_s), ("collective_timeout_s", collective_timeout_s)):
         if not value > 0:

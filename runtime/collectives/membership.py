@@ -29,7 +29,7 @@ from gradbus.runtime.wire.control import MAX_REASON_CHARS, MAX_REASONS, MAX_SEQS
 from gradbus.runtime.wire.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, new_incarnation
 
-_CONFLICT_HELLOS = 3  # DDS may match one way before the other
+CONFLICT_HELLOS = 3  # DDS may match one way before the other
 REPLY_S = 0.05  # how often at most to ranks that have not formed the group yet
 DONE = "done"  # the reason of a rank that leaves without an error
 MAX_PROBES = 4096  # that wait for the loop; a group of the largest size sends half as many
@@ -163,7 +163,7 @@ class Membership:
             self._check()
             raise self._timed_out(timeout_s) from None
         except ConfigError:
-            for _ in range(_CONFLICT_HELLOS):  # so that a rank with other settings finds the same conflict
+            for _ in range(CONFLICT_HELLOS):  # so that a rank with other settings finds the same conflict
                 await self._send_hello()
                 await asyncio.sleep(REPEAT_S)
             raise

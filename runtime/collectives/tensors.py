@@ -21,7 +21,7 @@ Bytes = NDArray[np.uint8]  # shape (bytes,)
 
 NOTHING: Bytes = np.empty(0, np.uint8)
 
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -31,7 +31,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def describe(tensor: Tensor) -> str:
@@ -48,7 +48,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Its name on the wire. Raises ValueError for one that cannot be sent (quantised types, for example)."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise ValueError(f"tensors of {dtype} cannot be sent; there are {', '.join(_DTYPES)}")
+        raise ValueError(f"tensors of {dtype} cannot be sent; there are {', '.join(DTYPES)}")
     return name
 
 
@@ -59,7 +59,7 @@ def empty_like_described(text: str, max_bytes: int) -> Tensor:
         CollectiveError: not a description, or a tensor of more than ``max_bytes``.
     """
     name, _, sizes = text.partition(" ")
-    dtype = _DTYPES.get(name)
+    dtype = DTYPES.get(name)
     parts = sizes.split(",") if sizes else []
     if dtype is None or len(parts) > MAX_DIMS or not all(part.isdecimal() and len(part) <= 18 for part in parts):
         raise CollectiveError(f"not a tensor that can be received: {text[:80]!r}")

@@ -59,20 +59,20 @@ IDLE_S = 1.0  # the longest sleep of the thread
 WORK_S = 50e-6  # with work that waits for others: they do not wake anybody for it
 PARKED_S = 0.003  # how often the thread looks whether polls go on
 LONG_PARKED_S = 0.012  # the same when pollers have come again and again: each look takes their core, and the GIL
-_CLOSED, _LOOKING, _ASLEEP = range(3)
+CLOSED, LOOKING, ASLEEP = range(3)
 # The attention word after each step that changes it. Steps of a poll and of the thread may overlap: both sleep on the
 # same word, so a poll that ends, or that begins, wakes the thread, which then finds out whose turn it is.
 AFTER = {
-    "open": _LOOKING,
-    "begin duty": _ASLEEP,  # the thread, unless there is a poller
-    "end duty": _LOOKING,  # the thread, unless there is a poller
-    "begin poll": _LOOKING,
-    "sleep": _ASLEEP,  # a poller
-    "wake up": _LOOKING,  # a poller
-    "end poll": _LOOKING,
-    "wake poller": _LOOKING,  # a thread that has ended what a poller waits for
-    "stop": _LOOKING,  # whoever closes; the thread, or the last poller, then ends it all
-    "end": _CLOSED,
+    "open": LOOKING,
+    "begin duty": ASLEEP,  # the thread, unless there is a poller
+    "end duty": LOOKING,  # the thread, unless there is a poller
+    "begin poll": LOOKING,
+    "sleep": ASLEEP,  # a poller
+    "wake up": LOOKING,  # a poller
+    "end poll": LOOKING,
+    "wake poller": LOOKING,  # a thread that has ended what a poller waits for
+    "stop": LOOKING,  # whoever closes; the thread, or the last poller, then ends it all
+    "end": CLOSED,
 }
 _SKIP = 0xFFFF_FFFF  # the rest of the ring is not used, the next message stands at its beginning
 _MASK = 0xFFFF_FFFF
@@ -187,7 +187,7 @@ class Mailbox:
             places = []
             for reader in readers:
                 peer = self._peers.get(reader)
-                if peer is None or peer.attention[0] == _CLOSED:
+                if peer is None or peer.attention[0] == CLOSED:
                     return False
                 tail = self._tails[reader]
                 left = RING_BYTES - ((tail - peer.heads[self._rank]) & _MASK)
@@ -218,7 +218,7 @@ class Mailbox:
         _fence()  # the messages are seen by whoever falls asleep after this look
         for reader in readers:
             peer = self._peers[reader]
-            if peer.attention[0] == _ASLEEP:
+            if peer.attention[0] == ASLEEP:
                 futex.wake(peer.call_at)
 
     # In
@@ -378,7 +378,7 @@ class Mailbox:
                 del self._threads["poller"]
                 self._attention[0] = AFTER["end poll" if self._thread is not None else "end"]
 
-    def _sleep(self, sleeper: _Sleeper, done: Callable[[], bool], timeout_s: float) -> None:
+    def _sleep(self, sleeper: Sleeper, done: Callable[[], bool], timeout_s: float) -> None:
         sleeper.remember()  # first: whatever comes after it keeps this thread awake
         with self._attending:  # a lock between the store and the next look, as memory_fence asks on x86-64
             self._attention[0] = AFTER["sleep"]
@@ -402,7 +402,7 @@ class Mailbox:
         if thread is not None:
             thread.go_on_duty()
 
-    def begin_duty(self, sleeper: _Sleeper) -> bool:
+    def begin_duty(self, sleeper: Sleeper) -> bool:
         """On the thread: announce that it sleeps next. False: there is a poller, which changes the word."""
         with self._attending:
             if self.is_polled:
@@ -418,12 +418,12 @@ class Mailbox:
             if not self.is_polled:
                 self._attention[0] = AFTER["end" if closes else "end duty"]
 
-    def sleeper(self) -> _Sleeper:
+    def sleeper(self) -> Sleeper:
         """A place to sleep, for one thread."""
-        return _Sleeper(self._attention_at, list(self._peers.values()), self._rank)
+        return Sleeper(self._attention_at, list(self._peers.values()), self._rank)
 
 
-class _Sleeper:
+class Sleeper:
     """Where one thread of a rank sleeps until a message comes, or its attention word has changed.
 
     Attributes:
@@ -439,7 +439,7 @@ class _Sleeper:
         self._words: futex.WaitWords | None = None
         if futex.HAS_WAITV and len(peers) < futex.MAX_WORDS:
             self._words = futex.WaitWords([attention_at, *(peer.tail_at for peer in peers)])
-            self._words.expect(0, _ASLEEP)
+            self._words.expect(0, ASLEEP)
         self.nap_s = NAP_S
 
     def remember(self) -> None:
@@ -453,7 +453,7 @@ class _Sleeper:
         if self._words is not None:
             self._words.wait(timeout_s)
             return
-        futex.wait(self._attention_at, _ASLEEP, min(timeout_s, self.nap_s))
+        futex.wait(self._attention_at, ASLEEP, min(timeout_s, self.nap_s))
         self.nap_s = min(2 * self.nap_s, SLEEP_S)
 
 

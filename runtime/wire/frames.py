@@ -28,8 +28,8 @@ CONTROLLER = 0xFFFF_FFFF  # sender id of the controller; clients and ranks count
 
 # magic, version, kind, flags | job | round, sender | incarnation | transfer, part, name length | world, seq, seq_cnt |
 # total, offset | size, reserved, crc
-_HEAD = struct.Struct("<4sBBH Q II Q IHH III QQ I4xI".replace(" ", ""))
-HEADER_BYTES = _HEAD.size
+HEADER = struct.Struct("<4sBBH Q II Q IHH III QQ I4xI".replace(" ", ""))
+HEADER_BYTES = HEADER.size
 _CRC_AT = HEADER_BYTES - 4
 _SENDER_AT = 20
 
@@ -126,7 +126,7 @@ def head(  # noqa: PLR0913 - the fields of a header
     """
     name = key.name.encode()
     start = seq * chunk_bytes
-    packed = _HEAD.pack(
+    packed = HEADER.pack(
         MAGIC, VERSION, key.kind, flags, key.job, key.round_id, key.sender, key.incarnation, key.transfer, key.part,
         len(name), world, seq, chunk_count(total_bytes, chunk_bytes), total_bytes, start, len(data), 0,
     )  # fmt: skip
@@ -219,7 +219,7 @@ def parse(data: Any) -> Frame:  # noqa: C901 - one check after the other, in the
     if len(view) < HEADER_BYTES:
         raise FrameError("short", f"frame of {len(view)} bytes, the header alone has {HEADER_BYTES}")
     (magic, version, kind, flags, job, round_id, sender, incarnation, transfer, part, name_bytes, world, seq, seq_cnt,
-     total_bytes, offset, size, crc) = _HEAD.unpack_from(view)  # fmt: skip
+     total_bytes, offset, size, crc) = HEADER.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
         if magic == SEALED_MAGIC:
             raise FrameError(

@@ -62,7 +62,7 @@ def page(root: Path) -> str:
 def test_the_header_has_the_offsets_and_sizes_of_the_code(page: str) -> None:
     table = rows(section(page, "Frame"), "offset")
     at, expected = 0, []
-    for field in re.findall(r"\d*[a-zA-Z]", frames._HEAD.format):
+    for field in re.findall(r"\d*[a-zA-Z]", frames.HEADER.format):
         expected.append((str(at), str(struct.calcsize(f"<{field}"))))
         at += struct.calcsize(f"<{field}")
     assert at == frames.HEADER_BYTES

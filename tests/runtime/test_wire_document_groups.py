@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -118,9 +119,11 @@ def said(signature: str, kind: str) -> str:
 
 
 class Recorder(MemoryLink):
-    """Notes what is sent."""
+    """Notes what is sent: signature, meta, part, sender, receiver, bytes."""
 
-    sent: list[tuple[str, str, int, int, int | None, int]]
+    def __init__(self, sent: list[Any], net: MemoryNet, rank: int) -> None:
+        super().__init__(net, rank)
+        self.sent = sent
 
     def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> Job | None:
         to, part, payload, signature, meta, *_ = outgoing
@@ -130,12 +133,8 @@ class Recorder(MemoryLink):
 
 def traffic(make: Callable[[int], Operation | None], *, large_bytes: int = 1 << 30) -> list[Any]:
     """What the ranks send: signature, meta, part, sender, receiver, bytes."""
-    net = MemoryNet(WORLD, large_bytes=large_bytes)
     sent: list[Any] = []
-    for rank in range(WORLD):
-        link = Recorder(net, rank)
-        link.sent = sent
-        net.engines[rank]._link = link
+    net = MemoryNet(WORLD, large_bytes=large_bytes, make_link=partial(Recorder, sent))
     operations = [operation for rank in range(WORLD) if (operation := make(rank)) is not None]
     net.run(*operations)
     net.assert_nothing_is_left()
@@ -231,7 +230,7 @@ def test_kept_frames_have_names_as_the_code_makes_them_but_for_the_padding(root:
     for case, parts in names.items():
         frame = frames.parse(bytes.fromhex(kept[case]))
         assert frame.key.name.rstrip("\0") == wire_name(*parts).rstrip("\0")
-        assert engine._parts_of(frame.key.name) == engine._parts_of(wire_name(*parts))
+        assert engine.parts_of(frame.key.name) == engine.parts_of(wire_name(*parts))
         assert (8 + 4 + frames.HEADER_BYTES + len(wire_name(*parts).encode())) % 16 == 0
     assert frames.parse(bytes.fromhex(kept["group_receipt"])).key.part == rendezvous.ACK
     assert tensors.describe(torch.ones(())) == "float32 "
@@ -250,7 +249,7 @@ def test_limits_are_those_of_the_code(page: str) -> None:
     defaults = {name: one.default for name, one in inspect.signature(group.join_group).parameters.items()}
     assert limits["ranks of a group"] == str(group.MAX_WORLD)
     assert limits["name of a collective"].startswith(f"{engine.MAX_NAME_BYTES} bytes")
-    assert group._NAME.pattern == "[A-Za-z0-9_]{1,64}"
+    assert group.GROUP_NAME.pattern == "[A-Za-z0-9_]{1,64}"
     assert limits["name of a group"].startswith("64 of")
     assert limits["dimensions of a tensor"] == str(tensors.MAX_DIMS)
     assert limits["object"] == f"{objects.MAX_OBJECT_BYTES} bytes"
@@ -265,11 +264,11 @@ def test_limits_are_those_of_the_code(page: str) -> None:
         in limits["frames for calls not made yet"]
     )
     assert limits["payload without RTS"].startswith(f"{rendezvous.RENDEZVOUS_BYTES} bytes or")
-    assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1)._rendezvous_bytes == 800 / (4 * 8)  # type: ignore[arg-type]
+    assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1).rendezvous_bytes == 800 / (4 * 8)  # type: ignore[arg-type]
     assert limits["payload of unknown size"].endswith(f"{defaults['max_payload_bytes']} by default")
     assert limits["pairs of round_id and name whose calls are counted"] == (
-        f"the latest {engine._MAX_NAMES} of what all ranks call; of `send FROM TO` the latest {engine._MAX_NAMES} / "
-        f"(2 world) but not fewer than {engine._MIN_PAIR_NAMES}"
+        f"the latest {engine.MAX_NAMES} of what all ranks call; of `send FROM TO` the latest {engine.MAX_NAMES} / "
+        f"(2 world) but not fewer than {engine.MIN_PAIR_NAMES}"
     )
 
 
@@ -283,7 +282,7 @@ def test_the_times_are_those_of_the_code(page: str) -> None:
     assert f"{formation.REPEAT_S * 1000:g} at the most" in " ".join(hello.split())
     assert f"at most {membership.DRAIN_S:g} s" in section(page, "Leaving")
     assert (link.PROBE_ALL, link.PROBE_INBOX) == (0, 1)
-    assert membership._CONFLICT_HELLOS == 3
+    assert membership.CONFLICT_HELLOS == 3
     assert "three times more" in section(page, "How a group forms")
 
 

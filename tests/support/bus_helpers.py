@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.receiver import Receiver
 from gradbus.runtime.bus.subscription import Subscription
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC
 from gradbus.runtime.wire.assembler import Assembler, Verdict
@@ -38,13 +39,29 @@ async def reads(bus: Bus, kind: type[Any], count: int = 1) -> None:
 
 def readers_in_dds(bus: Bus, kind: type[Any]) -> int:
     """The readers that DDS matches with the bus's writer of the topic: also those that are no members'."""
-    writer: Any = bus._writers[kind]
+    writer = writer_of(bus, kind)
     return int(getattr(writer, "_matched", writer.matched))  # that which encrypts counts others
 
 
 def topics_of(bus: Bus) -> list[str]:
     """Names of the topics that are open, but for the one on which processes prove that they are alive."""
-    return [name for name in bus._participant.topics.names if name != CHALLENGE_TOPIC]
+    return [name for name in participant_of(bus).topics.names if name != CHALLENGE_TOPIC]
+
+
+def participant_of(bus: Bus) -> Any:
+    """The participant of the bus, for what DDS and the other processes of its job see. A secured one has a
+    ``membership``."""
+    return bus._participant  # noqa: SLF001 - a user's bus does not show what it has in DDS
+
+
+def receiver_of(bus: Bus) -> Receiver:
+    """The receive side of the bus, with its thread."""
+    return bus._receiver  # noqa: SLF001 - as above
+
+
+def writer_of(bus: Bus, kind: type[Any]) -> Any:
+    """The bus's writer of the topic."""
+    return bus._writers[kind]  # noqa: SLF001 - as above
 
 
 async def payload_from(inbox: Subscription, key: FrameKey, max_bytes: int) -> memoryview:

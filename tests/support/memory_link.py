@@ -83,7 +83,7 @@ class MemoryNet:
         world: number of ranks. seed: decides the order of everything.
         repeat: share of frames that arrive once more. inline: share of single frames that are written at once.
         lost: which frames (sender, receiver, frame) never arrive. large_bytes: what is larger waits for its receiver.
-        share_bytes: what a rank may send to each other one before that has called.
+        share_bytes: what a rank may send to each other one before that has called. make_link: the way out of a rank.
     """
 
     world: int
@@ -95,19 +95,20 @@ class MemoryNet:
     early_age_s: float = 60.0
     large_bytes: int = 1 << 30
     share_bytes: int = 1 << 30
+    make_link: Callable[[MemoryNet, int], MemoryLink] = MemoryLink
     rng: random.Random = field(init=False)
     jobs: list[Job] = field(default_factory=list)
     flying: list[tuple[int, bytes]] = field(default_factory=list)  # to whom, and the bytes
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.links = [MemoryLink(self, rank) for rank in range(self.world)]
+        self.links = [self.make_link(self, rank) for rank in range(self.world)]
         self.engines = [
             Engine("group", link.rank, self.world, link, early_bytes=self.early_bytes, early_age_s=self.early_age_s)
             for link in self.links
         ]
         for engine in self.engines:
-            engine._rendezvous_bytes = self.large_bytes
+            engine.rendezvous_bytes = self.large_bytes
             engine.credit.share_bytes = self.share_bytes
             engine.admit(GROUP_ID, {rank: INCARNATION + rank for rank in range(self.world)})
 

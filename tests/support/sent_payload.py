@@ -59,9 +59,11 @@ class Payload:
         return sorted(found)
 
 
+def fill(slots: SlotPool) -> list[bytes]:
+    """Take all slots that are free. Returns their descriptors."""
+    return list(iter(lambda: slots.put((1,), np.zeros(1, np.uint8)) or b"", b""))
+
+
 def free_slots(slots: SlotPool) -> int:
     """How many are free; they are not afterwards."""
-    count = 0
-    while slots.put((1,), np.zeros(1, np.uint8)) is not None:
-        count += 1
-    return count
+    return len(fill(slots))

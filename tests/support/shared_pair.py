@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from gradbus.runtime.shm.layout import Layout
 from gradbus.runtime.shm.mailbox import Mailbox
 from gradbus.runtime.shm.segment import Bytes
 from gradbus.runtime.shm.transport import SharedMemoryTransport
@@ -14,23 +17,46 @@ GROUP_ID = 0xABC
 
 
 class Ranks:
-    """All ranks of a group. ``taken[rank]``: the frames that came to it as letters."""
+    """All ranks of a group.
+
+    Attributes:
+        taken: the frames that came to each rank as letters.
+        take: what each rank does with a letter; a test may put another function there.
+    """
 
     def __init__(self, world: int = 2) -> None:
         self.taken: list[list[Frame]] = [[] for _ in range(world)]
+        self.take: list[Callable[[Frame], None]] = [taken.append for taken in self.taken]
+        self.layout = Layout(world)
         self.shared = [SharedMemoryTransport(rank, world) for rank in range(world)]
         for one in self.shared:
             for rank, other in enumerate(self.shared):
                 if other is not one:
                     one.attach(rank, other.place)
         for rank, one in enumerate(self.shared):
-            one.admit([other for other in range(world) if other != rank], self.taken[rank].append)
+            one.admit([other for other in range(world) if other != rank], _taker(self.take, rank))
 
     def mailbox(self, rank: int) -> Mailbox:
         """The mailbox of a rank."""
         mailbox = self.shared[rank].mailbox
         assert mailbox is not None
         return mailbox
+
+    def memory(self, rank: int) -> Bytes:
+        """The segment of a rank, as its owner maps it: no other mapping can be written."""
+        return self.shared[rank]._segment.memory  # noqa: SLF001 - what broken and malicious ranks may have in it
+
+    def attention(self, rank: int) -> int:
+        """The attention word of a rank, as senders see it."""
+        return int(self.layout.attention(self.memory(rank))[0])
+
+    def set_attention(self, rank: int, word: int) -> None:
+        """Have senders find a rank in this state."""
+        self.layout.attention(self.memory(rank))[0] = word
+
+
+def _taker(take: list[Callable[[Frame], None]], rank: int) -> Callable[[Frame], None]:
+    return lambda frame: take[rank](frame)
 
 
 def key(sender: int = 0, transfer: int = 0) -> FrameKey:

@@ -184,7 +184,6 @@ def test_a_rank_that_leaves_in_order_ends_only_what_it_still_owes_something_for(
     assert isinstance(later.error, PeerLost)
     assert later.error.reasons == {2: "left: done"}
     net.engines[1].leave(2, "left: done")
-    net.engines[1]._unexpected.clear()
 
 
 def test_what_a_rank_gave_before_it_left_in_order_still_counts_for_a_call_that_comes_later() -> None:
@@ -217,7 +216,8 @@ def test_a_closed_group_ends_everything_and_takes_nothing_more() -> None:
     assert net.start(gather(1), "later").error is error
     here.receive(frame(sender=0, incarnation=INCARNATION, transfer=5))
     assert here.dropped == {"closed": 1}
-    assert (here.pending, here.early_bytes, len(here._unexpected)) == (0, 0, 0)
+    early_frames = len(here._unexpected)  # noqa: SLF001 - one without payload shows in no count of bytes
+    assert (here.pending, here.early_bytes, early_frames) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("large_bytes", [0, 1 << 20])
@@ -236,18 +236,19 @@ def test_who_gets_nothing_but_cannot_give_what_it_has_names_those_who_do_not_tak
     assert call.error.ranks == (1,)
 
 
-def test_a_collective_that_a_signal_has_interrupted_ends_with_an_error_that_says_so() -> None:
+def test_a_collective_that_a_signal_has_interrupted_ends_with_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A chunk counts as here before it is in its place: it would never be put there again."""
 
-    class Interrupted(NewPayload):
-        def chunk(self, seq: int, offset: int, data: Any) -> None:
-            raise KeyboardInterrupt
+    def interrupted(self: NewPayload, seq: int, offset: int, data: Any) -> None:
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr(NewPayload, "chunk", interrupted)
     net = MemoryNet(2)
-    here = net.start(gather(0))
-    here._streams[1, 0] = Interrupted(MAX_BYTES)
-    net.start(gather(1))
+    calls = [net.start(gather(0)), net.start(gather(1))]
     with pytest.raises(KeyboardInterrupt):
         net.settle()
-    assert isinstance(here.error, CollectiveError)
-    assert "KeyboardInterrupt came while a frame was put in its place" in str(here.error)
+    (error,) = [call.error for call in calls if call.error is not None]
+    assert isinstance(error, CollectiveError)
+    assert "KeyboardInterrupt came while a frame was put in its place" in str(error)

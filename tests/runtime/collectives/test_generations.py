@@ -118,7 +118,8 @@ def test_founders_and_one_that_joins_are_answered_when_they_come(
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack, asyncio.timeout(20.0):
             first = await stack.enter_async_context(process(place, 0, 2))
-            await eventually(lambda: first._agreement.view().version)  # its next one comes in 60 s
+            # Until its first view has gone out, which nothing else here shows. Its next one comes in 60 s.
+            await eventually(lambda: first._agreement.view().version)  # noqa: SLF001
             monkeypatch.setattr(generations_module, "BUSY_REPEAT_S", 0.1)  # of those that come: a first may be lost
             second = await stack.enter_async_context(process(place, 1, 2))
             await eventually(lambda: first.number == second.number == 1)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bus_helpers import Run
+from bus_helpers import Run, participant_of
 from group_node import LEASE_S, as_ranks
 from patience import eventually
 
 import gradbus
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import Group, Member
-from gradbus.runtime.dds import domains
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
@@ -196,9 +196,8 @@ def test_groups_that_were_left_leave_nothing_in_dds(
 ) -> None:
     """A bus may see any number of groups, and each has topics of its own."""
 
-    def children() -> int:
-        (participant,) = domains._domains[place["domain"]].participants
-        return len(participant.entity.get_children())
+    def children(bus: Bus) -> int:
+        return len(participant_of(bus).entity.get_children())
 
     async def main() -> None:
         write_secret_file(tmp_path / "key", new_job_key().text)
@@ -206,12 +205,12 @@ def test_groups_that_were_left_leave_nothing_in_dds(
         async with gradbus.connect(**place, security=security) as bus:
             with bus.subscribe(Control):
                 bus.open_writer(Control)
-                before = children()
+                before = children(bus)
                 for number in range(3):
                     async with gradbus.join_group(bus, rank=0, world=1, name=f"group{number}") as group:
                         await group.barrier()
-                        assert children() > before
+                        assert children(bus) > before
                 async with asyncio.timeout(10.0):
-                    await eventually(lambda: children() == before)  # the receive thread deletes them
+                    await eventually(lambda: children(bus) == before)  # the receive thread deletes them
 
     run(main)

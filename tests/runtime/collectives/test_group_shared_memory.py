@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from bus_helpers import Run
+from bus_helpers import Run, receiver_of
 from federation import named_by
 from group_node import LEASE_S, as_ranks, group_ranks
 from memory_maps import mapped, open_files
@@ -334,12 +334,12 @@ def test_what_is_added_again_while_it_ends_is_called_again(run: Run, place: dict
             def function() -> bool:
                 calls.append(1)
                 if len(calls) == 1:
-                    bus._receiver.add_periodic(Periodic(function))
+                    receiver_of(bus).add_periodic(Periodic(function))
                 else:
                     twice.set()
                 return False
 
-            bus._receiver.add_periodic(Periodic(function))
+            receiver_of(bus).add_periodic(Periodic(function))
             assert await asyncio.to_thread(twice.wait, WAIT_S)
 
     run(main)
@@ -350,7 +350,7 @@ def test_to_wait_on_a_bus_that_is_closed_does_no_harm(run: Run, place: dict[str,
 
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
-            thread = bus._receiver.thread
+            thread = receiver_of(bus).thread
         thread.add_periodic(Periodic(lambda: bool(calls.append("called"))))
         pumping = threading.Thread(target=thread.poll_inline, args=(lambda: False, float("inf")), daemon=True)
         pumping.start()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from types import SimpleNamespace
 
 import pytest
-from sent_payload import Payload, free_slots
+from sent_payload import Payload, fill, free_slots
 from shared_pair import Ranks
 
 from gradbus.runtime.bus.sender import Pause
@@ -46,7 +45,7 @@ class Waiting:
         self.now_s = 100.0
         monkeypatch.setattr(chunk_sender, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self._slots = slots
-        free_slots(slots)
+        self._first, *_ = fill(slots)
         self._samples = Payload(slots, chunks=100).sender.samples(lambda: False)
 
     def goes_on_after(self, seconds: float) -> str | None:
@@ -59,12 +58,12 @@ class Waiting:
 
     def release(self) -> None:
         """One slot is free."""
-        self._slots.reclaim(struct.pack("<II", 0, self._slots._slots[0].generation))
+        self._slots.reclaim(self._first)
 
     def lose_to_another(self) -> None:
         """One slot comes back, and another payload gets it."""
         self.release()
-        free_slots(self._slots)
+        (self._first,) = fill(self._slots)
 
 
 def test_when_no_slot_comes_back_a_payload_goes_on_over_dds_chunk_by_chunk(

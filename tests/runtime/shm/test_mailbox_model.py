@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gradbus.runtime.shm.mailbox import _ASLEEP, _CLOSED, AFTER
+from gradbus.runtime.shm.mailbox import AFTER, ASLEEP, CLOSED
 
 ALL = frozenset(
     {"look again", "thread looks for stop", "visit wakes thread", "sender looks after writing", "close locks"}
@@ -116,7 +116,7 @@ def wakes_poller(s: State, me: str, at: str, then: str) -> Moves:
 def sender(s: State, rules: frozenset[str]) -> Moves:
     """:meth:`Mailbox.put` and :meth:`Mailbox.call`, of another process."""
     match s.sender:
-        case "write" if s.sent == s.letters or s.attention == _CLOSED:
+        case "write" if s.sent == s.letters or s.attention == CLOSED:
             return [s._replace(sender="end")]
         case "write" if "sender looks after writing" not in rules:
             return [s._replace(sender="write late", seen=s.attention)]
@@ -127,7 +127,7 @@ def sender(s: State, rules: frozenset[str]) -> Moves:
         case "look":
             return [s._replace(sender="call", seen=s.attention)]
         case "call":
-            return [(woken(s) if s.seen == _ASLEEP else s)._replace(sender="write")]
+            return [(woken(s) if s.seen == ASLEEP else s)._replace(sender="write")]
     return []
 
 
@@ -150,7 +150,7 @@ def thread(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - a
             stays = s.thread_found or ("thread looks for stop" in rules and s.stop)
             return [s._replace(thread="awake" if stays else "sleep")]
         case "sleep":
-            sleeps = s.attention == _ASLEEP and s.written == s.thread_expects
+            sleeps = s.attention == ASLEEP and s.written == s.thread_expects
             return [s._replace(thread="asleep" if sleeps else "awake")]
         case "awake":
             return locked(s, "attending", "thread", "end duty")
@@ -203,7 +203,7 @@ def visitor(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - 
         case "sleeper polled":
             return [s._replace(visitor="awake" if s.visitor_found or is_done(s) else "sleep")]
         case "sleep":
-            sleeps = s.attention == _ASLEEP and s.written == s.visitor_expects
+            sleeps = s.attention == ASLEEP and s.written == s.visitor_expects
             return [s._replace(visitor="asleep" if sleeps else "awake")]
         case "awake":
             return [s._replace(visitor="check", attention=AFTER["wake up"])]
@@ -278,8 +278,8 @@ def is_good_end(s: State) -> bool:
     if s.sender != "end" or s.visitor != "ended" or s.attending or s.reading:
         return False
     if s.closer == "ended":
-        return s.thread == "ended" and s.attention == _CLOSED
-    return s.read == s.written == s.letters and s.thread == "asleep" and s.attention == _ASLEEP
+        return s.thread == "ended" and s.attention == CLOSED
+    return s.read == s.written == s.letters and s.thread == "asleep" and s.attention == ASLEEP
 
 
 @pytest.mark.parametrize(

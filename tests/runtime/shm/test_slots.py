@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from shared_pair import Ranks, chunk, told
 
-from gradbus.runtime.shm.layout import SLOTS, Layout
+from gradbus.runtime.shm.layout import SLOTS
 from gradbus.runtime.wire.frames import CHUNK_BYTES, Frame
 
 
@@ -45,8 +45,8 @@ def test_a_reader_sees_what_the_sender_put_in_the_very_same_memory() -> None:
     assert frame is not None
     assert data_of(frame) == bytes([7]) * CHUNK_BYTES
     assert frame.data.readonly
-    start = Layout(2).slots_at + number_of(descriptor) * CHUNK_BYTES
-    ranks.shared[0]._segment.memory[start] = 8
+    start = ranks.layout.slots_at + number_of(descriptor) * CHUNK_BYTES
+    ranks.memory(0)[start] = 8
     assert frame.data[0] == 8
 
 
@@ -161,9 +161,8 @@ def test_a_frame_from_long_ago_is_not_taken_for_the_one_that_the_slot_holds_now(
 
 def test_generations_begin_anew_after_the_last_one() -> None:
     ranks = Ranks()
-    slot = ranks.shared[0].slots._slots[0]
-    slot.generation = 0xFFFF_FFFE
-    ranks.shared[1].slots._notes[0 * SLOTS] = 0xFFFF_FFFE
+    slot = ranks.shared[0].slots._slots[0]  # noqa: SLF001 - to fill it so often takes hours
+    slot.generation = ranks.layout.notes(ranks.memory(1))[0 * SLOTS] = 0xFFFF_FFFE
     for value in range(4):  # 2**32 - 1, 0, 1, 2
         descriptor = put(ranks, value)
         assert number_of(descriptor) == 0
@@ -182,7 +181,7 @@ def test_what_no_sender_of_ours_says_is_refused(number: int, size: int, sender: 
     ranks = Ranks()
     slots = ranks.shared[1].slots
     assert slots.get(told(struct.pack("<II", number, 1), size, sender=sender)) == []
-    assert slots._leased == {}
+    assert slots._leased == {}  # noqa: SLF001 - a lease of a slot that is none shows nowhere else
 
 
 def test_data_stays_readable_when_all_else_is_gone() -> None:
@@ -230,7 +229,7 @@ def test_a_copy_that_is_interrupted_leaves_the_slot_free() -> None:
 def test_a_forked_child_does_not_give_back_what_its_parent_holds() -> None:
     ranks = Ranks()
     frame = get(ranks, put(ranks, 1))
-    lock, held, over = ranks.shared[1].slots._lock, threading.Event(), threading.Event()
+    lock, held, over = ranks.shared[1].slots._lock, threading.Event(), threading.Event()  # noqa: SLF001 - see below
 
     def hold() -> None:
         with lock:

@@ -200,7 +200,7 @@ def _in_memory(frame: Frame) -> list[Frame]:
 def _read_collective(data: bytes) -> None:
     """The name of a collective's frame, which says what the payload is; then the frames of the payload."""
     text, _, rest = data.partition(b"\n")
-    name, _, meta, _ = engine._parts_of(text.decode("utf-8", "replace"))
+    name, _, meta, _ = engine.parts_of(text.decode("utf-8", "replace"))
     del name
     stream, total_bytes = _Watched(_COLLECTIVE_BYTES), 0
     while len(rest) >= 2 and not stream.complete:
