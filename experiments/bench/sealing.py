@@ -271,7 +271,7 @@ _ROLES: dict[str, Callable[[SealingProcess], Awaitable[Any]]] = {
 }  # fmt: skip
 
 
-def _blocks(case: SealingCase, folder: Path) -> list[TimedBlock]:
+def measured_blocks(case: SealingCase, folder: Path) -> list[TimedBlock]:
     """Start the processes once, and measure. Raises NoNamespaces."""
     job = f"sealing-{os.getpid()}-{time.time_ns()}"
     with contextlib.ExitStack() as opened:
@@ -315,7 +315,7 @@ def measure(case: SealingCase, repeats: int) -> list[Measurement]:
         _make_keys(Path(folder))
         for _ in range(repeats):
             try:
-                blocks = _blocks(case, Path(folder))
+                blocks = measured_blocks(case, Path(folder))
             except NoNamespaces as error:
                 print(f"not measured: {case.title}: {error}", file=sys.stderr)
                 return []

@@ -57,7 +57,7 @@ class Claim:
 def own_addresses(domain_id: int) -> list[tuple[str, int]]:
     """Where DDS in this process listens for news of other participants of a domain."""
     found = []
-    for one in _own_sockets(discovery_ports(domain_id)):
+    for one in own_sockets(discovery_ports(domain_id)):
         address, port = one.getsockname()
         found.append(("127.0.0.1" if address == "0.0.0.0" else address, port))
     return found
@@ -72,7 +72,7 @@ def keep_to_loopback(domain_id: int) -> bool:
     """
     first = 7400 + 250 * domain_id
     bound = []
-    for one in _own_sockets(range(first, first + 250)):
+    for one in own_sockets(range(first, first + 250)):
         try:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
             bound.append(True)
@@ -81,7 +81,7 @@ def keep_to_loopback(domain_id: int) -> bool:
     return bool(bound) and all(bound)
 
 
-def _own_sockets(ports: range) -> Iterator[socket.socket]:
+def own_sockets(ports: range) -> Iterator[socket.socket]:
     """UDP sockets of this process that are bound to one of these ports. Each is closed again, as the copy that it is,
     when the next one is asked for."""
     for name in os.listdir("/dev/fd"):

@@ -37,7 +37,7 @@ def test_sockets_of_a_bus_on_loopback_take_nothing_from_other_interfaces(run: Ru
             first = 7400 + 250 * place["domain"]
             devices = [
                 one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
-                for one in discovery._own_sockets(range(first, first + 250))
+                for one in discovery.own_sockets(range(first, first + 250))
             ]
             assert set(devices) == {b"lo"}
 

@@ -31,7 +31,7 @@ async def _hold(spec: dict[str, Any], pipe: Any, logs: list[Any]) -> None:
     async with gradbus.connect(job="outside", domain=spec["domain"]) as bus:
         bus.open_writer(Control)
         first = 7400 + 250 * spec["domain"]
-        ports = {one.getsockname()[1] for one in discovery._own_sockets(range(first, first + 250))}
+        ports = {one.getsockname()[1] for one in discovery.own_sockets(range(first, first + 250))}
         pipe.send({"event": "listens", "ports": sorted(ports)})
         while not pipe.poll():
             for line in [line["text"] for line in logs if line["event"] == "Cyclone DDS says"]:

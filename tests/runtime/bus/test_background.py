@@ -32,7 +32,7 @@ def test_a_bus_that_does_not_open_is_an_error_after_the_deadline_and_one_that_op
         background.acquire("late", BusSettings(domain=3), 0)
     may_open.set()
     assert closed.wait(10.0)
-    assert not [key for key in background._jobs if key[1] == "late"]
+    assert not [key for key in background.jobs if key[1] == "late"]
 
 
 def test_a_bus_that_does_not_open_yet_holds_up_the_other_jobs_of_its_process_neither_at_their_begin_nor_end(
@@ -48,7 +48,7 @@ def test_a_bus_that_does_not_open_yet_holds_up_the_other_jobs_of_its_process_nei
         yield object()
 
     monkeypatch.setattr(background, "connect", connect)
-    monkeypatch.setattr(background, "_jobs", {})  # none of other tests, which may end later
+    monkeypatch.setattr(background, "jobs", {})  # none of other tests, which may end later
     before = background.acquire("before", BusSettings(domain=3), 0)
     with ThreadPoolExecutor(2) as others:
         try:
@@ -62,6 +62,6 @@ def test_a_bus_that_does_not_open_yet_holds_up_the_other_jobs_of_its_process_nei
         first, second = (one.result(10.0) for one in slow)
     assert first is second
     background.release(first)
-    assert [key[1] for key in background._jobs] == ["slow"]
+    assert [key[1] for key in background.jobs] == ["slow"]
     background.release(second)
-    assert not background._jobs
+    assert not background.jobs
