@@ -120,6 +120,10 @@ def restore_random_numbers(checkpoint: Checkpoint) -> None:
 class CheckpointStore:
     """A directory of checkpoints of one run. One process at a time may hold it."""
 
+    # Of one that is open to read.
+    _keep = 1
+    _lock = -1
+
     def __init__(self, directory: Path, *, keep: int = 3) -> None:
         """Open the directory, making it if need be.
 
@@ -154,7 +158,7 @@ class CheckpointStore:
     def to_read(cls, directory: Path) -> Self:
         """The checkpoints of a directory that another process may hold. Nothing is made there, nothing may be saved."""
         store = cls.__new__(cls)
-        store.directory, store._keep, store._lock = directory, 1, -1
+        store.directory = directory
         return store
 
     def __enter__(self) -> Self:

@@ -53,7 +53,7 @@ def in_child(function: Callable[[], Any]) -> None:
 def new_lock() -> threading.Lock:
     """A lock that is free in a child, whoever held it: for what a module has."""
     lock = threading.Lock()
-    in_child(lock._at_fork_reinit)  # type: ignore[attr-defined]
+    in_child(lock._at_fork_reinit)  # type: ignore[attr-defined]  # noqa: SLF001 - Python has no public call for it
     return lock
 
 

@@ -111,7 +111,8 @@ def wrong_command(line: str) -> str:
     group: Any = typer.main.get_command(app)
     try:
         with group.make_context("gradbus", words[1:]) as context:
-            name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+            given = [*context._protected_args, *context.args]  # noqa: SLF001 - the public name warns that it will go
+            name, command, rest = group.resolve_command(context, given)
             while hasattr(command, "resolve_command"):
                 name, command, rest = command.resolve_command(context, rest)
             command.make_context(name, list(rest), parent=context)

@@ -12,7 +12,7 @@ import gradbus
 
 @pytest.mark.slow
 def test_a_forked_process_has_loaded_everything_and_runs_nothing(root: Path) -> None:
-    actors = {f"gradbus.actors.{name}" for name in gradbus.actors._WHERE.values()}
+    actors = {getattr(gradbus.actors, name).__module__ for name in gradbus.actors.__all__}
     modules = {"warm_modules", "federation_node", "torch_node", "torch._dynamo", "_pytest.config", *actors}
     process, _, events = warm.fork_that_tells(warm.look, {"modules": modules})
     (told,) = events

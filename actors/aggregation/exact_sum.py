@@ -31,7 +31,7 @@ _LOW_BITS = 32  # what a carry leaves; the rest stays below 2^53, exact in float
 LARGEST = _LIMIT / 2.0**FRACTION_BITS  # of the samples of an update times its largest value
 # 240 KiB of float64 stay in the second-level cache. And torch computes fewer than 32,768 elements on the calling
 # thread: on a busy machine, waiting for helper threads at every step took a hundred times as long as the step.
-_BLOCK_ELEMS = 30 * 1024
+BLOCK_ELEMS = 30 * 1024
 # To add 1.5 * 2^52 to a float64 below 2^51 rounds it to a whole number, to even as rint does, which is then the
 # difference of the bits of the sum to those of the constant. That takes a third of the time of rint and conversion.
 _ROUNDER = 1.5 * 2.0**52
@@ -49,7 +49,7 @@ class GridRounding:
     def __init__(self) -> None:
         # NumPy stays on the calling thread, and converts as it computes: torch would convert first, in a pass of its
         # own. And a call of it takes less time than one of torch.
-        self._scaled = np.empty(_BLOCK_ELEMS)
+        self._scaled = np.empty(BLOCK_ELEMS)
         self._scratch = torch.from_numpy(self._scaled)
         self._integers = self._scaled.view(np.int64)
 
@@ -73,7 +73,7 @@ class GridRounding:
         scale = float(num_samples * (1 << FRACTION_BITS))
         round_ = self._round_small if bound < _ROUNDER_LIMIT else self._round
         base_values = base.numpy()
-        for block in update.blocks(_BLOCK_ELEMS):
+        for block in update.blocks(BLOCK_ELEMS):
             values, size = block.values.numpy(), block.values.numel()
             scaled = self._scaled[:size]
             place = slice(block.start, block.start + size) if isinstance(block, DenseBlock) else block.indices
@@ -109,7 +109,7 @@ class ExactMean:
     def __init__(self, dim: int) -> None:
         self._sum = torch.empty(dim, dtype=torch.int64)  # the first vector overwrites it: zeros are never written
         self._carried: Tensor | None = None  # int64, in units of 2^32, once there was need of it
-        self._scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
+        self._scratch = torch.empty(BLOCK_ELEMS, dtype=torch.float64)
         self._rounding = GridRounding()
         self._bound = 0.0
         self.num_samples = 0
@@ -222,7 +222,7 @@ class ExactMean:
 
     def _places(self) -> Iterator[slice]:
         dim = self._sum.numel()
-        return (slice(start, min(start + _BLOCK_ELEMS, dim)) for start in range(0, dim, _BLOCK_ELEMS))
+        return (slice(start, min(start + BLOCK_ELEMS, dim)) for start in range(0, dim, BLOCK_ELEMS))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The mean in pieces: (place, float64 values). The tensor is reused for the next piece.
@@ -247,7 +247,7 @@ class ExactMean:
 
 def fits(update: Parsed, base: Tensor, num_samples: int) -> bool:
     """Whether :meth:`ExactMean.add` takes this update."""
-    scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
+    scratch = torch.empty(BLOCK_ELEMS, dtype=torch.float64)
     return num_samples * 2.0**FRACTION_BITS * _max_abs(update, base, scratch) < _LIMIT
 
 
@@ -256,7 +256,7 @@ def _max_abs(update: Parsed, base: Tensor, scratch: Tensor) -> float:
     if update.is_delta and update.max_abs is not None:
         return update.max_abs
     largest = 0.0
-    for block in update.blocks(_BLOCK_ELEMS):
+    for block in update.blocks(BLOCK_ELEMS):
         values, size = block.values, block.values.numel()
         if not update.is_delta and isinstance(block, DenseBlock):
             values = scratch[:size].copy_(values).sub_(base[block.start : block.start + size])

@@ -85,7 +85,7 @@ def sort_rows(rows: Sequence[NDArray[Any]], spare: NDArray[Any], wanted: Collect
 BUDGET_BYTES = 1 << 30
 LARGEST = 2.0**32  # no honest weight moves so far in a round, and no mean of such overflows
 LEFT_OUT = "left out"
-_BLOCK_ELEMS = 8 * 1024  # ten rows of it stay in the second-level cache
+BLOCK_ELEMS = 8 * 1024  # ten rows of it stay in the second-level cache
 
 Block = NDArray[np.float32]
 
@@ -227,7 +227,7 @@ class _Sorting(Robust):
 
     def _combined(self, rows: list[Block]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
         kept = self._kept(len(rows))
-        scratch = np.empty((len(rows) + 1, min(_BLOCK_ELEMS, self._dim)), np.float32)
+        scratch = np.empty((len(rows) + 1, min(BLOCK_ELEMS, self._dim)), np.float32)
         for place in places(self._dim):
             block = scratch[:, : place.stop - place.start]
             for index, row in enumerate(rows):
@@ -325,7 +325,7 @@ def pair_products(rows: list[Block]) -> NDArray[np.float64]:
     """
     count, dim = len(rows), len(rows[0])
     products = torch.zeros(count, count, dtype=torch.float64)
-    scratch = torch.empty(count, min(_BLOCK_ELEMS, dim), dtype=torch.float64)
+    scratch = torch.empty(count, min(BLOCK_ELEMS, dim), dtype=torch.float64)
     for place in places(dim):
         block = scratch[:, : place.stop - place.start]
         for index, row in enumerate(rows):
@@ -350,4 +350,4 @@ def nearest_sums(distances: NDArray[np.float64], *, nearest: int) -> NDArray[np.
 
 
 def places(dim: int) -> Iterator[slice]:
-    return (slice(start, min(start + _BLOCK_ELEMS, dim)) for start in range(0, dim, _BLOCK_ELEMS))
+    return (slice(start, min(start + BLOCK_ELEMS, dim)) for start in range(0, dim, BLOCK_ELEMS))

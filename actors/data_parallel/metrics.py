@@ -64,9 +64,13 @@ class MetricSums:
     def merged(self, other: MetricSums) -> MetricSums:
         """These and those of other batches of this rank."""
         sums = MetricSums(self._sums)
-        for name, (kind, value, count) in other._sums.items():
-            sums._add(name, kind, value, count, "the task")
+        sums.add_plain(other._sums, "the task")
         return sums
+
+    def add_plain(self, plain: Mapping[str, Any], whose: str) -> None:
+        """Add others, which are as :meth:`plain` gives them. Raises ValueError: see :meth:`add`."""
+        for name, (kind, value, count) in plain.items():
+            self._add(name, kind, value, count, whose)
 
     def _add(self, name: str, kind: str, value: Any, count: Any, whose: str) -> None:
         before = self._sums.get(name)
@@ -95,8 +99,7 @@ def combined(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     sums = MetricSums()
     for rank, plain in enumerate(of_ranks):
-        for name, (kind, value, count) in plain.items():
-            sums._add(name, kind, value, count, f"rank {rank}")
+        sums.add_plain(plain, f"rank {rank}")
     return {name: _result(*entry) for name, entry in sorted(sums.plain().items())}
 
 

@@ -100,7 +100,7 @@ class _Buffers:
     def keep(self) -> None:
         """Remember what they are now."""
         for index, (module, name) in enumerate(self._places):
-            live, kept = module._buffers.get(name), self._kept[index]
+            live, kept = _buffers_of(module).get(name), self._kept[index]
             if live is not None and kept is not None and _alike(live, kept):
                 kept.copy_(live)
             else:
@@ -110,11 +110,15 @@ class _Buffers:
     def put_back(self) -> None:
         """Make them what they were."""
         for (module, name), kept in zip(self._places, self._kept, strict=True):
-            live = module._buffers.get(name)
+            live = _buffers_of(module).get(name)
             if live is not None and kept is not None and _alike(live, kept):
                 live.copy_(kept)
             else:
-                module._buffers[name] = None if kept is None else kept.clone()
+                _buffers_of(module)[name] = None if kept is None else kept.clone()
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return module._buffers  # noqa: SLF001 - no public call puts one back that is None now, or is not there any more
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

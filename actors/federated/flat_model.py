@@ -256,7 +256,10 @@ class FlatModel:
     def _versions(self) -> list[tuple[int, int]]:
         """Changes when a frozen tensor is written to or replaced."""
         state = self.module.state_dict(keep_vars=True)
-        return [(state[name].data_ptr(), state[name]._version) for name in self._frozen_names]
+        return [
+            (state[name].data_ptr(), state[name]._version)  # noqa: SLF001 - torch has no public name for it
+            for name in self._frozen_names
+        ]
 
     def vector_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The whole vector of a module with these tensors, float32; personal ones are not in it.

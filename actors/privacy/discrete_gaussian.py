@@ -34,7 +34,7 @@ MAX_SIGMA = 1 << 45  # samples stay far below 2^53, exact in float64
 _BLOCK = 1 << 16  # samples that are tried at a time: 512 KiB for each array
 # Bound on the error of the float64 of exp(-g) below, with a wide margin. For g = (x - 1)^2 / 2 with x = |y| / sigma it
 # is below x (x + 1) 2^-51 exp(-g) < 1e-14, and that of a 64-bit uniform number as a float64 is 2^-53.
-_MARGIN = 1e-12
+MARGIN = 1e-12
 
 _Integers = NDArray[np.int64]
 
@@ -120,12 +120,12 @@ def _happens(
     words = _words(len(g), random_bytes)
     lead = np.exp(-g) - words * 2.0**-64
     happens: NDArray[np.bool_] = lead > 0
-    for at in np.flatnonzero(np.abs(lead) < _MARGIN):
-        happens[at] = _compare(int(words[at]), exact(int(at)), random_bytes)
+    for at in np.flatnonzero(np.abs(lead) < MARGIN):
+        happens[at] = is_below(int(words[at]), exact(int(at)), random_bytes)
     return happens
 
 
-def _compare(word: int, g: Fraction, random_bytes: RandomBytes) -> bool:
+def is_below(word: int, g: Fraction, random_bytes: RandomBytes) -> bool:
     """Whether the uniform number that begins with these 64 bits is below ``exp(-g)``."""
     bits = 64
     while True:

@@ -149,7 +149,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _loopback_only(ray: Any, wanted: bool) -> Iterator[None]:
     """Ray has read the variable for it when it was imported."""
-    constants = ray._private.ray_constants  # where a later Ray has none, its token protects what others can reach
+    # Where a later Ray has none, its token protects what others can reach.
+    constants = ray._private.ray_constants  # noqa: SLF001 - the setting has no public name, and is read at import
     before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
     constants.ENABLE_RAY_CLUSTER = before and not wanted
     try:

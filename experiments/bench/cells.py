@@ -89,7 +89,7 @@ def time_cells(place: BenchRank) -> list[CellTimes]:
         for cell in cells
     ]
     # A Group on the bus that the process group has already. Not before: it could cost the others something.
-    number = job_number(dist.distributed_c10d._get_default_store())
+    number = job_number(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - torch has no public name for it
     bus, stack = acquire_bus(number, dist.get_rank()), AsyncExitStack()
     joining = join_group(bus.bus, rank=place.rank, world=place.world, name="bench")
     group = bus.start(stack.enter_async_context(joining)).result()

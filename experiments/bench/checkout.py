@@ -14,7 +14,7 @@ from gradbus.experiments.bench.results import Results
 from gradbus.experiments.bench.timing import in_turns
 from gradbus.runtime.errors import ConfigError
 
-_ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 _LAYERS = ("actors", "codecs", "experiments", "models", "runtime")
 
 
@@ -24,13 +24,13 @@ def check_out(commit: str) -> Path:
     Raises:
         ConfigError: this is no checkout of git, or has no such commit.
     """
-    sha = _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", cwd=_ROOT)
-    clone = _ROOT / "build" / "against" / sha[:12]
+    sha = _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", cwd=ROOT)
+    clone = ROOT / "build" / "against" / sha[:12]
     package = clone / "build" / "tree" / "gradbus"
     if not package.exists():
         shutil.rmtree(clone, ignore_errors=True)  # what an interrupted run has left
         clone.parent.mkdir(parents=True, exist_ok=True)
-        _git("clone", "--quiet", "--shared", "--no-checkout", str(_ROOT), str(clone), cwd=_ROOT)
+        _git("clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(clone), cwd=ROOT)
         _git("checkout", "--quiet", "--detach", sha, cwd=clone)
         package.mkdir(parents=True)
         # As the packages are mapped when they are installed: pyproject.toml.
@@ -46,7 +46,7 @@ def _git(*words: str, cwd: Path) -> str:
         done = subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, timeout=120, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", "") or error).strip()
-        raise ConfigError(f"--compare: neither a file of results nor a commit of {_ROOT}: {reason}") from None
+        raise ConfigError(f"--compare: neither a file of results nor a commit of {ROOT}: {reason}") from None
     return done.stdout.strip()
 
 

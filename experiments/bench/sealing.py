@@ -239,10 +239,11 @@ async def _rank(member: SealingProcess) -> list[TimedBlock]:
         for level in LEVELS:
             bus = await opened.enter_async_context(member.connect(level))
             if member.case.checksums:
-                bus._participant.leaves_machine = True  # for its frames, that is what decides
+                # For its frames, that is what decides.
+                bus._participant.leaves_machine = True  # noqa: SLF001 - nobody else wants checksums on one machine
             joining = gradbus.join_group(bus, rank=member.number, world=2)
             groups.append(await opened.enter_async_context(joining))
-            (port,) = bus._ports
+            (port,) = bus._ports  # noqa: SLF001 - a group does not say whether its frames have checksums
             assert port.needs_crc == (level == "none" and (member.case.checksums or member.host is not None))
         for number in range(len(LEVELS) * member.case.blocks):
             group, times = groups[number % len(LEVELS)], []
@@ -270,7 +271,7 @@ _ROLES: dict[str, Callable[[SealingProcess], Awaitable[Any]]] = {
 }  # fmt: skip
 
 
-def _blocks(case: SealingCase, folder: Path) -> list[TimedBlock]:
+def measured_blocks(case: SealingCase, folder: Path) -> list[TimedBlock]:
     """Start the processes once, and measure. Raises NoNamespaces."""
     job = f"sealing-{os.getpid()}-{time.time_ns()}"
     with contextlib.ExitStack() as opened:
@@ -314,7 +315,7 @@ def measure(case: SealingCase, repeats: int) -> list[Measurement]:
         _make_keys(Path(folder))
         for _ in range(repeats):
             try:
-                blocks = _blocks(case, Path(folder))
+                blocks = measured_blocks(case, Path(folder))
             except NoNamespaces as error:
                 print(f"not measured: {case.title}: {error}", file=sys.stderr)
                 return []

@@ -26,7 +26,7 @@ _TRIPS = 50
 _PING_BYTES = 64
 _TRANSFER_BYTES = 8 << 20
 _TRANSFERS = 3
-_STEP_S = 10.0  # deadline of one answer
+STEP_S = 10.0  # deadline of one answer
 _MAX_DOCTORS = 32
 
 
@@ -83,7 +83,7 @@ class PeerMeasurements:
                 group.create_task(self._measure_all(link), name="doctor-measure")
                 while True:
                     sender, word = await link.hear(partial(self._on_frame, link=link, group=group))
-                    answer = self._on_word(sender, word, link)
+                    answer = self.on_word(sender, word, link)
                     if answer is not None:
                         group.create_task(answer, name="doctor-answer")
 
@@ -100,7 +100,7 @@ class PeerMeasurements:
 
     # Incoming words
 
-    def _on_word(self, sender: int, word: str, link: Link) -> Coroutine[Any, Any, None] | None:
+    def on_word(self, sender: int, word: str, link: Link) -> Coroutine[Any, Any, None] | None:
         try:
             fields: dict[str, Any] = parse_json(word)
             if not isinstance(fields, dict) or fields.get("to", self.number) != self.number:
@@ -172,7 +172,7 @@ class PeerMeasurements:
                 await self._ask(link, number, "model", _publish(link, "send", to=number))
                 back.append(_TRANSFER_BYTES / (time.perf_counter() - started_s))
         except (TimeoutError, BusError) as error:
-            peer.fault = str(error) or f"no answer within {_STEP_S:g} s: data does not get through"
+            peer.fault = str(error) or f"no answer within {STEP_S:g} s: data does not get through"
             await _publish(link, "fault", to=number, text=peer.fault)
             return
         peer.round_trip_s, peer.there, peer.back = (statistics.median(values) for values in (trips, there, back))
@@ -180,7 +180,7 @@ class PeerMeasurements:
 
     async def _ask(self, link: Link, number: int, answer: str, question: Awaitable[None]) -> None:
         waiting = self._answers[number, answer] = asyncio.get_running_loop().create_future()
-        async with asyncio.timeout(_STEP_S):
+        async with asyncio.timeout(STEP_S):
             await question
             await waiting
 

@@ -102,9 +102,11 @@ def run_rank(way: str, rank: int, port: int) -> str:
 
     def renew_by_reconfigure(ranks: Sequence[int], generation: int) -> None:
         key = f"handle of {generation}"
-        store.set(f"{key} {dist.get_rank()}", distributed_c10d._get_reconfigure_handle())
+        own = distributed_c10d._get_reconfigure_handle()  # noqa: SLF001 - torch has no public name for it yet
+        store.set(f"{key} {dist.get_rank()}", own)
         handles = [store.get(f"{key} {other}").decode() for other in ranks]
-        distributed_c10d._reconfigure(generation, handles, timeout=LIMIT).wait()
+        work = distributed_c10d._reconfigure(generation, handles, timeout=LIMIT)  # noqa: SLF001 - likewise
+        work.wait()
 
     init(rank, WORLD, 0)
     if way == "reconfigure":

@@ -66,7 +66,7 @@ def run_lab(arguments: Sequence[str], hosts: int | None, conditions: LinkConditi
         LaunchFailed: a command could not be started.
     """
     commands = split(arguments, hosts)
-    _need_rights()
+    need_rights()
     try:
         with hosts_on_a_switch(len(commands), conditions) as network:
             return _run(network, commands)
@@ -74,7 +74,7 @@ def run_lab(arguments: Sequence[str], hosts: int | None, conditions: LinkConditi
         raise ConfigError(f"{error}. {_NO_RIGHTS}" if "not permitted" in str(error) else str(error)) from None
 
 
-def _need_rights() -> None:
+def need_rights() -> None:
     """Go on in a user namespace where this user is not root; this process then becomes the one in it."""
     if not sys.platform.startswith("linux"):
         raise ConfigError("a lab needs network namespaces, which Linux alone has")

@@ -41,6 +41,7 @@ class Switch:
         counts: frames by what became of them: ``carried``, ``lost`` (drawn), ``full`` (no room in a queue),
             ``doubled``, ``overtaken`` (by one that was sent later), ``late`` (see LATE_S), ``refused`` (the device
             is down).
+        under_way: frames that have not come out yet, as a heap by when they are due.
     """
 
     def __init__(self, devices: Mapping[bytes, int], conditions: LinkConditions, *, limits_senders: bool) -> None:
@@ -61,7 +62,7 @@ class Switch:
         }
         self._from_free_s = dict.fromkeys(devices.values(), 0.0)  # when the link from each host will be idle
         self._to_free_s = dict(self._from_free_s)
-        self._under_way: list[tuple[float, int, int, bytes]] = []  # due, number, device, frame
+        self.under_way: list[tuple[float, int, int, bytes]] = []  # due, number, device, frame
         self._under_way_bytes = 0
         self._numbers = itertools.count()
         self._newest = dict.fromkeys(devices.values(), -1)  # the highest number that has come out
@@ -94,13 +95,13 @@ class Switch:
         descriptors = [*self._devices.values(), self._stop]
         while True:
             # select, not poll, whose timeout has whole milliseconds.
-            wait_s = max(0.0, self._under_way[0][0] - time.monotonic()) if self._under_way else None
+            wait_s = max(0.0, self.under_way[0][0] - time.monotonic()) if self.under_way else None
             ready, _, _ = select.select(descriptors, (), (), wait_s)
             if self._stop in ready:
                 return
             for descriptor in ready:
                 self._take(descriptor)
-            if self._under_way:
+            if self.under_way:
                 self._deliver()
 
     def _take(self, source: int) -> None:
@@ -154,11 +155,11 @@ class Switch:
             due_s += conditions.delay_s
             if conditions.jitter_s:
                 due_s += dice.uniform(-conditions.jitter_s, conditions.jitter_s)
-            heapq.heappush(self._under_way, (due_s, next(self._numbers), target, frame))
+            heapq.heappush(self.under_way, (due_s, next(self._numbers), target, frame))
             self._under_way_bytes += size
 
     def _deliver(self) -> None:
-        under_way, counts, now_s = self._under_way, self.counts, time.monotonic()
+        under_way, counts, now_s = self.under_way, self.counts, time.monotonic()
         for _ in range(4 * _BATCH):
             if not under_way or under_way[0][0] > now_s:
                 return

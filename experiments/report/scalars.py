@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gradbus.experiments.files import ControllerFile, WorkerFile
     from gradbus.runtime.profiling.summary import WindowStats
 
-_MAX_WAITING = 1000  # reports and windows
-_CLOSE_S = 5.0
+MAX_WAITING = 1000  # reports and windows
+CLOSE_S = 5.0
 
 Values = dict[str, float | None]
 
@@ -59,7 +59,7 @@ class Scalars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        until = time.monotonic() + _CLOSE_S
+        until = time.monotonic() + CLOSE_S
         for feed in self._feeds:
             feed.end(until)
         for feed in self._feeds:
@@ -107,7 +107,7 @@ class _Feed:
     def __init__(self, tracker: Tracker) -> None:
         self.dropped = 0
         self._tracker = tracker
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_WAITING)
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name=f"gradbus-{tracker.name}", daemon=True)  # it may hang
         self._thread.start()
 

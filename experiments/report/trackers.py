@@ -74,11 +74,11 @@ class TensorBoard:
         except OSError as error:
             raise ConfigError(f"--tensorboard: {folder} cannot be written: {error.strerror}. Name another") from None
         self.where = str(folder)
-        self._make_writer = SummaryWriter
+        self.make_writer = SummaryWriter
         self._writer: Any = None
 
     def open(self, first: int | None) -> None:
-        self._writer = self._make_writer(self.where, purge_step=first, flush_secs=_FLUSH_S)
+        self._writer = self.make_writer(self.where, purge_step=first, flush_secs=_FLUSH_S)
 
     def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
         for name, value in values.items():

@@ -10,7 +10,7 @@ from gradbus.experiments.files import AggregatorFile
 from gradbus.runtime.errors import BarrierTimeout, CollectiveError, ConfigError
 from gradbus.runtime.logs import get_logger
 
-_PAUSE_S = 2.0  # after a job that failed: members that were refused may be seen for a moment longer
+PAUSE_S = 2.0  # after a job that failed: members that were refused may be seen for a moment longer
 
 log = get_logger("aggregator")
 
@@ -71,4 +71,4 @@ async def _serve(file: AggregatorFile, actor: AggregatorActor, job: str, world: 
             return
         if failed is not None:
             log.warning("job failed", job=job, reason=str(failed), effect="its workers are waited for again")
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(PAUSE_S)

@@ -68,8 +68,8 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
         )  # fmt: skip
         whom = f"with {founders} founders" if founders else "joins"
         output.say(f"process {number}, {whom}: job {file.bus.job}, run directory {directory.path}")
-        with _leaves_at_sigterm(worker):
-            ends = asyncio.create_task(_leave_when_finished(worker, directory, config), name="gradbus-finished")
+        with leaves_at_sigterm(worker):
+            ends = asyncio.create_task(leave_when_finished(worker, directory, config), name="gradbus-finished")
             try:
                 await run.train(worker)
             finally:
@@ -80,7 +80,7 @@ async def run_elastic_worker(file: WorkerFile, place: RankPlace, output: Output)
     return run.outcome(worker)
 
 
-async def _leave_when_finished(worker: ElasticWorker, directory: WorkerDirectory, config: DataParallelConfig) -> None:
+async def leave_when_finished(worker: ElasticWorker, directory: WorkerDirectory, config: DataParallelConfig) -> None:
     """A process that waits for others would do so in vain, once they have come to the end: it may have come to join too
     late, or been cut off or stopped as they said so."""
     while True:
@@ -146,7 +146,7 @@ class _ElasticRun:
 
 
 @contextlib.contextmanager
-def _leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
+def leaves_at_sigterm(worker: ElasticWorker) -> Iterator[None]:
     """The first SIGTERM has this process leave after its step; the second one stops it like Ctrl-C.
 
     Raises:

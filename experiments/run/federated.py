@@ -45,7 +45,7 @@ async def run_controller(
         As :meth:`gradbus.Controller.run`, or of :class:`gradbus.actors.Site`; NoData, ConfigError.
     """
     started_s = time.perf_counter()
-    config = _checked(file, run)
+    config = checked_config(file, run)
     followed = followed or FollowedJob()
     outcome, progress, task = "failed", Progress(), ConfiguredTask(file.task)
     is_ours = not (run.path / "config.json").exists()  # else it may be a run that this one is not allowed to go on with
@@ -99,7 +99,7 @@ async def run_controller(
     return progress.reports
 
 
-def _checked(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
+def checked_config(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
     """The rules, with the directories of this run. Raises ConfigError: they cannot be, of whatever data."""
     config = file.federated
     if file.upstream.site is None:

@@ -85,7 +85,7 @@ class RunDirectory:
         except OSError as error:
             log.warning("not written", what=what, path=str(self.path), error=error.strerror, **more)
 
-    def _write_reports(self, lines: Iterable[str], *, anew: bool) -> None:
+    def write_reports(self, lines: Iterable[str], *, anew: bool) -> None:
         path = self.path / self.reports_file
         if anew:
             write_text(path, lines)
@@ -93,7 +93,7 @@ class RunDirectory:
             with path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
 
-    def _write_summary(self, **entries: Any) -> None:
+    def write_summary(self, **entries: Any) -> None:
         self.summary = {
             **entries, "versions": versions(), "machine": machine(), "platform": platform.platform(),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -136,11 +136,11 @@ class ControllerDirectory(RunDirectory):
         written, self._written = self._written, 0  # if this fails, the last line may be cut off
         with self._unless_full("rounds"):
             if written and reports is self._of:  # another list is that of another run, as a site may begin
-                self._write_reports(map(_line, reports[written:]), anew=False)
+                self.write_reports(map(_line, reports[written:]), anew=False)
             else:
                 path = self.path / self.reports_file
                 with path.open("rb") if path.exists() else io.BytesIO() as old:
-                    self._write_reports(_merged(old, reports), anew=True)
+                    self.write_reports(_merged(old, reports), anew=True)
             self._written, self._of = len(reports), reports
 
     def write_cross_site(self, found: CrossSite) -> None:
@@ -170,7 +170,7 @@ class ControllerDirectory(RunDirectory):
         """
         with self._unless_full("summary"):
             sums = totals(self._rows() or reports)
-            self._write_summary(outcome=outcome, **sums, wall_s=round(seconds, 3), **more)
+            self.write_summary(outcome=outcome, **sums, wall_s=round(seconds, 3), **more)
 
     def _rows(self) -> list[RoundReport]:
         """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
@@ -232,7 +232,7 @@ class WorkerDirectory(RunDirectory):
             lines = lines | {entry["epoch"]: json_text(entry) + "\n" for entry in before}
         self._written = False  # if this fails, its last line may be cut off: the next one writes the file anew
         with self._unless_full("report", epoch=report.epoch):
-            self._write_reports([lines[epoch] for epoch in sorted(lines)], anew=anew)
+            self.write_reports([lines[epoch] for epoch in sorted(lines)], anew=anew)
             self._written = True
             self._unwritten.clear()
 
@@ -284,7 +284,7 @@ class WorkerDirectory(RunDirectory):
         with self._unless_full("summary"):
             known = [entry["accuracy"] for entry in self._entries() if entry.get("accuracy") is not None]
             values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
-            self._write_summary(
+            self.write_summary(
                 outcome=outcome, **values, wall_s=round(seconds, 3), **more,
                 profiles=[profile.to_json() for profile in profiles or [summary.profile]],
                 best_accuracy=max(known, default=None),

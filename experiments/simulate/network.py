@@ -63,6 +63,8 @@ class NetworkModel:
         env: SimPy's environment: ``env.now`` is the time in seconds, ``env.timeout(s)`` a wait.
         bytes_out: that each rank has sent, without those that were sent again.
         lost: packets of :meth:`multicast` that a link has lost.
+        running: programs that have not ended yet.
+        arrived, awaited: tensors that no program has asked for yet, and what waits for one that has not arrived.
     """
 
     def __init__(
@@ -78,9 +80,9 @@ class NetworkModel:
         self._frame_bytes = frame_bytes
         self._resend_s = resend_s
         self._random = np.random.default_rng(seed)
-        self._arrived: dict[_Key, Tensor] = {}
-        self._awaited: dict[_Key, _Exchange] = {}
-        self._running: dict[_Run, None] = {}
+        self.arrived: dict[_Key, Tensor] = {}
+        self.awaited: dict[_Key, _Exchange] = {}
+        self.running: dict[_Run, None] = {}
         self._branches: dict[tuple[Node, tuple[Node, ...]], list[_Branch]] = {}
         self.lost = 0
 
@@ -111,10 +113,10 @@ class NetworkModel:
     def run_all(self) -> None:
         """Let time pass until nothing is left to happen. Raises as :meth:`run` does."""
         self.run_until(None)
-        if self._running:
-            raise Deadlock("; ".join(run.describe() for run in self._running))
-        if self._arrived:
-            sender, receiver, name, _ = min(self._arrived)
+        if self.running:
+            raise Deadlock("; ".join(run.describe() for run in self.running))
+        if self.arrived:
+            sender, receiver, name, _ = min(self.arrived)
             raise Mismatch(f"rank {receiver} never received {name!r}, which rank {sender} sent")
 
     def run_until(self, time_s: float | None) -> None:
@@ -226,10 +228,11 @@ class NetworkModel:
             rounds += 1
         return size_bytes + min(size_bytes, self._frame_bytes) * again, self._resend_s * max(0, rounds)
 
-    def _receive(self, key: _Key, tensor: Tensor) -> None:
-        exchange = self._awaited.pop(key, None)
+    def receive(self, key: _Key, tensor: Tensor) -> None:
+        """A tensor has arrived: it goes to what waits for it, or is kept until something does."""
+        exchange = self.awaited.pop(key, None)
         if exchange is None:
-            self._arrived[key] = tensor
+            self.arrived[key] = tensor
         else:
             exchange.receive(key[0], tensor)
 
@@ -325,7 +328,7 @@ class _Run:
         self._open: dict[int, Request] = {}  # simple requests that have no result yet, by their place
         self._is_asking = False
         self._counts: dict[tuple[str, int, int], int] = {}  # of a name, or of messages of a name, by sender, receiver
-        network._running[self] = None
+        network.running[self] = None
 
     def advance(self, answer: Any) -> None:
         """Resume the program, again and again while it waits for nothing."""
@@ -333,7 +336,7 @@ class _Run:
             try:
                 self._request = self._program.send(answer)
             except StopIteration as end:
-                del self.network._running[self]
+                del self.network.running[self]
                 self._end(end.value)
                 return
             simple = simple_requests(self._request)
@@ -417,13 +420,13 @@ class _Run:
             size_bytes, key = tensor.nbytes, (rank, peer, full_name, self._count(name, rank, peer))
             network.bytes_out[rank] += size_bytes
             copy = _copied(tensor)
-            left_s = network.send(rank, peer, size_bytes, lambda key=key, copy=copy: network._receive(key, copy))  # type: ignore[misc]
+            left_s = network.send(rank, peer, size_bytes, lambda key=key, copy=copy: network.receive(key, copy))  # type: ignore[misc]
         exchange = _Exchange(self, index, finish, left_s)
         for source in sources:
             key = (source, rank, full_name, self._count(name, source, rank))
-            tensor_there = network._arrived.pop(key, None)
+            tensor_there = network.arrived.pop(key, None)
             if tensor_there is None:
-                network._awaited[key] = exchange
+                network.awaited[key] = exchange
                 exchange.missing += 1
             else:
                 exchange.came[source] = tensor_there

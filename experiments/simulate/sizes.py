@@ -15,14 +15,17 @@ class SizeOnly:
     Functions, methods and operators of torch take it: their results have the shapes and dtypes that torch itself finds,
     on its meta device. Calls of one kind are looked up only once, for that device takes 50 us for an addition. There is
     one object for each shape and dtype, so nothing is allocated for a million messages.
+
+    Attributes:
+        meta: the same on torch's meta device.
     """
 
     _known: ClassVar[dict[tuple[torch.Size, torch.dtype], SizeOnly]] = {}
     _results: ClassVar[dict[Any, Any]] = {}
 
-    __slots__ = ("_meta", "dtype", "nbytes", "shape")
+    __slots__ = ("dtype", "meta", "nbytes", "shape")
 
-    _meta: Tensor
+    meta: Tensor
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
@@ -34,7 +37,7 @@ class SizeOnly:
         found = cls._known.get(key)
         if found is None:
             found = cls._known[key] = cls()
-            found._meta = meta.contiguous()
+            found.meta = meta.contiguous()
             found.shape, found.dtype, found.nbytes = meta.shape, meta.dtype, meta.nbytes
         return cast(Self, found)
 
@@ -53,7 +56,7 @@ class SizeOnly:
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name)  # no other names than those of a tensor
         if not callable(attribute):
-            return _mapped(getattr(self._meta, name), _size_only_of)
+            return _mapped(getattr(self.meta, name), _size_only_of)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.__torch_function__(attribute, (), (self, *args), kwargs)
@@ -109,7 +112,7 @@ def _key(value: Any) -> Any:
 
 def _meta_of(value: Any) -> Any:
     if type(value) is SizeOnly:
-        return value._meta
+        return value.meta
     return value.to("meta") if isinstance(value, Tensor) else value
 
 

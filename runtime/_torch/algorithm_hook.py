@@ -113,8 +113,9 @@ def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: Algo
     exchanges_gradients = hook.algorithm.scope != "weights"
     if ddp is None:
         return "it exchanges gradients: wrap the model in DistributedDataParallel first" if exchanges_gradients else ""
-    if ddp._comm_hooks:
-        called = getattr(ddp._comm_hooks[0][0], "__name__", "of its own")
+    hooks = ddp._comm_hooks  # noqa: SLF001 - torch has no public way to ask for them
+    if hooks:
+        called = getattr(hooks[0][0], "__name__", "of its own")
         return (
             f"the model has a communication hook, {called}, and can have one alone: wrap the module in "
             f"DistributedDataParallel anew, without mixed_precision, which has one, too"

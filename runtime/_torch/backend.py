@@ -53,6 +53,11 @@ def checked_warning_s(warning_s: float) -> float:
     return warning_s
 
 
+def timeout_of(options: Backend.Options) -> timedelta:
+    """The timeout that a group was made with."""
+    return options._timeout  # noqa: SLF001 - torch has no public name for it
+
+
 def _leave_all() -> None:
     """A program that ends without destroy_process_group leaves gracefully all the same: what it has sent arrives."""
     for backend in list(_alive):
@@ -92,7 +97,7 @@ class DdsBackend(Backend):
         self._warning_s = warning_from_environment()
         self._process = os.getpid()
         self._options = options
-        self._timeout_s = options._timeout.total_seconds()
+        self._timeout_s = timeout_of(options).total_seconds()
         self._rank, self._size = rank, size
         all_ranks = options.global_ranks_in_group
         label = str(options.group_name) if all_ranks else WORLD
@@ -169,7 +174,8 @@ class DdsBackend(Backend):
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of collectives without one of their own."""
         self._timeout_s = timeout.total_seconds()
-        self._options._timeout = timeout  # groups that are made of this one take it from there
+        # Groups that are made of this one take it from there.
+        self._options._timeout = timeout  # noqa: SLF001 - torch has no public name for it
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)

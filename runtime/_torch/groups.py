@@ -102,7 +102,7 @@ class TorchGroup:
             group = membership.begin(place, name, check)
             undo.pop_all()
         group.calls_may_block()
-        formed = cls(group._engine, name)
+        formed = cls(group._engine, name)  # noqa: SLF001 - users of a Group have the collectives, not what runs them
         formed._membership = membership
         return formed
 

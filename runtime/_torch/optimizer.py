@@ -165,7 +165,7 @@ class GradientReduction:
         self.fresh = True
 
     def _finish(self, parameter: Tensor, sent: _Sent) -> None:
-        unchanged = parameter.grad is sent.gradient and sent.gradient._version == sent.version
+        unchanged = parameter.grad is sent.gradient and _version_of(sent.gradient) == sent.version
         sent.handle.wait()
         if not unchanged:
             raise RuntimeError(
@@ -190,7 +190,7 @@ class GradientReduction:
         # The same memory with a version of its own: that of the gradient shows whether the program writes to it.
         memory = buffer if buffer.is_sparse else buffer.data
         handle = start_reduction(backend, memory, space, self._names[parameter], self._options.op)
-        self._sent[parameter] = _Sent(handle, gradient, gradient._version, buffer, context)
+        self._sent[parameter] = _Sent(handle, gradient, _version_of(gradient), buffer, context)
 
     def _backend_and_space(self) -> tuple[DdsBackend, str]:
         """The process group, and the space of names of this one of its optimizers: the same on all ranks, as they make
@@ -203,6 +203,11 @@ class GradientReduction:
     def __del__(self) -> None:
         for hook in getattr(self, "_hooks", ()):
             hook.remove()
+
+
+def _version_of(tensor: Tensor) -> int:
+    """It changes when the tensor is written to."""
+    return tensor._version  # noqa: SLF001 - torch has no public name for it
 
 
 # The reduction that took a parameter last, by its id: as long as it lives, the parameter does.
@@ -263,9 +268,14 @@ class Distributed(Optimizer):
 _classes: dict[Any, type[Distributed]] = {}
 
 
+def _reduction_of(optimizer: Any) -> GradientReduction | None:
+    reduction: GradientReduction | None = optimizer._reduction  # noqa: SLF001 - a user's optimizer shows no more than it must
+    return reduction
+
+
 def _before_step(optimizer: Any, arguments: Any, options: Any) -> tuple[Any, Any] | None:
     """With a closure the gradients come later, and perhaps several times."""
-    reduction = optimizer._reduction
+    reduction = _reduction_of(optimizer)
     if reduction is None or reduction.skips:
         return None
     closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)
@@ -285,8 +295,8 @@ def _before_step(optimizer: Any, arguments: Any, options: Any) -> tuple[Any, Any
 
 
 def _after_step(optimizer: Any, arguments: Any, options: Any) -> None:
-    if optimizer._reduction is not None:
-        optimizer._reduction.fresh = False
+    if (reduction := _reduction_of(optimizer)) is not None:
+        reduction.fresh = False
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -332,7 +342,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         _classes[kind] = type(f"Distributed{kind.__name__}", (Distributed, kind), {"__doc__": kind.__doc__})
     optimizer.__class__ = _classes[kind]
     distributed = cast(Distributed, optimizer)
-    distributed._reduction = reduction
+    distributed._reduction = reduction  # noqa: SLF001 - no initialiser of this class is called
     return distributed
 
 

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.torch.backend import DdsBackend
+from gradbus.torch.backend import DdsBackend, timeout_of
 from gradbus.torch.point_to_point import monitored_barrier
 from gradbus.torch.reconfigure import HAS_RECONFIGURE, ReconfigureWork
 from gradbus.torch.untraced import untraced
@@ -42,9 +42,10 @@ _CPU = torch.device("cpu")
 _CUSTOM = ProcessGroup.BackendType.CUSTOM
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # other classes may observe the call
-_profiles = torch._C._autograd._profiler_enabled
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active
+# No public call of torch tells what would observe a call.
+_profiles = torch._C._autograd._profiler_enabled  # noqa: SLF001 - see above
+_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - see above
+_transforms = torch._C._are_functorch_transforms_active  # noqa: SLF001 - see above
 
 
 def can_skip_dispatcher(lists: Iterable[Sequence[Tensor]]) -> bool:
@@ -158,7 +159,7 @@ class DdsProcessGroup(ProcessGroup):
         Raises:
             RuntimeError: ranks did not come in time.
         """
-        limit = self.dds.options._timeout if timeout is None else timeout
+        limit = timeout_of(self.dds.options) if timeout is None else timeout
         monitored_barrier(self.dds.messages, self.rank(), self.size(), limit.total_seconds(), wait_all_ranks)
 
     def split_group(
@@ -170,7 +171,7 @@ class DdsProcessGroup(ProcessGroup):
             return None
         if not group_name:
             raise ValueError("split_group needs a name that no other group has")
-        timeout = timeout or self.dds.options._timeout
+        timeout = timeout or timeout_of(self.dds.options)
         options = make_options(self.dds.options.backend, timeout, group_name, [])
         store = PrefixStore(f"{group_name}/", self.get_group_store())
         backend = self.dds.split(store, new_ranks, options)
@@ -186,7 +187,7 @@ def cpu_backend(group: ProcessGroup) -> Backend | None:
     if isinstance(group, DdsProcessGroup):
         return group.dds
     try:
-        backend: Backend = group._get_backend(_CPU)
+        backend: Backend = group._get_backend(_CPU)  # noqa: SLF001 - torch has no public name for it
     except RuntimeError:
         return None
     return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -206,7 +207,7 @@ def group_beside(group: ProcessGroup, ranks: Sequence[int], *, timeouts: int = 1
             f"name one for it, too, such as init_process_group('cpu:dds,cuda:nccl'), or give a process_group that has "
             f"one"
         )
-    timeout = timeouts * backend.options._timeout
+    timeout = timeouts * timeout_of(backend.options)
     return dist.new_group(list(ranks), timeout, dist.get_backend(group), use_local_synchronization=True)
 
 
@@ -227,6 +228,6 @@ def create(name: str, given: Any) -> DdsProcessGroup | DdsBackend:
     options = make_options(name, given.timeout, given.group_id, given.global_ranks_in_group)
     later = getattr(given, "enable_reconfigure", False)  # since torch 2.15
     backend = DdsBackend(given.store, given.group_rank, given.group_size, options, forms_later=later)
-    if given.process_group is not None and given.process_group._get_backend_name() != "custom":
+    if given.process_group is not None and given.process_group.name() != "custom":
         return backend
     return DdsProcessGroup(given.store, given.group_rank, given.group_size, backend)

@@ -29,7 +29,7 @@ def register() -> None:
     check(torch.__version__, torch.distributed.is_available())
     import torch.distributed as dist
 
-    if NAME.upper() not in dist.Backend._plugins:
+    if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 

@@ -38,9 +38,10 @@ def untraced(thing: T) -> T:
 
 def _mark(function: types.FunctionType) -> None:
     # A trace of a call of it from outside ends here. This is what torch.compiler.disable notes.
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - see the top of this file
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]  # noqa: SLF001 - likewise
     # For frames that are called from C++: they, and what they call, are not compiled.
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    frames = torch._C._dynamo.eval_frame  # noqa: SLF001 - the public call imports Dynamo, see the top of this file
+    skip = frames._FrameAction.SKIP  # noqa: SLF001 - an argument of that
+    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - an argument of that
+    frames.set_code_exec_strategy(function.__code__, strategy)

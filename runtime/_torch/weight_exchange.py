@@ -69,7 +69,7 @@ class WeightExchange:
         self._algorithm, self._programs = algorithm, programs
         self._parameters, self._delay_steps = parameters, delay_steps
         self._on_skipped = on_skipped
-        self._copies, self._holders = copies, holders
+        self._copies, self.holders = copies, holders
         self._step = Step(0)  # the newest
         self._is_due = False  # whether there is an exchange after the optimizers' steps
         self._waiting: deque[_Exchange] = deque()  # those whose results have not been applied yet, oldest first
@@ -132,7 +132,7 @@ class WeightExchange:
 
     def load(self, waiting: Iterable[Mapping[str, Any]], steps: int) -> None:
         """The inverse of :meth:`state`, after so many steps."""
-        self._step, self._restarted, self._holders.counted = Step(steps - 1), 0, 0
+        self._step, self._restarted, self.holders.counted = Step(steps - 1), 0, 0
         self._waiting.clear()
         self._unsettled.clear()
         for saved in waiting:
@@ -180,10 +180,10 @@ class WeightExchange:
                 counts = self._exchange_and_agree(one, loss, bucket)
             except Exception:
                 with suppress(Exception):  # the error above is the cause, and is raised
-                    self._holders.agree(False)
+                    self.holders.agree(False)
                 raise
-            (one.counts,) = self._holders.agree(counts)
-            self._holders.counted += one.counts
+            (one.counts,) = self.holders.agree(counts)
+            self.holders.counted += one.counts
             # Before it is known to have ended: what is read then is of after it.
             (self._algorithm.commit if one.counts else self._algorithm.roll_back)()
             one.ended.set_result(None)
@@ -204,17 +204,17 @@ class WeightExchange:
                 self._run_program(one, loss, bucket)
             except Exception:
                 with suppress(Exception):
-                    self._holders.agree(False, own)
+                    self.holders.agree(False, own)
                 raise
-            one.is_finite, one.began_finite = self._holders.agree(are_finite([bucket.flat]), own)
+            one.is_finite, one.began_finite = self.holders.agree(are_finite([bucket.flat]), own)
         except Exception:
             with suppress(Exception):
-                self._all_are(False)
+                self.all_are(False)
             raise
         if one.is_finite:
             one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
         one.exchanged.set_result(None)
-        return self._all_are(one.is_finite)
+        return self.all_are(one.is_finite)
 
     def _run_program(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
         if self._algorithm.needs_loss:
@@ -223,7 +223,8 @@ class WeightExchange:
                 one.step = dataclasses.replace(one.step, loss=self._programs.loss)
         self._programs.run(self._algorithm.exchange(bucket, one.step))
 
-    def _all_are(self, is_finite: bool) -> bool:
+    def all_are(self, is_finite: bool) -> bool:
+        """Whether it is so on all ranks that exchange this shard."""
         return bool(self._programs.all_reduce("finite", torch.tensor([float(is_finite)]), "min"))
 
     def _apply(self, until: int | None) -> None:

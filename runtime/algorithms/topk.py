@@ -49,11 +49,11 @@ class TopK(Algorithm):
 
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         large, small = split_by_size(bucket.tensors, self.options.min_numel)
-        yield from side_by_side(self._sparse(large, step), mean_of("dense", small, step.active))
+        yield from side_by_side(self.largest(large, step), mean_of("dense", small, step.active))
 
     @torch.no_grad()
-    def _sparse(self, tensors: dict[str, Tensor], step: Step) -> Program[None]:
-        """All tensors are one index space: one message, one coding of the indices."""
+    def largest(self, tensors: dict[str, Tensor], step: Step) -> Program[None]:
+        """Exchange the largest entries. All tensors are one index space: one message, one coding of the indices."""
         if not tensors:
             return
         p = flattened(tensors)

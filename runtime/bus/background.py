@@ -129,7 +129,7 @@ class _Job:
     thread: BusThread | None = None
 
 
-_jobs: dict[tuple[int, str], _Job] = {}  # by process (a fork does not inherit threads) and name
+jobs: dict[tuple[int, str], _Job] = {}  # by process (a fork does not inherit threads) and name
 _lock = forks.new_lock()  # of the table, held for no longer than a look into it
 
 
@@ -138,7 +138,7 @@ def _exclusive(name: str) -> Iterator[_Job]:
     """The job of this name, which no other thread opens or closes meanwhile."""
     key = os.getpid(), name
     with _lock:
-        job = _jobs.setdefault(key, _Job())
+        job = jobs.setdefault(key, _Job())
         job.calls += 1
     try:
         with job.lock:
@@ -147,7 +147,7 @@ def _exclusive(name: str) -> Iterator[_Job]:
         with _lock:
             job.calls -= 1
             if not job.calls and job.thread is None:
-                _jobs.pop(key, None)
+                jobs.pop(key, None)
 
 
 def acquire(job: str, settings: BusSettings, rank: int) -> BusThread:

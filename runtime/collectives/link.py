@@ -43,6 +43,7 @@ class GroupLink(ProgressEngine):
     a thread that waits handles here what comes in.
 
     Attributes:
+        port: what its frames over DDS go through.
         inline_bytes, inline_shared_bytes: what is sent at once, on the thread that has it, over DDS and through shared
             memory. More, where that thread is not the one of an event loop.
     """
@@ -56,7 +57,7 @@ class GroupLink(ProgressEngine):
         shared: SharedMemoryTransport | None = None,
     ) -> None:
         """Open the writers. Frames come in from :meth:`listen` on."""
-        self._port = port
+        self.port = port
         self._group = group
         self._shared = shared
         self.inline_bytes = INLINE_BYTES
@@ -72,13 +73,13 @@ class GroupLink(ProgressEngine):
         self._routes |= {other: self._route((other,), f"{group}/{other}") for other in others}
 
     def _route(self, readers: tuple[int, ...], topic: str) -> _Route:
-        writer = self._port.open_writer(collective_topic(topic), retained_samples=RETAINED)
+        writer = self.port.open_writer(collective_topic(topic), retained_samples=RETAINED)
         return _Route(self, readers, writer)
 
     def listen(self, take: Callable[[Frame], None]) -> None:
         """Open the readers. ``take`` gets frames from now on, on another thread."""
         names = (self._group, f"{self._group}/{self._identity.sender}")
-        self._readers = [self._port.open_reader(collective_topic(name), take) for name in names]
+        self._readers = [self.port.open_reader(collective_topic(name), take) for name in names]
 
     def admit(self, group_id: int) -> None:
         """The group that frames belong to from now on."""
@@ -100,7 +101,7 @@ class GroupLink(ProgressEngine):
         for to in [None, *ranks] if to_all else ranks:
             part = PROBE_ALL if to is None else PROBE_INBOX
             (frame,) = frames.split(self._frame_key(key, part, ""), b"", flags=self._flags, world=self._world)
-            self._port.write(self._routes[to].writer, frame)
+            self.port.write(self._routes[to].writer, frame)
 
     def send(self, key: OperationKey, outgoing: OutgoingPart, finished: Finished) -> Sending | None:
         """See :class:`.operation.Transport`."""
@@ -129,10 +130,10 @@ class GroupLink(ProgressEngine):
                 at_once -= 1
             if sender.done:
                 return None
-        if slots is not None and self._mailbox is not None:
+        if slots is not None and self.mailbox is not None:
             self._forget_done()
             self._pushing.append(sender)
-        sender.job = self._port.submit(route.writer, sender.samples(self._is_polled), sender.outcome)
+        sender.job = self.port.submit(route.writer, sender.samples(self._is_polled), sender.outcome)
         return sender
 
     def stop_sharing(self) -> None:
@@ -144,38 +145,38 @@ class GroupLink(ProgressEngine):
 
     def poll_inline(self, done: Callable[[], bool], until_s: float) -> None:
         """See :class:`.engine.ProgressEngine`. Also sends what waits for slots."""
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         if mailbox is None:
-            self._port.wait_loop.poll_inline(done, until_s)
+            self.port.wait_loop.poll_inline(done, until_s)
             return
         try:
             mailbox.poll_until(done, until_s, self)
         finally:
             if not self.idle:  # the writer thread has left it to this one
-                self._port.wake_sender()
+                self.port.wake_sender()
 
     def poll_briefly(self, done: Callable[[], bool]) -> None:
         """See :class:`.engine.ProgressEngine`."""
-        mailbox, now_s = self._mailbox, time.monotonic()
+        mailbox, now_s = self.mailbox, time.monotonic()
         if mailbox is None:
-            self._port.wait_loop.poll_inline(done, now_s + SPIN_S, may_sleep=False)
+            self.port.wait_loop.poll_inline(done, now_s + SPIN_S, may_sleep=False)
         else:
             mailbox.poll_until(done, now_s + BRIEF_S, None, may_sleep=False)
 
     def wake_inline(self) -> None:
         """See :class:`.engine.ProgressEngine`."""
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         if mailbox is None:
-            self._port.wait_loop.wake_inline()
+            self.port.wait_loop.wake_inline()
         else:
             mailbox.wake_poller()
 
     def wake_io_thread(self) -> None:
         """See :class:`.engine.ProgressEngine`."""
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         if mailbox is not None:
             mailbox.wake_thread()
-        self._port.wait_loop.wake_io_thread()
+        self.port.wait_loop.wake_io_thread()
 
     # Through shared memory
 
@@ -184,7 +185,8 @@ class GroupLink(ProgressEngine):
         return None if self._shared is None else self._shared.slots
 
     @property
-    def _mailbox(self) -> Mailbox | None:
+    def mailbox(self) -> Mailbox | None:
+        """The mailbox of ranks on this machine; None: they share no memory."""
         return None if self._shared is None else self._shared.mailbox
 
     @property
@@ -223,7 +225,7 @@ class GroupLink(ProgressEngine):
                     self._pushing.append(first)
 
     def _is_polled(self) -> bool:
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         return mailbox is not None and mailbox.has_working_poller
 
     def _frame_key(self, key: OperationKey, part: int, name: str) -> FrameKey:
@@ -249,7 +251,7 @@ class _Route:
 
     def put(self, frame: Parts) -> bool:
         """Send a frame through the mailbox. False: it is too large, or its readers take none now."""
-        mailbox = self._link._mailbox
+        mailbox = self._link.mailbox
         if mailbox is None or not mailbox.put(self.readers, frame):
             return False
         mailbox.call(self.readers)
@@ -257,4 +259,4 @@ class _Route:
 
     def write(self, frame: Parts) -> bool:
         """Send a frame through the mailbox, or else over DDS."""
-        return self.put(frame) or self._link._port.write(self.writer, frame)
+        return self.put(frame) or self._link.port.write(self.writer, frame)

@@ -110,7 +110,7 @@ def as_bytes(tensor: Tensor) -> Bytes:
     if size == 0:
         return NOTHING
     memory: Any = _array_type(size).from_address(tensor.data_ptr())
-    memory._owner = tensor
+    memory.owner = tensor
     return np.frombuffer(memory, np.uint8)
 
 

@@ -26,7 +26,7 @@ from cyclonedds.builtin_types import cqos_to_qos
 from cyclonedds.core import DDSException, InstanceState, Policy, Qos, ReadCondition, SampleState, ViewState
 from cyclonedds.domain import DomainParticipant
 
-from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.dds import libddsc, peer_processes
 from gradbus.runtime.dds.spdp import discovery_ports, goodbye
 
 MAX_CLAIM_BYTES = 64
@@ -109,7 +109,8 @@ class Discovery:
         self._addresses: list[tuple[str, int]] = []
         self._addresses_s = -_ADDRESSES_S
         self._reader = BuiltinDataReader(participant, BuiltinTopicDcpsParticipant)
-        self._reader._cqos_conv = _policies_of  # where its own one raises, all the samples of a batch are lost
+        # Where its own one raises, all the samples of a batch are lost.
+        self._reader._cqos_conv = _policies_of  # noqa: SLF001 - the binding gives no other way to have them read
         self._new = ReadCondition(self._reader, SampleState.NotRead | InstanceState.Any | ViewState.Any)
         self._is_open = True
 
@@ -191,7 +192,7 @@ class Discovery:
         with self._lock:
             self._is_open = False
             claims, self._processes, self._of_process = list(self._of_process), {}, {}
-            self._reader._delete(self._reader._ref)
+            libddsc.delete(self._reader)
         for claim in claims:
             peer_processes.watched.unwatch(claim, self._on_ended)
 

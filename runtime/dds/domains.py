@@ -68,10 +68,11 @@ def _forget() -> None:
     drops them, and wait for threads that are not there."""
     global _is_broken
     _is_broken = _is_broken or bool(_domains) or _lock.locked()
-    _lock._at_fork_reinit()  # type: ignore[attr-defined]
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]  # noqa: SLF001 - Python has no public call for it
     if _is_broken:
         none: Any = weakref.WeakValueDictionary()
-        Entity._entities = none  # a destructor does nothing for what is not among these
+        # A destructor does nothing for what is not among these.
+        Entity._entities = none  # noqa: SLF001 - the binding has no call to switch destructors off
         _domains.clear()
         libddsc.forget()
 
@@ -250,4 +251,4 @@ def delete(entity: Any) -> None:
     """Delete a DDS entity and all below it; the binding's object becomes an empty shell."""
     if _is_broken:
         return
-    entity._delete(entity._ref)
+    libddsc.delete(entity)

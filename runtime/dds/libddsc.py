@@ -25,7 +25,7 @@ RETCODE_TIMEOUT = -10  # DDS_RETCODE_TIMEOUT
 ANY_STATE = 0x7F  # every sample, view and instance state
 _SERDATA_KIND_DATA = 2  # SDK_DATA of enum ddsi_serdata_kind
 
-_lib = DDS._dll_handle
+_lib = DDS._dll_handle  # noqa: SLF001 - the very library that the binding has loaded, which has no public name
 
 
 JOINED_BYTES = 16 << 10  # to copy so much takes less time than to find the address of a buffer from Python
@@ -131,10 +131,21 @@ def _refuse(*_: object) -> int:
     raise forks.refusal("DDS")
 
 
+def handle_of(entity: Any) -> int:
+    """What the library knows an entity of the binding by, a dds_entity_t."""
+    handle: int = entity._ref  # noqa: SLF001 - the binding has no public name for it
+    return handle
+
+
+def delete(entity: Any) -> None:
+    """Delete an entity of the binding now, and not when its object goes."""
+    entity._delete(entity._ref)  # noqa: SLF001 - the binding has no public call for it
+
+
 def sertype_of(entity: Any) -> int:
     """Address of the serialised-type object of a reader or writer."""
     pointer = ct.c_void_p()
-    code = _entity_sertype(entity._ref, ct.byref(pointer))
+    code = _entity_sertype(handle_of(entity), ct.byref(pointer))
     if code < 0 or not pointer.value:
         raise OSError(f"dds_get_entity_sertype returned {code}")
     return pointer.value
@@ -149,7 +160,7 @@ def _matched(ask: Callable[..., Any], entity: Any) -> set[int]:
     size = 256
     while True:
         handles = (ct.c_uint64 * size)()
-        count = ask(entity._ref, ct.byref(handles), size)
+        count = ask(handle_of(entity), ct.byref(handles), size)
         if count < 0:
             return set()
         if count <= size:
@@ -184,7 +195,7 @@ def matched_readers(writer: Any, known: Mapping[int, MatchedReader]) -> dict[int
     for handle in _matched(_matched_subscriptions, writer):
         if handle in known:
             readers[handle] = known[handle]
-        elif endpoint := _subscription_data(writer._ref, handle):  # none: it has gone meanwhile
+        elif endpoint := _subscription_data(handle_of(writer), handle):  # none: it has gone meanwhile
             kind = ct.c_int(_RELIABLE)
             if endpoint.contents.qos:
                 _get_reliability(endpoint.contents.qos, ct.byref(kind), None)
@@ -195,7 +206,7 @@ def matched_readers(writer: Any, known: Mapping[int, MatchedReader]) -> dict[int
 
 def throttled_s(writer: Any) -> float:
     """How long writes of this writer have waited for its readers, all together. 0 where a call is missing."""
-    statistics = _create_statistics(writer._ref)
+    statistics = _create_statistics(handle_of(writer))
     if not statistics:
         return 0.0
     try:
@@ -208,7 +219,7 @@ def throttled_s(writer: Any) -> float:
 
 def wait_for_acks(writer: Any, timeout_s: float) -> bool:
     """Whether all matched readers have acknowledged all that was written, within so long. The GIL is free meanwhile."""
-    return bool(_wait_for_acks(writer._ref, int(timeout_s * 1e9)) == RETCODE_OK)
+    return bool(_wait_for_acks(handle_of(writer), int(timeout_s * 1e9)) == RETCODE_OK)
 
 
 def _address(part: Any) -> tuple[int, int]:
@@ -335,7 +346,7 @@ class _Owner:
 def is_ours_alone(view: memoryview) -> bool:
     """Whether what was taken may be written over: it lies in memory of DDS's own, and nobody else has it. Other readers
     in this process would, and the writer, if it is here. False also where that is unknown."""
-    owner = getattr(view.obj, "_owner", None)
+    owner = getattr(view.obj, "owner", None)
     return _count_is_known and isinstance(owner, _Owner) and owner.references == 2
 
 
@@ -349,7 +360,7 @@ class Taker:
     is small is copied instead, which takes less time than to look after memory of DDS."""
 
     def __init__(self, reader: Any, max_samples: int) -> None:
-        self._entity = reader._ref
+        self._entity = handle_of(reader)
         self._max_samples = max_samples
         self._samples = (ct.c_void_p * max_samples)()
         self._infos = (dds_c_t.sample_info * max_samples)()
@@ -374,7 +385,7 @@ class Taker:
                 _serdata_unref(sample)
             else:
                 array = _octets(size).from_address(iov.base)
-                array._owner = _Owner(sample, iov)
+                array.owner = _Owner(sample, iov)
                 view = memoryview(array).cast("B")
             taken.append((view, info.publication_handle))
         return taken
@@ -400,7 +411,7 @@ def self_test(reader: Any, writer: Any, wait: Callable[[], bool]) -> str | None:
             room[:] = payload.data
 
         for code in (
-            write(writer._ref, sertype, (head, payload)), write_made(writer._ref, sertype, head, size, make)
+            write(handle_of(writer), sertype, (head, payload)), write_made(handle_of(writer), sertype, head, size, make)
         ):  # fmt: skip
             if code != RETCODE_OK:
                 return f"write returned {code}"
@@ -412,6 +423,6 @@ def self_test(reader: Any, writer: Any, wait: Callable[[], bool]) -> str | None:
         if any(bytes(view[: 8 + size]) != head + payload.tobytes() for view, _ in taken):
             return "the sample came back with other bytes"
     global _count_is_known
-    owner = getattr(taken[0][0].obj, "_owner", None)
+    owner = getattr(taken[0][0].obj, "owner", None)
     _count_is_known = isinstance(owner, _Owner) and owner.counts()
     return None

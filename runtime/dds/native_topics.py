@@ -84,7 +84,7 @@ class CTopic(DdsTopic[Any]):
         """
         described = ct.addressof(describe(idl_type))
         self.data_type = idl_type
-        Entity.__init__(self, _create_topic(participant._ref, described, name.encode(), None, None))
+        Entity.__init__(self, _create_topic(libddsc.handle_of(participant), described, name.encode(), None, None))
         self._keepalive_entities = [participant]
 
 

@@ -67,6 +67,7 @@ class Writer:
         self.topic = topic
         self.entity = entity
         self.idl_type = IDL_TYPES[topic.idl_type]
+        self._handle = libddsc.handle_of(entity)
         self._sertype = libddsc.sertype_of(entity) if fast else None
         self.matched = 0  # readers that are matched, as of the last refresh
         self.has_new_readers = False  # or has lost some, since somebody looked at who they are
@@ -138,7 +139,7 @@ class Writer:
             self._writing.add(thread)
             if self._write_ended is not None:
                 raise BusClosed(f"topic {self.topic.name!r}: its writer is deleted, as its group or bus is closed")
-            return self._is_taken(write(self.entity._ref, self._sertype, *arguments))
+            return self._is_taken(write(self._handle, self._sertype, *arguments))
         finally:
             self._writing.discard(thread)
             if self._write_ended is not None:
@@ -559,19 +560,19 @@ class WaitSet:
         self._attached = 0
         with domains.made_by_dds("a wait set"):
             self._guard = participant.keep(GuardCondition(participant.entity))
-            self._entity = participant.keep(DdsWaitSet(participant.entity))
+            self._handle = libddsc.handle_of(participant.keep(DdsWaitSet(participant.entity)))
             self.attach(self._guard, self.WOKEN)
 
     def attach(self, entity: Any, number: int) -> None:
         """Wait for an entity, too; ``number`` (1 or more) stands for it."""
-        code = libddsc.waitset_attach(self._entity._ref, entity._ref, number)
+        code = libddsc.waitset_attach(self._handle, libddsc.handle_of(entity), number)
         if code < 0:
             raise OSError(f"dds_waitset_attach returned {code}")
         self._attached += 1
 
     def detach(self, entity: Any) -> None:
         """Wait for it no more."""
-        if libddsc.waitset_detach(self._entity._ref, entity._ref) >= 0:
+        if libddsc.waitset_detach(self._handle, libddsc.handle_of(entity)) >= 0:
             self._attached -= 1
 
     def wait(self, timeout_s: float) -> list[int]:
@@ -580,7 +581,7 @@ class WaitSet:
             self._triggered = (ct.c_ssize_t * (2 * self._attached))()
         room = len(self._triggered)
         nanoseconds = int(timeout_s * 1e9) if timeout_s > 0 else 0
-        count = libddsc.waitset_wait(self._entity._ref, self._triggered, room, nanoseconds)
+        count = libddsc.waitset_wait(self._handle, self._triggered, room, nanoseconds)
         if count < 0:
             raise OSError(f"dds_waitset_wait returned {count}")
         numbers = self._triggered[: min(count, room)] if count else []

@@ -72,6 +72,7 @@ class Aggregator:
     Attributes:
         violations: packets that contradict what is there: a worker that breaks the protocol, or is hostile.
         dropped: packets of no job here, or that could not be of one.
+        held: groups that have slots.
     """
 
     def __init__(
@@ -91,14 +92,14 @@ class Aggregator:
         self._times = times or RetransmissionTimes()
         self._grabs_late = grabs_late
         self._jobs: dict[int, JobState] = {}
-        self._held: dict[GroupKey, _Held] = {}
+        self.held: dict[GroupKey, _Held] = {}
         self.violations = 0
         self.dropped = 0
 
     @property
     def deadline_s(self) -> float | None:
         """When :meth:`advance` has something to do."""
-        return min((held.due_s for held in self._held.values()), default=None)
+        return min((held.due_s for held in self.held.values()), default=None)
 
     def open_job(self, job: int, world: int, *, epoch: int = 0) -> None:
         """Serve a job. Raises ValueError: it is served already, or its world is none."""
@@ -108,7 +109,7 @@ class Aggregator:
 
     def close_job(self, job: int) -> None:
         """Serve it no more: all of its slots are free."""
-        for key in [key for key in self._held if key[0] == job]:
+        for key in [key for key in self.held if key[0] == job]:
             self._release(key)
         self._jobs.pop(job, None)
 
@@ -116,9 +117,7 @@ class Aggregator:
         """Groups that hold slots and got nothing new for this long, and the ranks that they wait for. Whether a worker
         is gone, or only slow, is for the membership to say."""
         return {
-            group: self._waits_for(held)
-            for (_, group), held in self._held.items()
-            if now_s - held.progress_s >= lease_s
+            group: self._waits_for(held) for (_, group), held in self.held.items() if now_s - held.progress_s >= lease_s
         }
 
     def receive(self, packet: Packet, now_s: float) -> list[Packet]:
@@ -130,7 +129,7 @@ class Aggregator:
         if packet.epoch != state.epoch:
             return [Packet(PacketKind.STALE, packet.job, state.epoch, packet.group, AGGREGATOR, packet.source)]
         key = packet.job, packet.group
-        held = self._held.get(key)
+        held = self.held.get(key)
         match packet.kind:
             case PacketKind.REDUCE:
                 return list(self._reduce(packet, key, held, state, now_s))
@@ -156,7 +155,7 @@ class Aggregator:
     def advance(self, now_s: float) -> list[Packet]:
         """Remind workers that have not acknowledged: of the sums that are there, or else that the group is here."""
         packets: list[Packet] = []
-        for key, held in self._held.items():
+        for key, held in self.held.items():
             if held.due_s <= now_s:
                 held.wait_s = min(2 * held.wait_s, self._times.max_s)
                 held.due_s = now_s + held.wait_s
@@ -209,11 +208,11 @@ class Aggregator:
         state.groups += 1
         wait_s = self._times.first_s
         held = _Held(base, [0] * state.world, [0] * state.world, now_s, now_s + wait_s, wait_s)
-        self._held[key] = held
+        self.held[key] = held
         return held
 
     def _release(self, key: GroupKey) -> None:
-        held, state = self._held.pop(key), self._jobs[key[0]]
+        held, state = self.held.pop(key), self._jobs[key[0]]
         self._slots.release(held.base, len(held.contributors))
         state.groups -= 1
         if held.reserved_by is not None:

@@ -99,6 +99,7 @@ class TreeNode:
 
     Attributes:
         violations: packets that contradict what is there. dropped: those that could not be of this job.
+        lanes: for the groups that are in the window.
     """
 
     def __init__(self, config: NodeConfig, memory: npt.NDArray[np.int32] | None = None) -> None:
@@ -109,7 +110,7 @@ class TreeNode:
         self._all_ranks = (1 << config.world) - 1
         if memory is None:
             memory = np.zeros((config.lanes, self._blocks, config.block_elems), dtype=np.int32)
-        self._lanes = [_Lane(sums) for sums in memory]
+        self.lanes = [_Lane(sums) for sums in memory]
         self._unacknowledged = Unacknowledged(config.times)  # by the parents
         self._probes: dict[int, Packet] = {}  # of children, by child, until all parents have answered
         self._asked: set[int] = set()  # parents that have not
@@ -124,12 +125,12 @@ class TreeNode:
     @property
     def lanes_taken(self) -> int:
         """Number of lanes that hold a group."""
-        return sum(lane.group is not None for lane in self._lanes)
+        return sum(lane.group is not None for lane in self.lanes)
 
     @property
     def deadline_s(self) -> float | None:
         """When :meth:`advance` has something to do."""
-        due = [lane.due_s for lane in self._lanes if lane.results]
+        due = [lane.due_s for lane in self.lanes if lane.results]
         above_s = self._unacknowledged.deadline_s
         return min(due if above_s is None else [*due, above_s], default=None)
 
@@ -148,7 +149,7 @@ class TreeNode:
         ):
             self.dropped += 1
             return []
-        lane = self._lanes[(packet.group if config.tree is None else packet.group // config.trees) % config.lanes]
+        lane = self.lanes[(packet.group if config.tree is None else packet.group // config.trees) % config.lanes]
         match packet.kind:
             case PacketKind.CONTRIBUTION:
                 return list(self._contribution(packet, lane, now_s))
@@ -170,7 +171,7 @@ class TreeNode:
         """Send again what is not acknowledged. A parent that stays silent is for workers to notice, by their probes."""
         times = self._config.times
         packets = [one.again(now_s, times) for one in self._unacknowledged.due(now_s)]
-        for lane in self._lanes:
+        for lane in self.lanes:
             if lane.results and lane.due_s <= now_s:
                 lane.wait_s = min(2 * lane.wait_s, times.max_s)
                 lane.due_s = now_s + lane.wait_s
@@ -184,7 +185,7 @@ class TreeNode:
         that wait for a parent are the parent's to give up."""
         return {
             lane.group: waits_for
-            for lane in self._lanes
+            for lane in self.lanes
             if lane.group is not None and now_s - lane.progress_s >= lease_s and (waits_for := self._waits_for(lane))
         }
 

@@ -46,7 +46,8 @@ def _without_compiler(method: FunctionType) -> Callable[..., Any] | None:
     if inner is None:
         return None
     match method.__code__.co_filename, method.__code__.co_name:
-        case file, "inner" if file == torch._compile.__file__:  # torch._disable_dynamo
+        # torch._disable_dynamo
+        case file, "inner" if file == torch._compile.__file__:  # noqa: SLF001 - no public call tells what it has made
             return inner  # type: ignore[no-any-return]
         case file, "_use_grad" if file == sys.modules[Optimizer.__module__].__file__:  # _use_grad_for_differentiable
             return _with_gradients_as_the_optimizer_wants(inner)

@@ -13,6 +13,8 @@ Any thread may report at any time. A report is one ``deque.append``, which is at
 thread to wait on. The thread that ends a step adds up what has come.
 """
 
+# ruff: noqa: SLF001 - a profile, its steps and their spans are one idea, and all that users see is without underscore
+
 from __future__ import annotations
 
 import threading

@@ -92,7 +92,7 @@ def map_file(file: int, size: int, *, writable: bool, private: bool = False) -> 
         raise OSError(number, os.strerror(number))
     mapping = _Mapping(address, size, unmap)
     array: Any = (ct.c_uint8 * size).from_address(address)
-    array._mapping = mapping
+    array.mapping = mapping
     memory: Bytes = np.frombuffer(array, np.uint8)
     memory.flags.writeable = writable
     return memory

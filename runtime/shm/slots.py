@@ -182,7 +182,7 @@ class SlotPool:
             self._leased[sender, number] = generation
         start = self._layout.slots_at + number * CHUNK_BYTES
         array: Any = (ct.c_uint8 * size).from_address(memory.ctypes.data + start)
-        array._lease = _Lease(self, memory, sender, number, generation)
+        array.lease = _Lease(self, memory, sender, number, generation)
         return memoryview(array).cast("B").toreadonly()
 
     def release(self, sender: int, slot: int, generation: int) -> None:

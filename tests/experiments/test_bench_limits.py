@@ -118,7 +118,7 @@ def test_encryption_that_takes_too_long_falls_short(
         sealing.TimedBlock(level, {"none": 1.0, "psk": psk, "identity": 3.0}[level], 1.0)
         for level in sealing.LEVELS * 4
     ]
-    monkeypatch.setattr(sealing, "_blocks", lambda case, folder: blocks)
+    monkeypatch.setattr(sealing, "measured_blocks", lambda case, folder: blocks)
     assert bench.main(["sealing", "--part", "round", "--part", "alone", "--repeats", "2", "--out", "out.json"]) == code
     _, alone = sorted(Results.load(tmp_path / "out.json").runs, key=lambda run: len(run.figures))
     assert {one.unit for one in alone.figures} == {"us"}
@@ -136,7 +136,7 @@ def earlier(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ["-C", str(copy), "-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--allow-empty", "-m", "x"],
     ):
         subprocess.run(["git", *words], check=True)
-    monkeypatch.setattr(checkout, "_ROOT", copy)
+    monkeypatch.setattr(checkout, "ROOT", copy)
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=copy, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 

@@ -157,7 +157,7 @@ def test_what_others_send_is_read_with_care() -> None:
 )
 def test_a_word_that_no_doctor_sends_changes_nothing(word: str) -> None:
     measurements = PeerMeasurements(1, "one", "192.0.2.1")
-    assert measurements._on_word(2, word, None) is None  # type: ignore[arg-type]
+    assert measurements.on_word(2, word, None) is None  # type: ignore[arg-type]
     assert measurements.found == {}
 
 

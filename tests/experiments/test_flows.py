@@ -253,7 +253,7 @@ def test_the_doctor_finds_this_machine_well_and_measures_it(invoke, domain, monk
     # A second process that stands still for seconds is no fault of this machine.
     monkeypatch.setattr(doctor_security, "TRIP_S", PATIENT_S)
     monkeypatch.setattr(local_bus, "DEADLINE_S", PATIENT_S)
-    monkeypatch.setattr(remote_bus, "_STEP_S", PATIENT_S)
+    monkeypatch.setattr(remote_bus, "STEP_S", PATIENT_S)
     monkeypatch.setenv("GRADBUS_BUS__LEASE_S", f"{PATIENT_S:g}")
     assert invoke("keys", "new", "job.key").code == 0
     doctor = invoke("doctor", "--domain", domain, "--key-file", "job.key")

@@ -280,7 +280,7 @@ def test_tools_of_the_system_are_found_where_users_do_not_look_for_them(monkeypa
         pytest.skip("there is no tc in /usr/sbin or /sbin")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    command._need_rights()
+    command.need_rights()
     assert shutil.which("tc") is not None
 
 
@@ -344,7 +344,7 @@ def test_what_is_under_way_has_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch)
     with SwitchOfSockets(2, LinkConditions(delay_s=60.0, mtu=9000)) as made:
         for number in range(10):
             made.send(0, 1, number, 9000)
-            until(lambda: len(made.switch._under_way) + made.switch.counts["full"] > number)  # noqa: B023
+            until(lambda: len(made.switch.under_way) + made.switch.counts["full"] > number)  # noqa: B023
         assert made.switch.counts["full"] == 5
 
 

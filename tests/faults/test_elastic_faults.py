@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import make_task, new_place, vector
+from ddp_scene import make_task, new_place, training_of, vector
 from group_node import LEASE_S
 from patience import eventually
 from settings import nested
@@ -58,7 +58,8 @@ class Run:
         async with gradbus.connect(**self.place, lease_s=LEASE_S, **bus) as opened:
             seat = ElasticPlace(bus=opened, number=number, founders=founders)
             worker = ElasticWorker(seat, task or make_task(), config, callbacks=[self._watch(number)])
-            worker._probe.fail = FailPoint(fail_at, die, who=f"rank-{number}")
+            # The environment's fail point is that of a process, and all ranks are in this one.
+            worker._probe.fail = FailPoint(fail_at, die, who=f"rank-{number}")  # noqa: SLF001 - see above
             self.workers[number] = worker
             try:
                 await worker.run()
@@ -134,7 +135,7 @@ def test_a_rank_dies_while_a_late_exchange_is_on_its_way_and_the_others_end_with
     run = Run({"max_steps": 14, "algorithm": algorithm, "checkpoint": {"dir": tmp_path, "every_steps": 9}})
     run.play(founders(run, 3, {number: fail_at}))
     run.check(*({0, 1, 2} - {number}), steps=14)
-    left = [run.workers[other]._training.algorithm.shared_state() for other in {0, 1, 2} - {number}]
+    left = [training_of(run.workers[other]).algorithm.shared_state() for other in {0, 1, 2} - {number}]
     assert "momentum/fragment0" in left[0]
     assert all(torch.equal(tensor, left[1][name]) for name, tensor in left[0].items())
 

@@ -67,7 +67,7 @@ def test_a_run_directory_that_cannot_be_written_hides_no_error_and_gets_the_roun
     task = {"data": "glyphs", "data_options": {"train": 40, "test": 20}, "model": "gradbus.models:mnist_mlp"}
     rules = {"rounds": 5, "clients": {"num": 1, "dead_after_s": PATIENT_S}}
     file = ControllerFile.model_validate({"bus": bus, "task": task, "federated": rules})
-    write, fulls = ControllerDirectory._write_reports, [True]
+    write, fulls = ControllerDirectory.write_reports, [True]
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -91,8 +91,8 @@ def test_a_run_directory_that_cannot_be_written_hides_no_error_and_gets_the_roun
                 client.cancel()
                 await asyncio.wait([client])
 
-    monkeypatch.setattr(ControllerDirectory, "_write_reports", full_at_first)
-    monkeypatch.setattr(ControllerDirectory, "_write_summary", full)
+    monkeypatch.setattr(ControllerDirectory, "write_reports", full_at_first)
+    monkeypatch.setattr(ControllerDirectory, "write_summary", full)
     with ControllerDirectory(tmp_path / "run") as run, pytest.raises(CheckpointError, match="make room"):
         asyncio.run(scenario(run))
     lines = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()

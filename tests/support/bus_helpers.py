@@ -64,11 +64,6 @@ def writer_of(bus: Bus, kind: type[Any]) -> Any:
     return bus._writers[kind]  # noqa: SLF001 - as above
 
 
-def handle_of(entity: Any) -> int:
-    """What the C library knows an entity of the binding by."""
-    return int(entity._ref)  # noqa: SLF001 - the binding has no public name for it
-
-
 async def payload_from(inbox: Subscription, key: FrameKey, max_bytes: int) -> memoryview:
     """The payload of the transfer, from its frames."""
     assembler = Assembler()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import gradbus
 from gradbus import codecs
 from gradbus.actors import EpochReport, Worker, WorkerSummary
+from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.models import ClassificationTask, DataSplit, glyphs, mnist_mlp
 from gradbus.runtime.choices import OPTIMIZERS
 from gradbus.runtime.collectives import Group, join_group
@@ -62,6 +63,11 @@ class Outcome:
 def vector(model: nn.Module) -> Tensor:
     """All parameters, float32, shape (D,)."""
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def training_of(worker: Worker) -> ShardTraining:
+    """The algorithm and the optimizer of a rank, and what it would save of them."""
+    return worker._training  # noqa: SLF001 - a worker shows its users the model alone
 
 
 Play = Callable[[Group, Worker], Awaitable[None]]

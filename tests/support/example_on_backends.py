@@ -24,13 +24,13 @@ def forget(name: str) -> None:
     if name == "accelerate":
         from accelerate.state import AcceleratorState, GradientState
 
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - there is no public way to forget
+        GradientState._reset_state()  # noqa: SLF001 - likewise
     elif name == "deepspeed":
         from deepspeed.comm import comm
         from deepspeed.utils import groups
 
-        groups._release_process_group_references(group=None)
+        groups._release_process_group_references(group=None)  # noqa: SLF001 - likewise
         comm.cdb = None
 
 

@@ -142,7 +142,7 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
     place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
     async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
         if "die_after_bytes" in spec:
-            bus._sender.sent_bytes = _Deadly(spec["die_after_bytes"])
+            bus._sender.sent_bytes = _Deadly(spec["die_after_bytes"])  # noqa: SLF001 - in the middle of an update
         client = Client(bus, Task(spec["dim"], delta="seeded"), client_id=spec["client_id"], config=config)
         say({"event": "started"})
         summary = await client.run()

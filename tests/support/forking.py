@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bus_helpers import participant_of
 
 import gradbus
 import gradbus.torch
@@ -109,7 +110,7 @@ def bus_and_group() -> None:
     stack = contextlib.AsyncExitStack()
     os.environ["GRADBUS_KEY"] = new_job_key().text
     buses, groups = loop.run(two_ranks(stack, security=Security(level="psk")))
-    seal = buses[0]._participant.membership.cipher
+    seal = participant_of(buses[0]).membership.cipher
     encryptor, early = seal.encryptor("t"), seal.encryptor("t").envelope((b"payload",))
     message = Status(1, 2, "training", 3, 4)
     say("before", works=loop.run(still_works(groups, "before")))
@@ -125,7 +126,9 @@ def bus_and_group() -> None:
                 "seal": lambda: encryptor.seal((b"payload",)),
                 "seal what was begun": lambda: early.octets(),
                 "seal another topic": lambda: seal.encryptor("u").seal((b"payload",)),
-                "leave": lambda: asyncio.run(groups[0]._membership.close(ok=True, reason="in the child")),
+                "leave": lambda: asyncio.run(
+                    groups[0]._membership.close(ok=True, reason="in the child")  # noqa: SLF001 - as its context does
+                ),
                 "close": lambda: asyncio.run(buses[0].close()),
             }
         ),
@@ -181,7 +184,7 @@ def torch_backend() -> None:
     dist.init_process_group(
         "dds", init_method=f"dds://{sys.argv[3]}/forks", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
 
     def works() -> bool:
         total = torch.full((1 << 18,), rank + 1.0)

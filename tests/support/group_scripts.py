@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from bus_helpers import participant_of
 from group_node import Rank
 from torch import Tensor
 
@@ -222,8 +223,13 @@ async def _tell_of_later_ones(rank: Rank, group: Group) -> None:
             _tell_of(rank, name, error, -1)
 
 
+def shared_of(group: Group) -> Any:
+    """The group's shared memory, or None."""
+    return group._membership._shared  # noqa: SLF001 - no user of a group sees which way it sends
+
+
 def _die_while_sending(rank: Rank, group: Group, size_bytes: int) -> None:
-    shared = group._membership._shared
+    shared = shared_of(group)
 
     def sent_bytes() -> int:
         return group.bus.sent_bytes.total() + (0 if shared is None else shared.slots.sent_bytes)
@@ -292,7 +298,8 @@ async def known_ranks(rank: Rank) -> None:
             for turn in itertools.count():  # not the step: one may have ended a step that the other was lost in
                 summed = await left.all_reduce("pair", torch.full((1000,), rank.rank + 1.0), round_id=turn)
                 assert summed.min() == summed.max() == 3.0
-                more = torch.tensor([float(current_epoch(group) == first_epoch or bool(keys_of(group)._former))])
+                has_former = bool(keys_of(group)._former)  # noqa: SLF001 - no call tells that it is forgotten
+                more = torch.tensor([float(current_epoch(group) == first_epoch or has_former)])
                 if not (await left.all_reduce("more", more, op="max", round_id=turn)).item():
                     break
             rank.say("went on", rejected=dict(group.bus.rejected), key=keys_of(group).current.key_id)
@@ -300,7 +307,7 @@ async def known_ranks(rank: Rank) -> None:
 
 def keys_of(group: Group) -> Any:
     """Of a bus with keys of its own."""
-    return group.bus._participant.membership.keys  # type: ignore[attr-defined]
+    return participant_of(group.bus).membership.keys
 
 
 def current_epoch(group: Group) -> int:

@@ -79,9 +79,8 @@ class Outsider:
         """Write any bytes as a sample of a topic."""
         writer = self.writers[name]
         until_s = time.monotonic() + self._patience_s
-        while (
-            libddsc.write(writer.entity._ref, libddsc.sertype_of(writer.entity), (sample,)) == libddsc.RETCODE_TIMEOUT
-        ):
+        handle, sertype = libddsc.handle_of(writer.entity), libddsc.sertype_of(writer.entity)
+        while libddsc.write(handle, sertype, (sample,)) == libddsc.RETCODE_TIMEOUT:
             if time.monotonic() > until_s:
                 return
         self.said += 1

@@ -255,12 +255,12 @@ class PacketNetwork:
     def _check_node(self, node: Node, packet: Packet) -> None:
         """Slots are either held or free; their sums are those of the contributors that are noted beside them."""
         job, group = packet.job, packet.group
-        held = sum(len(one.contributors) for one in self.aggregator._held.values())
+        held = sum(len(one.contributors) for one in self.aggregator.held.values())
         if held + self.slots.free != self.conditions.slots:
             raise Violation(f"seed {self.seed}: {held} slots held, {self.slots.free} free of {self.conditions.slots}")
         if self.aggregator.violations:
             raise Violation(f"seed {self.seed}: contributors overlap")
-        one = self.aggregator._held.get((job, group))
+        one = self.aggregator.held.get((job, group))
         for block, contributors in enumerate([] if one is None else one.contributors):
             who = [rank for rank in range(len(one.contributors)) if contributors >> rank & 1]
             expected = self.inputs[job][who, group, block].sum(axis=0, dtype=np.int64)
@@ -331,7 +331,7 @@ class TreeNetwork(PacketNetwork):
         one = self.tree[node]
         if one.violations:
             raise Violation(f"seed {self.seed}: contributors overlap")
-        for lane in one._lanes:
+        for lane in one.lanes:
             for block, contributors in enumerate([] if lane.group is None else lane.contributors):
                 is_result = lane.results >> block & 1
                 who = [rank for rank in self.aggregators_of if is_result or contributors >> rank & 1]

@@ -111,9 +111,10 @@ class Run:
             )  # fmt: skip
             running = asyncio.create_task(client.run())
             if client_id in self.quits:
-                masking = QuittingMasks(bus, client._identity, least_members=0)
+                identity = client._identity  # noqa: SLF001 - drawn by the client, and shown to other processes alone
+                masking = QuittingMasks(bus, identity, least_members=0)
                 masking.phase, masking.in_round, masking.quit = self.quits[client_id], self.quits_in, running.cancel
-                client._masking = masking
+                client._masking = masking  # noqa: SLF001 - no fail point is between the messages of a round
             try:
                 await running
             except asyncio.CancelledError:

@@ -11,11 +11,10 @@ import sys
 import threading
 import time
 import zlib
-from typing import Any
 
 import torch
 from group_node import Rank
-from group_scripts import numbers
+from group_scripts import numbers, shared_of
 from memory_maps import mapped, open_files
 from torch import Tensor
 
@@ -30,16 +29,11 @@ SIZES = (16 * KIB - 4, 16 * KIB, MIB, MIB + 4)  # bytes of float32
 LARGE_SIZES = (8 * MIB, 8 * MIB + 4, 64 * MIB)
 
 
-def shared_of(group: Group) -> Any:
-    """The group's shared memory, or None."""
-    return group._membership._shared
-
-
 def sum_on_this_thread(group: Group, name: str, tensor: Tensor, round_id: int = 0) -> Tensor:
     """Sum a tensor in place on a thread without an event loop, and wait as calls of torch.distributed do."""
     operation = all_reduce(tensor, tensor, Arithmetic(tensor.dtype, "sum", 1), "auto", group.rank, group.world)
     ended = threading.Event()
-    engine, until_s = group._engine, time.monotonic() + 20.0
+    engine, until_s = group._engine, time.monotonic() + 20.0  # noqa: SLF001 - as the process group of torch has it
 
     def end(_: Operation) -> None:
         ended.set()

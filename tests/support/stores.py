@@ -159,15 +159,20 @@ def opened(world: int) -> Iterator[list[DdsStore]]:
         finished(*stores)
 
 
+def link_of(store: DdsStore) -> StoreLink:
+    """What all handles of its address in this process share."""
+    return store._link  # noqa: SLF001 - a store is a user's, and shows what those of torch do
+
+
 def vanish(store: DdsStore) -> None:
     """Take its end out of DDS without a word."""
-    link = store._link
-    assert link._thread is not None
-    assert link._end is not None
-    link._thread.start(link._end.close()).result(10.0)
+    link = link_of(store)
+    assert link.thread is not None
+    assert link.end is not None
+    link.thread.start(link.end.close()).result(10.0)
 
 
 def finished(*stores: DdsStore) -> None:
     """Wait until they have left."""
     for store in stores:
-        assert store._link.finished.wait(15.0)
+        assert link_of(store).finished.wait(15.0)

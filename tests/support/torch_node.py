@@ -53,6 +53,11 @@ class RankLocation:
             world_size=self.world, timeout=timedelta(seconds=timeout_s), **options,
         )  # fmt: skip
 
+    @property
+    def store(self) -> Any:
+        """The store of the process group."""
+        return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+
 
 class SceneRanks(Ranks):
     """The ranks of one scene: a function of a file in tests/torch_backend, ``scene(place)``, in each process."""

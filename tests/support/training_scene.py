@@ -81,9 +81,9 @@ class Scene:
         stepper = GradientStepper(
             self.training, ComputeThread("scene"), Profile(0), on_sent=print, overlap=self.config.overlap
         )
-        step = stepper._newest = self._next()
+        step = stepper._newest = self._next()  # noqa: SLF001 - a step that goes no further than this
         step.active = self.group.world if active is None else active
-        stepper._compute_gradients(step, Profile(0))  # type: ignore[arg-type]
+        stepper._compute_gradients(step, Profile(0))  # type: ignore[arg-type]  # noqa: SLF001 - likewise
         return step
 
     def step(self) -> None:

@@ -248,7 +248,7 @@ def a_rank_that_stands_still(place: RankLocation) -> dict[str, Any]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     with_algorithm(model, [optimizer], "local-sgd", steps=1, process_group=group)
-    store = dist.distributed_c10d._get_default_store()
+    store = place.store
     started_s = time.monotonic()
     if place.rank == 0:
         with pytest.raises(RuntimeError):

@@ -23,6 +23,9 @@ OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 SIZES = {"one": 1, "odd": 1013, "two chunks": 300_001, "large": 2_200_000}  # float32: of 1 MiB; beyond 8 MiB
 
 
+coalescing = dist.distributed_c10d._coalescing_manager  # noqa: SLF001 - torch has no public name for it
+
+
 class Dispatched(TorchDispatchMode):
     """Notes the operators of torch.distributed, which then go through torch's dispatcher."""
 
@@ -34,7 +37,7 @@ class Dispatched(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            self.names.append(func._schema.name)
+            self.names.append(func.name())
         return func(*args, **(kwargs or {}))
 
 
@@ -116,7 +119,7 @@ def case_all_reduce_average(rank: int, world: int) -> list[Tensor]:
 
 def case_all_reduce_with_a_factor(rank: int, world: int) -> list[Tensor]:
     tensor = values(rank, 9)
-    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))  # noqa: SLF001 - torch has no public name for it
     return [tensor]
 
 
@@ -137,7 +140,7 @@ def case_many_at_once(rank: int, world: int) -> list[Tensor]:
 
 def case_coalesced_all_reduce(rank: int, world: int) -> list[Tensor]:
     tensors = [values(rank, 3), values(rank, 2, 2)]
-    with dist.distributed_c10d._coalescing_manager():
+    with coalescing():
         for tensor in tensors:
             dist.all_reduce(tensor)
     return tensors
@@ -145,11 +148,11 @@ def case_coalesced_all_reduce(rank: int, world: int) -> list[Tensor]:
 
 def case_coalesced_all_gather_and_reduce_scatter(rank: int, world: int) -> list[Tensor]:
     gathered = [torch.empty(world * n) for n in (2, 3)]
-    with dist.distributed_c10d._coalescing_manager():
+    with coalescing():
         for output, n in zip(gathered, (2, 3), strict=True):
             dist.all_gather_into_tensor(output, values(rank, n))
     reduced = [torch.empty(n) for n in (2, 3)]
-    with dist.distributed_c10d._coalescing_manager():
+    with coalescing():
         for output, n in zip(reduced, (2, 3), strict=True):
             dist.reduce_scatter_tensor(output, values(rank, world * n))
     return gathered + reduced
@@ -157,7 +160,7 @@ def case_coalesced_all_gather_and_reduce_scatter(rank: int, world: int) -> list[
 
 def case_coalesced_on_a_device(rank: int, world: int) -> list[Tensor]:
     tensors = [values(rank, 3), values(rank, 2)]
-    with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+    with coalescing(device=torch.device("cpu"), async_ops=True) as manager:
         for tensor in tensors:
             dist.broadcast(tensor, 0, async_op=True)
     manager.wait()

@@ -42,7 +42,7 @@ class ToyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> ToyTensor:
-        made = torch.Tensor._make_wrapper_subclass(
+        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch has no public name for it
             cls, values.size(), strides=values.stride(), dtype=values.dtype, device=torch.device("toy:0")
         )
         made.values = values
@@ -55,7 +55,7 @@ class ToyTensor(Tensor):
         given = (args, kwargs or {})
         plain, named = tree_map(lambda one: one.values if isinstance(one, cls) else one, given)
         result = func(*plain, **named)
-        if func._schema.name.endswith("_"):  # in place, also from one device to the other
+        if func.overloadpacket.__name__.endswith("_"):  # in place, also from one device to the other
             return args[0]
         if named.get("device") == torch.device("cpu"):
             return result

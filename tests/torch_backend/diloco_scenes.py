@@ -22,6 +22,7 @@ from gradbus.runtime.algorithms.diloco import StreamingDiLoCo
 from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.errors import CollectiveError, ConfigError
 from gradbus.torch.cpu_copies import local_of
+from gradbus.torch.weight_exchange import WeightExchange
 
 
 def example(place: RankLocation) -> dict[str, Any]:
@@ -203,6 +204,13 @@ def spoilt_shard(place: RankLocation) -> dict[str, Any]:
     return {"weights": weights, "shared": shared, "skipped": diloco.skipped_steps}
 
 
+def weights_of(diloco: gradbus.torch.DiLoCo) -> WeightExchange:
+    """What exchanges the weights, between whose steps others fail."""
+    weights = diloco._weights  # noqa: SLF001 - a user has the optimizer's steps, and nothing between them
+    assert weights is not None
+    return weights
+
+
 def failed_shard(place: RankLocation) -> dict[str, Any]:
     """Two hosts of two ranks, with an exchange after every second step. In the second one the last rank fails in
     its part, or it or both ranks of its host as soon as they have agreed, by what fails: what ranks are told in which
@@ -217,8 +225,7 @@ def failed_shard(place: RankLocation) -> dict[str, Any]:
         model = fully_shard(nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3)), mesh=mesh["within"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2, codec="fp32", group=between)
-        assert diloco._weights is not None
-        holders = diloco._weights._holders
+        holders = weights_of(diloco).holders
         exchange, agree = diloco.algorithm.exchange, holders.agree
         random, number = torch.Generator().manual_seed(place.rank // 2), 0
         told, shared, agreements = [], [], list[int]()
@@ -453,9 +460,8 @@ def lost_verdict(place: RankLocation) -> dict[str, Any]:
     model, told = WithMethods(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     diloco = gradbus.torch.DiLoCo(model, optimizer, steps=2)
-    weights, is_lost = diloco._weights, iter([place.rank == 1])  # the first one
-    assert weights is not None
-    all_are = weights._all_are
+    weights, is_lost = weights_of(diloco), iter([place.rank == 1])  # the first one
+    all_are = weights.all_are
 
     def loses_first(is_finite: bool) -> bool:
         agreed = all_are(is_finite)
@@ -463,7 +469,7 @@ def lost_verdict(place: RankLocation) -> dict[str, Any]:
             raise CollectiveError("the network was away")
         return agreed
 
-    with patch.object(weights, "_all_are", loses_first):
+    with patch.object(weights, "all_are", loses_first):
         for number in range(6):
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 0.1)

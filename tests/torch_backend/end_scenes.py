@@ -129,10 +129,10 @@ def held() -> dict[str, list[str]]:
 def deadlines(place: RankLocation) -> dict[str, Any]:
     """Rank 1 comes too late, by an event and not by chance. A machine that stands still makes single waits longer."""
     place.start()
-    store = dist.distributed_c10d._get_default_store()
+    store = place.store
     results = {}
     if place.rank == 0:
-        group = dist.distributed_c10d._get_default_group()
+        group: Any = dist.group.WORLD
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=0.5)
         waits: dict[str, Callable[[], Any]] = {
@@ -233,7 +233,7 @@ def callbacks(place: RankLocation) -> dict[str, Any]:
 def a_callback_waits_for_a_later_call(place: RankLocation) -> dict[str, Any]:
     """Which cannot end: it waits for its turn, until the callback has run. Its deadline ends both."""
     place.start()
-    group = dist.distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=0.5)
     both_called = threading.Event()

@@ -75,7 +75,8 @@ def refused_here(place: RankLocation) -> dict[str, str]:
         "too few outputs": lambda: dist.all_gather([], floats),
         "sizes": lambda: dist.all_gather_into_tensor(torch.empty(5), floats.repeat(3)),
     }
-    return {name: said(attempt) for name, attempt in attempts.items()} | {"devices": str(group._device_types)}
+    devices = group._device_types  # noqa: SLF001 - torch has no public name for it
+    return {name: said(attempt) for name, attempt in attempts.items()} | {"devices": str(devices)}
 
 
 def timed(call: Callable[[], Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 from torch_node import RankLocation
 
@@ -23,19 +22,30 @@ from gradbus.torch.groups import acquire_bus, job_number
 LIMIT_S = 30.0
 
 
+def own_handle() -> Any:
+    """What other processes name this one by in their next group."""
+    return dist._get_reconfigure_handle()  # noqa: SLF001 - torch has no public name for it
+
+
+def reconfigure(uuid: int, handles: Sequence[str] | set[str], limit_s: float = LIMIT_S) -> None:
+    """Make the process group one of these processes."""
+    work = dist._reconfigure(uuid, handles, timeout=timedelta(seconds=limit_s))  # noqa: SLF001 - likewise
+    work.wait()
+
+
 class Member:
     """One process of a case: its rank at the start, and how it tells the others its handle."""
 
     def __init__(self, place: RankLocation, name: str) -> None:
         place.start(prefix=name, enable_reconfigure=True)
         self.rank, self.world = place.rank, place.world
-        self.store = _get_default_store()
-        self.group = _get_default_group()
+        self.store = place.store
+        self.group: Any = dist.group.WORLD
         self.backend: Any = dist.get_backend_impl(self.group, torch.device("cpu"))
 
     def handles(self, step: str) -> list[str]:
         """Those of all processes, in the order of the ranks at the start."""
-        self.store.set(f"{step} {self.rank}", dist._get_reconfigure_handle())
+        self.store.set(f"{step} {self.rank}", own_handle())
         return [self.store.get(f"{step} {rank}").decode() for rank in range(self.world)]
 
     def wait_for_all(self, step: str) -> None:
@@ -44,7 +54,7 @@ class Member:
 
     def form(self, uuid: int, handles: Sequence[str] | set[str], limit_s: float = LIMIT_S) -> list[int]:
         """Rank and world in the new group."""
-        dist._reconfigure(uuid, handles, timeout=timedelta(seconds=limit_s)).wait()
+        reconfigure(uuid, handles, limit_s)
         return [dist.get_rank(), dist.get_world_size()]
 
 
@@ -98,15 +108,15 @@ def _shrink(me: Member, left_out: int) -> Any:
 
 
 def scale_down_up(me: Member) -> Any:
-    alone = me.form(1 + me.rank, [dist._get_reconfigure_handle()])
+    alone = me.form(1 + me.rank, [own_handle()])
     all_of_them = me.form(10, me.handles("all"))
-    alone_again = me.form(20 + me.rank, [dist._get_reconfigure_handle()])
+    alone_again = me.form(20 + me.rank, [own_handle()])
     me.wait_for_all("end")
     return [alone, all_of_them, alone_again]
 
 
 def single_to_all(me: Member) -> Any:
-    me.form(1 + me.rank, [dist._get_reconfigure_handle()])
+    me.form(1 + me.rank, [own_handle()])
     return [*me.form(10, me.handles("all")), total()]
 
 
@@ -140,9 +150,9 @@ def after_abort(me: Member) -> Any:
 
 def rejects_reused_uuid(me: Member) -> Any:
     uuid = 1 + me.rank
-    me.form(uuid, [dist._get_reconfigure_handle()])
+    me.form(uuid, [own_handle()])
     try:
-        me.form(uuid, [dist._get_reconfigure_handle()])
+        me.form(uuid, [own_handle()])
     except RuntimeError as error:
         return "already used" in str(error)
     return False
@@ -201,11 +211,11 @@ def beyond(place: RankLocation) -> dict[str, Any]:
         me.wait_for_all("gave up")
         found["after a timeout"] = [*me.form(8, me.handles("third")), total()]
     place.start(prefix="ordinary")
-    store = _get_default_store()
-    store.set(f"handle {place.rank}", dist._get_reconfigure_handle())
+    store = place.store
+    store.set(f"handle {place.rank}", own_handle())
     handles = [store.get(f"handle {rank}").decode() for rank in range(place.world)]
     dist.all_reduce(torch.ones(1))
-    dist._reconfigure(1, handles[::-1]).wait()
+    reconfigure(1, handles[::-1])
     found["of an ordinary group"] = [dist.get_rank(), total()]
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stores import finished, link_of
 from structlog.testing import capture_logs
 from torch_node import RankLocation
 
@@ -34,7 +35,7 @@ def join(place: RankLocation, job: str, backend: str = "dds", timeout_s: float =
         dist.init_process_group(backend, init_method=url, timeout=timeout)
     else:
         dist.init_process_group(backend, init_method=url, rank=place.rank, world_size=place.world, timeout=timeout)
-    return dist.distributed_c10d._get_default_store()
+    return place.store
 
 
 def use(place: RankLocation) -> list[Any]:
@@ -144,9 +145,9 @@ def exchange_values(place: RankLocation) -> dict[str, Any]:
         store.wait([f"done/{rank}" for rank in range(place.world)])
     lines = [line for line in logs if line["event"] == "foreign readers excluded"]
     result = {
-        "slowest_s": max(taken_s), "count": store._link._thread.bus.rejected["foreign reader"],
+        "slowest_s": max(taken_s), "count": link_of(store).thread.bus.rejected["foreign reader"],
         "named": [(int(line["pid"]), line["user"]) for line in lines],
     }  # fmt: skip
     store.close()
-    assert store._link.finished.wait(15.0)
+    finished(store)
     return result

@@ -37,7 +37,7 @@ def test_what_comes_while_those_that_wait_are_looked_through_is_not_missed(monke
     messages = Messages(queue.engine, queue, CollectiveCalls(0, 3))
     net.start(CollectiveCalls(1, 3).send(torch.arange(4.0), 0).operations[0], message_name(1, 0, 7))
 
-    lock, match, has_looked = TellingLock(), messages._match, threading.Event()
+    lock, has_come, has_looked = TellingLock(), queue.engine.has_come, threading.Event()
 
     def receive() -> None:
         net.settle()
@@ -46,16 +46,16 @@ def test_what_comes_while_those_that_wait_are_looked_through_is_not_missed(monke
     receive_thread = threading.Thread(target=receive)
     lock.asked[receive_thread] = has_looked  # it has looked, or waits for its turn to look
 
-    def nothing_is_here_and_then_it_comes(*one: Any) -> bool:
-        found = match(*one)
+    def nothing_is_here_and_then_it_comes(*message: Any) -> bool:
+        found = has_come(*message)
         if receive_thread.ident is None:
             assert not found
             receive_thread.start()
             assert has_looked.wait(10.0)
         return found
 
-    monkeypatch.setattr(messages, "_lock", lock)
-    monkeypatch.setattr(messages, "_match", nothing_is_here_and_then_it_comes)
+    monkeypatch.setattr(messages, "_lock", lock)  # nothing else shows that a thread waits for its turn
+    monkeypatch.setattr(queue.engine, "has_come", nothing_is_here_and_then_it_comes)
     received = torch.zeros(4)
     work = messages.receive_from_anyone(received, 7, 60.0)
     receive_thread.join(10.0)

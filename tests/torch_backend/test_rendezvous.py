@@ -95,7 +95,7 @@ def test_a_rank_alone_and_the_same_address_twice_in_one_process() -> None:
 
 
 def test_the_timeout_of_the_process_group_is_that_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_link, "_GRACE_S", 20.0)  # a loop that stands still has the last word all the same
+    monkeypatch.setattr(store_link, "GRACE_S", 20.0)  # a loop that stands still has the last word all the same
     register()
     domain, job = new_job()
     url = f"dds://{domain}/{job}?rank=0&world_size=2"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from patience import soonest, until
-from stores import begin, finished, new_job, open_rank, opened
+from stores import begin, finished, link_of, new_job, open_rank, opened
 
 from gradbus.torch.store import link as store_link
 from gradbus.torch.store.messages import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
@@ -98,7 +98,7 @@ def played(store: Any, steps: dict[str, Step]) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def a_loop_that_stands_still_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a call with a short timeout may find no answer in time where there would have been one."""
-    monkeypatch.setattr(store_link, "_GRACE_S", 20.0)
+    monkeypatch.setattr(store_link, "GRACE_S", 20.0)
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +299,7 @@ def test_the_last_handle_closes_the_store_and_nothing_is_left_of_it() -> None:
         first.close()
         second.close()
         finished(first, second)
-        assert first._link._leaving is None  # which has the table
+        assert link_of(first).leaving is None  # which has the table
     until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("gradbus")])
 
 
@@ -310,11 +310,11 @@ def test_rank_0_stays_for_those_who_still_ask() -> None:
         second.set("last", "1")
         assert wait.result(10.0) == b"1"
         assert second.add("more", 2) == 2
-        assert not first._link.finished.is_set()
+        assert not link_of(first).finished.is_set()
 
 
 def test_but_not_for_ever_and_then_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_link, "_STAY_S", 0.1)
+    monkeypatch.setattr(store_link, "STAY_S", 0.1)
     with opened(2) as (first, second):
         first.close()
         finished(first)

@@ -117,8 +117,8 @@ def test_news_that_the_loop_has_no_time_for_are_bounded() -> None:
     client = loop.run_until_complete(make())
     loop.close()
     for _ in range(2):
-        for _ in range(3 * store_client._MAX_BACKLOG):
+        for _ in range(3 * store_client.MAX_BACKLOG):
             bus.take(parsed(StoreStatus("joined", "another"), sender=0, incarnation=8, to=client.incarnation))
-        assert len(posted) == store_client._MAX_BACKLOG
+        assert len(posted) == store_client.MAX_BACKLOG
         while posted:
             posted.pop()()

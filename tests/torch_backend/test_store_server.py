@@ -13,7 +13,7 @@ import msgpack
 import pytest
 import torch.distributed as dist
 from patience import until
-from stores import RawRank, begin, finished, new_job, open_rank, opened, vanish
+from stores import RawRank, begin, finished, link_of, new_job, open_rank, opened, vanish
 
 from gradbus.runtime.bus import background, liveness
 from gradbus.runtime.errors import FrameError
@@ -28,6 +28,8 @@ from gradbus.torch.store.messages import (
     decode,
     frame_of,
 )
+from gradbus.torch.store.peer import StorePeer
+from gradbus.torch.store.server import StoreServer
 from gradbus.torch.store.store import DdsStore
 from gradbus.torch.store.table import StoreTable
 
@@ -205,7 +207,7 @@ def test_of_two_processes_with_rank_0_the_second_one_is_told(
     job: tuple[int, str], first: DdsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as apart:
-        apart.setattr(background, "_jobs", {})  # a bus of its own, as another process has
+        apart.setattr(background, "jobs", {})  # a bus of its own, as another process has
         the_second_one_is_told(job)
     second = open_rank(job, 1, 2)
     first.set("k", "1")
@@ -220,7 +222,7 @@ def the_second_one_is_told(job: tuple[int, str]) -> None:
         contextlib.closing(open_rank(job, 0, 2)) as second,
     ):
         second.get("nothing")
-    until(lambda: not background._jobs)  # else its bus would stay
+    until(lambda: not background.jobs)  # else its bus would stay
 
 
 def test_a_store_that_all_ranks_have_joined_goes_on_whoever_comes(raw: RawRank, first: DdsStore) -> None:
@@ -258,13 +260,20 @@ def test_when_rank_0_is_gone_the_others_are_told_by_name() -> None:
             second.set("k", "v")
 
 
+def peers_of(store: DdsStore) -> dict[int, StorePeer]:
+    """The ends of other ranks, as rank 0 has them."""
+    end = link_of(store).end
+    assert isinstance(end, StoreServer)
+    return end.peers
+
+
 @pytest.mark.usefixtures("impatient")
 def test_when_another_rank_is_gone_nobody_else_minds() -> None:
     with opened(3) as (first, second, third):
         wait = begin(second.get, "k")
         lost = begin(third.queue_pop, "q")
         vanish(third)
-        until(lambda: first._link._end is not None and len(first._link._end._peers) == 1)
+        until(lambda: len(peers_of(first)) == 1)
         first.num_keys()  # the loop has had a turn since: what rank 2 waited for is forgotten, too
         first.queue_push("q", "1")
         assert first.queue_len("q") == 1
@@ -277,7 +286,7 @@ def test_when_another_rank_is_gone_nobody_else_minds() -> None:
 
 def test_a_rank_that_leaves_is_not_waited_for(raw: RawRank, first: DdsStore) -> None:
     raw.say(StoreLeave())
-    until(lambda: first._link._end is not None and not first._link._end._peers)
+    until(lambda: not peers_of(first))
 
 
 def test_the_table_is_bounded_and_what_does_not_fit_changes_nothing() -> None:

@@ -271,7 +271,7 @@ def late_then_dead(place: RankLocation) -> dict[str, Any]:
     os.environ["GRADBUS_STALL_WARNING_S"] = "0.1"
     place.start()
     dist.barrier()
-    store = dist.distributed_c10d._get_default_store()
+    store = place.store
     if place.rank == LATE:
         store.wait([f"rank {rank} has complained" for rank in range(place.world) if rank != LATE])
     stall = current().stalls

@@ -39,7 +39,7 @@ from gradbus.torch.store.messages import (
 
 JOIN_S = 0.1  # how often to ask to be let in
 _LOOK_S = 3600.0
-_MAX_BACKLOG = 64  # messages but answers that wait for the loop
+MAX_BACKLOG = 64  # messages but answers that wait for the loop
 
 log = get_logger("store")
 
@@ -49,7 +49,7 @@ class StoreClient(StoreEnd):
 
     def __init__(self, bus: Bus, address: Address, host: str, failed: Callable[[str], None]) -> None:
         """Open topics and listen. See :class:`StoreEnd`; the store has failed when the arbiter is gone."""
-        super().__init__(bus, address, host, failed, _MAX_BACKLOG)
+        super().__init__(bus, address, host, failed, MAX_BACKLOG)
         self._arbiter = 0  # its incarnation
         self._status: StoreStatus | None = None  # the newest one before the store is joined
         self._taken_s: float | None = None  # since when another process has this rank

@@ -26,10 +26,10 @@ from gradbus.torch.store.endpoint import StoreEnd
 from gradbus.torch.store.messages import Op, StoreAnswer, StoreRequest
 from gradbus.torch.store.server import StoreServer
 
-_GRACE_S = 1.0  # the arbiter knows more than "no answer" about a wait that has timed out: wait for its answer
+GRACE_S = 1.0  # the arbiter knows more than "no answer" about a wait that has timed out: wait for its answer
 _ACKS_S = 1.0  # how long the others get to take over the last messages
 _CLOSE_S = 5.0
-_STAY_S = 60.0  # how long rank 0 keeps the store for others when its own process group is destroyed
+STAY_S = 60.0  # how long rank 0 keeps the store for others when its own process group is destroyed
 _EXIT_S = 5.0  # and when its process ends
 _PATIENCE_S = 3.0
 _PATIENCE_LEASES = 2.5  # after that a process which is still there is not a dead one
@@ -51,9 +51,10 @@ class StoreLink:
     """Shared by all handles of one address in this process.
 
     Attributes:
-        fault: why it cannot be used any more. finished: it has left.
+        fault: why it cannot be used any more. finished: it has left. process: that has opened it, not one forked later.
         handles: the one that is closed last closes the link.
         clones: C++ has them, which does not keep the Python part of an object alive.
+        thread: of its bus. end: in DDS, while it is open; leaving: the same from its closing until it has left.
     """
 
     def __init__(self, address: Address) -> None:
@@ -62,11 +63,11 @@ class StoreLink:
         self.handles: set[Any] = set()
         self.clones: list[Any] = []
         self.finished = threading.Event()
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._opening = threading.Lock()
-        self._thread: background.BusThread | None = None
-        self._end: StoreEnd | None = None
-        self._leaving: StoreEnd | None = None
+        self.thread: background.BusThread | None = None
+        self.end: StoreEnd | None = None
+        self.leaving: StoreEnd | None = None
 
     def open(self, timeout_s: float) -> None:
         """Begin, or wait for another thread that does; rank 0 needs no other rank for it.
@@ -76,7 +77,7 @@ class StoreLink:
             ConfigError, BusError: DDS cannot be used as it is set.
         """
         with self._opening:
-            if self._end is None and not self.fault:
+            if self.end is None and not self.fault:
                 try:
                     self._open(timeout_s)
                 except BaseException as error:
@@ -89,7 +90,7 @@ class StoreLink:
                 raise
 
     def _open(self, timeout_s: float) -> None:
-        self._thread = thread = acquire_bus(self.address)
+        self.thread = thread = acquire_bus(self.address)
         end: StoreEnd | None = None
         joining: Future[None] | None = None
         try:
@@ -101,7 +102,7 @@ class StoreLink:
                 patience_s = _PATIENCE_S if is_local else _PATIENCE_LEASES * thread.bus.lease_s
                 joining = thread.start(end.join(timeout_s, patience_s))
                 joining.result()
-            self._end = end
+            self.end = end
         except BaseException:
             if joining is not None:
                 joining.cancel()  # it goes on when this thread was interrupted
@@ -122,7 +123,7 @@ class StoreLink:
     def _check(self) -> None:
         if self.fault:
             raise DistNetworkError(f"store {self.address.name}, rank {self.address.rank}: {self.fault}")
-        if self._process != os.getpid():
+        if self.process != os.getpid():
             raise DistNetworkError(
                 f"store {self.address.name} was opened by the process that this one was forked from, and cannot be "
                 f"used here. Start processes that use it by spawn, as multiprocessing.get_context('spawn') does"
@@ -141,11 +142,11 @@ class StoreLink:
             DistStoreError: what it waits for is not there in time, or it cannot be done.
             DistNetworkError: the arbiter is gone. QueueEmptyError.
         """
-        end = self._end
+        end = self.end
         self._check()
         assert end is not None  # it is taken away after the fault is set
         request = StoreRequest(0, op, list(keys), list(values), number, timeout_s if waits else 0.0)
-        answer = end.call(request, timeout_s + _GRACE_S)
+        answer = end.call(request, timeout_s + GRACE_S)
         name, timeout = f"store {self.address.name}", f"wait timeout after {timeout_s * 1000:.0f}ms, keys"
         if answer is None:
             self._check()
@@ -168,15 +169,15 @@ class StoreLink:
         Args:
             stay_s: how long rank 0 keeps the store for others. May be called again with less.
         """
-        end = self._end or self._leaving
+        end = self.end or self.leaving
         if end is not None:
-            end.begin_closing(_STAY_S if stay_s is None else stay_s)
-        thread, end = self._thread, self._end
+            end.begin_closing(STAY_S if stay_s is None else stay_s)
+        thread, end = self.thread, self.end
         if thread is None or end is None or self.finished.is_set():
             return
         self.fault = self.fault or "it is closed here, by close() or with its process group"
-        self._end, self._leaving = None, end
-        if self._process == os.getpid():  # a forked child has none of the threads
+        self.end, self.leaving = None, end
+        if self.process == os.getpid():  # a forked child has none of the threads
             try:
                 thread.call(self._start_leaving, thread, end)
             except RuntimeError:  # the loop is closed
@@ -191,7 +192,7 @@ class StoreLink:
 
     def _leave(self, thread: background.BusThread, end: StoreEnd) -> None:
         try:
-            writers = thread.start(end.leave()).result(_STAY_S + _CLOSE_S)
+            writers = thread.start(end.leave()).result(STAY_S + _CLOSE_S)
             until_s = time.monotonic() + _ACKS_S
             for writer in writers:
                 writer.wait_for_acks(max(0.0, until_s - time.monotonic()))
@@ -201,7 +202,7 @@ class StoreLink:
         finally:
             background.release(thread)
             _open.discard(self)
-            self._leaving = None  # with the table; a handle or a list of links may keep this object
+            self.leaving = None  # with the table; a handle or a list of links may keep this object
             self.finished.set()
 
 
@@ -214,7 +215,7 @@ _open: set[StoreLink] = set()
 
 def _close_all() -> None:
     """A program that ends without destroy_process_group leaves gracefully all the same."""
-    links = [link for link in list(_open) if link._process == os.getpid()]
+    links = [link for link in list(_open) if link.process == os.getpid()]
     for link in links:
         link.close(_EXIT_S)
     for link in links:

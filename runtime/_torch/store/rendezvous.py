@@ -67,7 +67,8 @@ def close_with_its_group(store: DdsStore) -> None:
     torch keeps a ``PrefixStore`` for each process group until then. Without one, the handle stays open until the
     process ends: C++ may have it, and would not keep its Python part alive.
     """
-    for _, held in list(distributed_c10d._world.pg_map.values()):
+    world = distributed_c10d._world  # noqa: SLF001 - torch does not list its process groups in public
+    for _, held in list(world.pg_map.values()):
         root: Store = held
         while isinstance(root, PrefixStore):
             root = root.underlying_store

@@ -56,7 +56,7 @@ class StoreServer(StoreEnd):
         self._until_s = 0.0  # how long to stay for the others when closing
         self._table = StoreTable(self._why_late)
         self._local = Session(self._table, 0, self.give)
-        self._peers: dict[int, StorePeer] = {}  # by incarnation
+        self.peers: dict[int, StorePeer] = {}  # by incarnation
         self._ranks: dict[int, StorePeer] = {}  # that have joined, also those that are gone
         self._left = asyncio.Event()  # some process has
         self._removals: set[asyncio.Task[None]] = set()
@@ -91,7 +91,7 @@ class StoreServer(StoreEnd):
         except FrameError as error:
             log.warning("store message refused", store=self._address.name, sender=key.sender, reason=str(error))
             return
-        peer = self._peers.get(key.incarnation)
+        peer = self.peers.get(key.incarnation)
         match message:
             case StoreJoin() if not self._closing:
                 self._on_join(key, message)
@@ -109,7 +109,7 @@ class StoreServer(StoreEnd):
         return self._ranks.get(peer.rank) is peer
 
     def _on_join(self, key: FrameKey, message: StoreJoin) -> None:
-        peer = self._peers.get(key.incarnation) or self._open(key, message)
+        peer = self.peers.get(key.incarnation) or self._open(key, message)
         if peer is not None:
             peer.note_received()
             peer.send(self._status_of(peer, message))
@@ -131,7 +131,7 @@ class StoreServer(StoreEnd):
         holder = self._ranks.setdefault(rank, peer)
         if holder is peer:
             return StoreStatus("joined", self._host)
-        if holder.incarnation in self._peers and holder.is_there():
+        if holder.incarnation in self.peers and holder.is_there():
             return StoreStatus(
                 "taken",
                 f"rank {rank} is taken, by {holder.host}. Give each process a rank of its own, and each job a name of "
@@ -144,14 +144,14 @@ class StoreServer(StoreEnd):
         )
 
     def _open(self, key: FrameKey, message: StoreJoin) -> StorePeer | None:
-        strangers = [peer for peer in self._peers.values() if not self._has_joined(peer)]
+        strangers = [peer for peer in self.peers.values() if not self._has_joined(peer)]
         for peer in strangers:
             if peer.is_silent:
                 self._forget(peer)
         if len(strangers) >= _MAX_STRANGERS:
             return None
         host = cut(message.host, _MAX_HOST_BYTES)
-        peer = self._peers[key.incarnation] = StorePeer(self._bus, self._table, self.incarnation, key, host)
+        peer = self.peers[key.incarnation] = StorePeer(self._bus, self._table, self.incarnation, key, host)
         return peer
 
     def _on_arbiter(self, incarnation: int, other: ArbiterStatus) -> None:
@@ -183,7 +183,7 @@ class StoreServer(StoreEnd):
                 else:
                     with contextlib.suppress(BarrierTimeout):
                         await self._bus.matched(self._has_news, timeout_s=EVERY_S if self._absent else _LOOK_S)
-                for peer in [peer for peer in self._peers.values() if not peer.is_there()]:
+                for peer in [peer for peer in self.peers.values() if not peer.is_there()]:
                     self._forget(peer)
             self._fail(self._bus.access_policy.refusal)
         except BusError as error:
@@ -192,7 +192,7 @@ class StoreServer(StoreEnd):
     @property
     def _is_in_doubt(self) -> bool:
         """Whether DDS has lost a process that may be found again."""
-        return any(peer.in_doubt for peer in self._peers.values())
+        return any(peer.in_doubt for peer in self.peers.values())
 
     @property
     def _is_contested(self) -> bool:
@@ -200,13 +200,13 @@ class StoreServer(StoreEnd):
         return self._others.matched > 1 and not self._closing
 
     def _has_news(self) -> bool:
-        here = [peer.is_there() for peer in self._peers.values()]  # all of them: it notes which have been matched
+        here = [peer.is_there() for peer in self.peers.values()]  # all of them: it notes which have been matched
         return self._is_contested or self._is_in_doubt or not all(here) or bool(self._bus.access_policy.refusal)
 
     def _forget(self, peer: StorePeer) -> None:
         """It has left, or its process is gone."""
         self._left.set()
-        del self._peers[peer.incarnation]
+        del self.peers[peer.incarnation]
         removal = asyncio.create_task(peer.close())
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
@@ -220,7 +220,7 @@ class StoreServer(StoreEnd):
         super()._fail(why)
 
     def _close_to_others(self, why: str) -> None:
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.send(StoreStatus("closed", cut(why)))
 
     def begin_closing(self, stay_s: float) -> None:
@@ -230,18 +230,18 @@ class StoreServer(StoreEnd):
 
     async def leave(self) -> list[Writer]:
         """Stay until all others have left, or the time is over: they may still have requests."""
-        while time.monotonic() < self._until_s and any(map(self._has_joined, self._peers.values())):
+        while time.monotonic() < self._until_s and any(map(self._has_joined, self.peers.values())):
             self._left.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_HURRY_S):
                     await self._left.wait()
         self._close_to_others(f"rank 0 on {self._host} needs it no more")
-        return [peer.writer for peer in self._peers.values() if peer.is_there()]
+        return [peer.writer for peer in self.peers.values() if peer.is_there()]
 
     async def close(self) -> None:
         self._watcher.cancel()
         self._local.end()
-        for peer in list(self._peers.values()):
+        for peer in list(self.peers.values()):
             self._forget(peer)
         if self._removals:
             await asyncio.wait(self._removals)

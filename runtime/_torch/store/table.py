@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 from gradbus.torch.store.messages import (
     MAX_KEYS,
@@ -114,7 +115,7 @@ class StoreTable:
 
     def _do(self, request: StoreRequest) -> StoreAnswer:
         """Raises TableError: it cannot be done. _KeyMissing: not yet."""
-        function, keys, values = _OPERATIONS[request.op]
+        function, keys, values = self._OPERATIONS[request.op]
         given = len(request.keys), len(request.values)
         expected_keys = given[0] if keys is None else keys
         if given != (expected_keys, expected_keys if values is None else values):
@@ -238,24 +239,25 @@ class StoreTable:
     def _queue_len(self, request: StoreRequest) -> StoreAnswer:
         return answer(request, number=len(self._queues.get(request.keys[0], ())))
 
-
-# What does each operation, and the keys and values that it needs; None: any number of keys, and a value for each.
-_OPERATIONS: dict[Op, tuple[Callable[[StoreTable, StoreRequest], StoreAnswer], int | None, int | None]] = {
-    "set": (StoreTable._set, None, None),
-    "append": (StoreTable._append, None, None),
-    "get": (StoreTable._get, None, 0),
-    "add": (StoreTable._add, 1, 0),
-    "compare_set": (StoreTable._compare_set, 1, 2),
-    "delete": (StoreTable._delete, 1, 0),
-    "check": (StoreTable._check, None, 0),
-    "wait": (StoreTable._wait, None, 0),
-    "num_keys": (StoreTable._num_keys, 0, 0),
-    "list_keys": (StoreTable._list_keys, 1, 0),
-    "push": (StoreTable._push, 1, 1),
-    "pop": (StoreTable._pop, 1, 0),
-    "queue_wait": (StoreTable._queue_wait, 1, 0),
-    "queue_len": (StoreTable._queue_len, 1, 0),
-}
+    # What does each operation, and the keys and values that it needs; None: any number of keys, and a value for each.
+    _OPERATIONS: ClassVar[
+        dict[Op, tuple[Callable[[StoreTable, StoreRequest], StoreAnswer], int | None, int | None]]
+    ] = {
+        "set": (_set, None, None),
+        "append": (_append, None, None),
+        "get": (_get, None, 0),
+        "add": (_add, 1, 0),
+        "compare_set": (_compare_set, 1, 2),
+        "delete": (_delete, 1, 0),
+        "check": (_check, None, 0),
+        "wait": (_wait, None, 0),
+        "num_keys": (_num_keys, 0, 0),
+        "list_keys": (_list_keys, 1, 0),
+        "push": (_push, 1, 1),
+        "pop": (_pop, 1, 0),
+        "queue_wait": (_queue_wait, 1, 0),
+        "queue_len": (_queue_len, 1, 0),
+    }
 
 
 def answer(

@@ -43,11 +43,11 @@ def sum_of(updates: list[tuple[Tensor, int]], base: Tensor) -> ExactMean:
     return mean
 
 
-def up(mean: ExactMean) -> PartialSum:
+def up(mean: ExactMean, dim: int = DIM) -> PartialSum:
     """Through the bytes to the level above."""
     payload = mean.encode((range(mean.count),), (0.25,), 1)
-    assert len(payload) <= max_bytes(mean._sum.numel())
-    return parse(payload, expected_dim=mean._sum.numel(), max_samples=1 << 40)
+    assert len(payload) <= max_bytes(dim)
+    return parse(payload, expected_dim=dim, max_samples=1 << 40)
 
 
 def bits(mean: ExactMean) -> bytes:
@@ -77,9 +77,9 @@ def test_a_tree_of_any_shape_has_the_bits_of_one_sum(scale: float, shape: list[i
 def test_a_carried_sum_travels_and_a_level_above_may_carry_as_well() -> None:
     updates, base = updates_of(40, 1e6), torch.zeros(DIM)
     flat = sum_of(updates, base)
-    assert flat._carried is not None
+    assert up(flat).carried is not None
     sites = [sum_of(updates[start : start + 10], base) for start in range(0, 40, 10)]
-    assert any(site._carried is not None for site in sites)
+    assert any(up(site).carried is not None for site in sites)
     centre = ExactMean(DIM)
     for site in reversed(sites):
         centre.add_sum(up(site))
@@ -209,10 +209,10 @@ def test_the_limits_are_those_of_the_sum() -> None:
     largest = torch.full((4,), exact_sum.LARGEST * 0.999)
     updates = [(largest, 1), (-largest, 1)] * 3 + [(largest, 1)] * 9
     site = sum_of(updates, torch.zeros(4))
-    assert site._carried is not None
+    assert up(site, 4).carried is not None
     centre = ExactMean(4)
-    centre.add_sum(up(site))
-    centre.add_sum(up(sum_of(updates, torch.zeros(4))))
+    centre.add_sum(up(site, 4))
+    centre.add_sum(up(sum_of(updates, torch.zeros(4)), 4))
     assert bits(centre) == bits(sum_of([*updates, *updates], torch.zeros(4)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,9 @@ from settings import nested
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation import robust
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.robust import (
+    BLOCK_ELEMS,
     CoordinateMedian,
     Krum,
     MultiKrum,
@@ -33,7 +34,7 @@ from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 
-DIM = 2 * robust._BLOCK_ELEMS + 17
+DIM = 2 * BLOCK_ELEMS + 17
 Matrix = np.ndarray[Any, Any]
 
 MAKE: dict[str, Callable[..., Robust]] = {
@@ -212,12 +213,17 @@ def test_with_fewer_updates_than_it_bears_there_is_no_result(name: str) -> None:
 
 
 def test_an_update_beyond_the_budget_finds_no_room_and_memory_is_used_again() -> None:
-    strategy, rows = CoordinateMedian(DIM, byzantine=1, budget_bytes=4 * DIM * 3), random_rows(4)
+    strategy, rows, held = CoordinateMedian(DIM, byzantine=1, budget_bytes=4 * DIM * 3), random_rows(4), list[int]()
+    tracemalloc.start()
     for _ in range(3):
         result(strategy, rows[:3])
         with pytest.raises(NoRoom, match="3 updates fill"):
             strategy.add(Update(parsed(rows[3])), Facts(client_id=3, num_samples=1))
-    assert len(strategy._rows) + len(strategy._free) == 3
+        held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    row_bytes = 4 * DIM
+    assert held[0] > 3 * row_bytes
+    assert held[2] < held[0] + row_bytes
 
 
 def test_an_update_that_is_out_of_range_or_a_second_one_counts_not_at_all() -> None:

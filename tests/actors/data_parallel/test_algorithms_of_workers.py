@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import Outcome, make_task, single_process, succeeded, train, vector
+from ddp_scene import Outcome, make_task, single_process, succeeded, train, training_of, vector
 from torch import Tensor, nn
 
 from gradbus.runtime.algorithms import base
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def state_of(outcome: Outcome) -> dict[str, torch.Tensor]:
     """All that a rank would save."""
-    training = outcome.worker._training
+    training = training_of(outcome.worker)
     return {**training.own_state(), **training.shared_state()}
 
 

@@ -12,14 +12,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ddp_scene import assert_all_equal, data, make_task, single_process, small_mlp, succeeded, train, vector
+from ddp_scene import (
+    assert_all_equal,
+    data,
+    make_task,
+    single_process,
+    small_mlp,
+    succeeded,
+    train,
+    training_of,
+    vector,
+)
 from torch import Tensor, nn
 
 from gradbus.actors import Worker
+from gradbus.actors.data_parallel.state import SavedRank
 from gradbus.models import ClassificationTask
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
 from gradbus.runtime.algorithms.dense import Dense
 from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.errors import CollectiveError, PeerLost
 
@@ -232,7 +244,7 @@ def test_an_algorithm_is_given_the_mean_loss_of_the_last_step_with_equal_bits(ki
     tasks = Told(), Told()
     algorithms = [lambda place: kind(place, kind.Options())] * 2
     outcomes = succeeded(train(*tasks, algorithms=algorithms, epochs=1, delay_steps=delay))
-    told = [outcome.worker._training.algorithm.losses for outcome in outcomes]  # type: ignore[attr-defined]
+    told = [training_of(outcome.worker).algorithm.losses for outcome in outcomes]  # type: ignore[attr-defined]
     assert np.array_equal(told[0], told[1], equal_nan=True)
     means = [sum(pair) / 2 for pair in zip(tasks[0].losses, tasks[1].losses, strict=True)]
     # Weights after the step: its own loss is there already. Those that overlap with it are late as well with a delay.
@@ -264,7 +276,7 @@ def test_a_rank_that_skips_its_own_step_does_not_count_in_the_loss_and_all_are_g
     tasks = Told(2), Told()
     algorithms = [lambda place: DueByLoss(place, DueByLoss.Options())] * 2
     outcomes = succeeded(train(*tasks, algorithms=algorithms, epochs=1, delay_steps=1))
-    mine, other = (outcome.worker._training.algorithm for outcome in outcomes)
+    mine, other = (training_of(outcome.worker).algorithm for outcome in outcomes)
     assert isinstance(mine, DueByLoss)
     assert isinstance(other, DueByLoss)
     assert np.array_equal(mine.losses, other.losses, equal_nan=True)
@@ -282,13 +294,13 @@ def test_where_no_rank_has_made_the_step_its_loss_is_nan_also_for_who_goes_on_fr
     outcomes = succeeded(
         train(*tasks, algorithms=algorithms, epochs=1, delay_steps=delay, max_steps=3, checkpoint__dir=tmp_path)
     )
-    for outcome in outcomes:
-        algorithm = outcome.worker._training.algorithm
+    for rank, outcome in enumerate(outcomes):
+        algorithm = training_of(outcome.worker).algorithm
         assert isinstance(algorithm, DueByLoss)
         means = [sum(pair) / 2 for pair in zip(tasks[0].losses, tasks[1].losses, strict=True)]
         assert algorithm.losses == pytest.approx(means, nan_ok=True)
         assert list(map(math.isnan, algorithm.losses)) == [False, False, True]
-        assert outcome.worker._position.mean_loss is None
+        assert SavedRank.of(CheckpointStore.to_read(tmp_path / f"rank-{rank}").load(3)).mean_loss is None
 
 
 class Fails(Algorithm):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import NotFinite, make_task, small_mlp, succeeded, train
+from ddp_scene import NotFinite, make_task, small_mlp, succeeded, train, training_of
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
@@ -173,7 +173,7 @@ def test_an_exchange_that_is_not_finite_on_one_rank_is_taken_back_by_all_and_tol
     with capture_logs() as lines:
         outcomes = succeeded(train(make_task(), world=3, algorithms=algorithms, epochs=1))
     for outcome in outcomes:
-        algorithm = outcome.worker._training.algorithm
+        algorithm = training_of(outcome.worker).algorithm
         assert isinstance(algorithm, NotFiniteAtOne)
         assert algorithm.counted == [number != 2 for number in range(5)]
         assert (outcome.reports[0].skipped_exchanges, outcome.reports[0].skipped_steps) == (1, 0)

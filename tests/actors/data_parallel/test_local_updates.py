@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import NotFinite, make_task, small_mlp, succeeded, train, vector
+from ddp_scene import NotFinite, make_task, small_mlp, succeeded, train, training_of, vector
 from torch import Tensor, nn
 
 from gradbus.models import ClassificationTask
@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
 
 def shared(outcome: Any) -> dict[str, Tensor]:
     """Weights after the last exchange and outer momentum, of a rank."""
-    found: dict[str, Tensor] = outcome.worker._training.algorithm.shared_state()
+    found: dict[str, Tensor] = training_of(outcome.worker).algorithm.shared_state()
     return found
 
 
@@ -121,7 +121,7 @@ def test_learning_rates_go_by_the_steps_of_the_run_also_on_a_rank_that_has_skipp
     assert [outcome.worker.skipped_steps for outcome in outcomes] == [0, 1]
     steps = {name: SETTINGS[name] for name in ("epochs", "max_steps", "eval_every_epochs")}
     dense = succeeded(train(make_task(), schedule="cosine", **steps))
-    rates = {outcome.worker._training.optimizer.lr for outcome in (*outcomes, *dense)}
+    rates = {training_of(outcome.worker).optimizer.lr for outcome in (*outcomes, *dense)}
     assert len(rates) == 1
     assert rates.pop() < DataParallelConfig().optimizer.options.get("lr", 0.05) / 2
 

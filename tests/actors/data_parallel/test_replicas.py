@@ -44,8 +44,8 @@ def model(seed: int) -> nn.Module:
     return net
 
 
-def run(world: int, script: Callable[[Replicas, int], Awaitable[Any]]) -> list[Any]:
-    """``script(replicas, rank)`` on all ranks, each with the model of its own seed. Errors are results."""
+def run(world: int, script: Callable[[Replicas, Any, int], Awaitable[Any]]) -> list[Any]:
+    """``script(replicas, net, rank)`` on all ranks, each with the model of its own seed. Errors are results."""
     job, domain = f"replicas-{os.getpid()}-{random.randrange(1 << 30)}", new_domain()
 
     async def one(rank: int) -> Any:
@@ -54,7 +54,8 @@ def run(world: int, script: Callable[[Replicas, int], Awaitable[Any]]) -> list[A
             join_group(bus, rank=rank, world=world, timeout_s=20.0) as group,
         ):
             with ComputeThread() as compute:
-                return await script(Replicas(group, compute, model(rank), timeout_s=10.0), rank)
+                net = model(rank)
+                return await script(Replicas(group, compute, net, timeout_s=10.0), net, rank)
 
     async def everybody() -> list[Any]:
         async with asyncio.timeout(30):
@@ -71,8 +72,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("pieces")
 def test_the_model_of_rank_0_with_all_its_dtypes_and_buffers_comes_to_all() -> None:
-    async def script(mine: Replicas, rank: int) -> dict[str, torch.Tensor]:
-        net = mine._model
+    async def script(mine: Replicas, net: Any, rank: int) -> dict[str, torch.Tensor]:
         weight = net.weight
         before = await mine.hash()
         await mine.broadcast_model()
@@ -89,7 +89,7 @@ def test_the_model_of_rank_0_with_all_its_dtypes_and_buffers_comes_to_all() -> N
 
 @pytest.mark.usefixtures("pieces")
 def test_named_tensors_come_from_rank_0_whatever_the_others_have() -> None:
-    async def script(mine: Replicas, rank: int) -> dict[str, torch.Tensor]:
+    async def script(mine: Replicas, net: Any, rank: int) -> dict[str, torch.Tensor]:
         own = {"optimizer/momentum_buffer/a.b": torch.arange(6.0).view(2, 3), "step": torch.tensor(7)}
         return await mine.broadcast_named("state", own if rank == 0 else {"other": torch.ones(9)})
 
@@ -100,11 +100,11 @@ def test_named_tensors_come_from_rank_0_whatever_the_others_have() -> None:
 
 
 def test_parameters_that_differ_are_found_on_all_ranks() -> None:
-    async def script(mine: Replicas, rank: int) -> int:
+    async def script(mine: Replicas, net: Any, rank: int) -> int:
         await mine.broadcast_model()
         if rank == 2:
             with torch.no_grad():
-                mine._model.frozen[0] += 1e-9
+                net.frozen[0] += 1e-9
         return await mine.check(5)
 
     for error in run(3, script):

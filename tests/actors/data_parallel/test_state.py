@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scene import Outcome, make_task, small_mlp, succeeded, train
+from ddp_scene import Outcome, make_task, small_mlp, succeeded, train, training_of
 from torch import nn
 
 from gradbus.actors import Worker
@@ -45,7 +45,7 @@ def same(ours: list[Outcome], theirs: list[Outcome]) -> None:
     """Parameters, what each rank owes, and the reports of the last epoch."""
     for mine, other in zip(succeeded(ours), succeeded(theirs), strict=True):
         assert torch.equal(mine.parameters, other.parameters)
-        owed = [outcome.worker._training.own_state() for outcome in (mine, other)]
+        owed = [training_of(outcome.worker).own_state() for outcome in (mine, other)]
         assert owed[0].keys() == owed[1].keys()
         assert all(torch.equal(owed[0][name], owed[1][name]) for name in owed[0])
         facts = [

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from gradbus.actors import Worker
 from gradbus.models import ClassificationTask
-from gradbus.runtime.algorithms.base import Place
+from gradbus.runtime.algorithms.base import Place, Step, TensorBucket
 from gradbus.runtime.algorithms.dense import Dense
+from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError, PeerLost, ReplicasDiverged, TrainingDiverged
@@ -189,16 +190,26 @@ def test_a_failure_within_the_backward_pass_calls_off_what_is_on_its_way() -> No
             return super().loss(model, batch)
 
     pending: list[int] = []
+    started: list[int] = []
+
+    class Noted(Dense):
+        choice = "noted"
+
+        def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+            if self.place.rank == 1:
+                started.append(bucket.index)
+            yield from super().exchange(bucket, step)
 
     async def play(group: Group, worker: Worker) -> None:
         try:
             await worker.run()
         finally:
             if group.rank == 1:
-                assert len(worker._stepper._newest.exchange.handles) == 2  # of four buckets
                 pending.append(group.stats.pending)
 
-    outcomes = train(Task(False), Task(True), bucket_bytes=1, play=play)
+    algorithms = [lambda place: Noted(place, Noted.Options())] * 2
+    outcomes = train(Task(False), Task(True), algorithms=algorithms, bucket_bytes=1, play=play)
+    assert started == [0, 1]  # of four buckets
     assert isinstance(outcomes[1].error, ZeroDivisionError)
     assert isinstance(outcomes[0].error, PeerLost)
     assert pending == [0]

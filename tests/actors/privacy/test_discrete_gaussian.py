@@ -53,7 +53,7 @@ def test_noise_on_the_grid_of_a_run_has_the_quantiles_and_the_lowest_bits_of_one
 
 def test_an_event_that_a_float_cannot_decide_is_decided_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = discrete_gaussian(3_000, 2, np.random.default_rng(7).bytes)
-    monkeypatch.setattr(sampler, "_MARGIN", 2.0)  # every event then
+    monkeypatch.setattr(sampler, "MARGIN", 2.0)  # every event then
     exact = discrete_gaussian(3_000, 2, np.random.default_rng(7).bytes)
     assert np.array_equal(fast, exact)
     calls: list[int] = []
@@ -64,8 +64,8 @@ def test_an_event_that_a_float_cannot_decide_is_decided_exactly(monkeypatch: pyt
 
     # The number that begins with the first 64 bits of 1/e, and goes on with ones, is above it: bits are drawn for that.
     first = int(sampler.Context(prec=60).exp(sampler.Decimal(-1)) * 2**64)
-    assert not sampler._compare(first, sampler.Fraction(1), more)
-    assert sampler._compare(first, sampler.Fraction(1), bytes)
+    assert not sampler.is_below(first, sampler.Fraction(1), more)
+    assert sampler.is_below(first, sampler.Fraction(1), bytes)
     assert calls == [8]
 
     # 256 bits and more of exp(-1/3), as 64 to begin with and the others drawn; one less or more in the last decides.
@@ -75,7 +75,7 @@ def test_an_event_that_a_float_cannot_decide_is_decided_exactly(monkeypatch: pyt
     def decided(value: int) -> bool:
         words = [value >> shift & (1 << 64) - 1 for shift in (256, 192, 128, 64, 0)]
         rest = iter(words[1:])
-        return sampler._compare(words[0], sampler.Fraction(1, 3), lambda size: next(rest).to_bytes(size, "little"))
+        return sampler.is_below(words[0], sampler.Fraction(1, 3), lambda size: next(rest).to_bytes(size, "little"))
 
     for at in (0, 64, 128):
         assert decided(exact_value - (1 << at))

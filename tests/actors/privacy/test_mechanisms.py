@@ -11,7 +11,9 @@ import torch
 from gradbus import FederatedConfig, codecs
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.actors.privacy import mechanisms
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of
+from gradbus.actors.privacy.discrete_gaussian import discrete_gaussian
 from gradbus.actors.privacy.mechanisms import LEDGER, WITHIN, with_privacy
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.errors import CheckpointError, ConfigError
@@ -154,10 +156,17 @@ def test_the_bound_follows_the_quantile_of_the_norms_and_is_kept() -> None:
     assert torch.equal(again.broadcast(), bound)  # type: ignore[arg-type]
 
 
-def test_the_count_of_updates_within_the_bound_is_part_of_the_release() -> None:
-    strategy = private(target_quantile=0.5)
+def test_the_count_of_updates_within_the_bound_is_part_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, drawn = private(target_quantile=0.5, clip_norm=1.0), []
+
+    def noted(size: int, sigma: int, random_bytes: Any) -> Any:
+        drawn.append(sigma)
+        return discrete_gaussian(size, sigma, random_bytes)
+
+    monkeypatch.setattr(mechanisms, "discrete_gaussian", noted)
+    one_round(strategy, [torch.zeros(DIM)], torch.zeros(DIM))
     # With the default, noise on the count of 4: 1/4^2 = 1/z^2 + 1/8^2.
-    assert strategy._of_values == pytest.approx(4 / 0.75**0.5)  # type: ignore[attr-defined]
+    assert drawn[0] == pytest.approx(mechanisms.grid_sigma(4 / 0.75**0.5, 1.0, DIM))
     strategy.begin(1, torch.zeros(DIM))
     for said in ({}, {WITHIN: 7.0}, {WITHIN: 0.5}):
         with pytest.raises(ValueError, match="expected 0 or 1"):

@@ -17,7 +17,7 @@ from patience import PATIENT_S
 from gradbus.actors import EpochReport, RoundReport
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile
 from gradbus.experiments.report import scalars as scalars_module
-from gradbus.experiments.report.scalars import _MAX_WAITING, Scalars, open_scalars
+from gradbus.experiments.report.scalars import MAX_WAITING, Scalars, open_scalars
 from gradbus.experiments.report.trackers import TensorBoard
 from gradbus.experiments.run.data_parallel import Output, run_worker
 from gradbus.experiments.run.elastic import run_elastic_worker
@@ -48,7 +48,7 @@ def rounded(values: list[float]) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def _a_disk_has_all_the_time_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scalars_module, "_CLOSE_S", 60.0)
+    monkeypatch.setattr(scalars_module, "CLOSE_S", 60.0)
 
 
 @pytest.mark.slow
@@ -151,11 +151,11 @@ def test_a_disk_that_hangs_costs_numbers_and_no_time(tmp_path: Path, monkeypatch
         def close(self) -> None: ...
 
     board = TensorBoard(tmp_path)
-    monkeypatch.setattr(board, "_make_writer", Disk)
+    monkeypatch.setattr(board, "make_writer", Disk)
     scalars = Scalars(board)
     scalars.begin(0)
     assert hangs.wait(10)
-    for step in range(_MAX_WAITING + 7):
+    for step in range(MAX_WAITING + 7):
         scalars.epoch(EpochReport(epoch=step, step=step, loss=1.0))
     assert scalars.dropped == 7
     goes_on.set()
@@ -170,7 +170,7 @@ def test_a_disk_that_is_full_costs_one_warning(tmp_path: Path, monkeypatch, caps
             raise OSError(28, "No space left on device")
 
     board = TensorBoard(tmp_path)
-    monkeypatch.setattr(board, "_make_writer", Disk)
+    monkeypatch.setattr(board, "make_writer", Disk)
     with Scalars(board) as scalars:
         for step in range(5):
             scalars.epoch(EpochReport(epoch=step, step=step, loss=1.0))

@@ -32,7 +32,7 @@ async def sums(rank: int, group: InNetworkSum) -> Any:
 
 
 def test_workers_that_do_not_fit_do_not_end_their_job_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(aggregator, "PAUSE_S", 0.05)
     place: dict[str, Any] = {"job": "a", "domain": new_domain()}
 
     async def main() -> list[Any]:

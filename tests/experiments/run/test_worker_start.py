@@ -187,7 +187,7 @@ def test_a_process_that_waits_leaves_when_the_run_in_its_directory_is_finished(
 ) -> None:
     async def main() -> None:
         looks = asyncio.create_task(
-            elastic._leave_when_finished(worker, WorkerDirectory(tmp_path, 1), DataParallelConfig())  # type: ignore[arg-type]
+            elastic.leave_when_finished(worker, WorkerDirectory(tmp_path, 1), DataParallelConfig())  # type: ignore[arg-type]
         )
         for _ in range(20):
             await asyncio.sleep(0)
@@ -203,7 +203,7 @@ def test_a_process_that_waits_leaves_when_the_run_in_its_directory_is_finished(
 
 def test_the_second_sigterm_stops_a_process_and_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        with elastic._leaves_at_sigterm(worker):  # type: ignore[arg-type]
+        with elastic.leaves_at_sigterm(worker):  # type: ignore[arg-type]
             for _ in range(2):
                 signal.raise_signal(signal.SIGTERM)
             try:
@@ -251,14 +251,14 @@ def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_run(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: str
 ) -> None:
     options = ELASTIC if world == "elastic" else ()
-    write, fulls = WorkerDirectory._write_reports, [True, False]
+    write, fulls = WorkerDirectory.write_reports, [True, False]
 
     def full_at_first(directory: WorkerDirectory, lines: Iterable[str], *, anew: bool) -> None:
         if fulls and fulls.pop(0):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(directory, lines, anew=anew)
 
-    monkeypatch.setattr(WorkerDirectory, "_write_reports", full_at_first)
+    monkeypatch.setattr(WorkerDirectory, "write_reports", full_at_first)
     ended = run(*options, "--set", "parallel.epochs=2")
     assert ended.code == 0, ended.err
     assert ended.err.count('"what": "report"') == 1
@@ -270,7 +270,7 @@ def test_epochs_and_a_summary_that_a_full_disk_does_not_take_end_no_run(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(WorkerDirectory, "_write_summary", full)
+    monkeypatch.setattr(WorkerDirectory, "write_summary", full)
     ended = run(*options, "--set", "parallel.epochs=3")
     assert ended.code == 0, ended.err
     assert ended.err.count('"what": "summary"') == 1

@@ -119,7 +119,7 @@ def test_reports_that_a_full_disk_has_cut_off_are_written_with_the_next_one(
     directory = WorkerDirectory(tmp_path, 0)
     directory.add(EpochReport(epoch=0, step=10, loss=1.0))
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerDirectory, "_write_reports", cut_off)
+        patch.setattr(WorkerDirectory, "write_reports", cut_off)
         directory.add(EpochReport(epoch=1, step=20, loss=1.0))
     directory.add(EpochReport(epoch=2, step=30, loss=1.0))
     directory.add(EpochReport(epoch=3, step=40, loss=1.0))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bus_helpers import CLIENT, MODEL, UPDATE, Run, handle_of
+from bus_helpers import CLIENT, MODEL, UPDATE, Run
 from patience import eventually
 
 import gradbus
@@ -70,7 +70,7 @@ class Stranger:
             begin = ct.addressof(ct.c_char.from_buffer(room)) - len(head)
             ct.memmove(begin, sample, len(sample))
 
-        entity, sertype = handle_of(writer.entity), libddsc.sertype_of(writer.entity)
+        entity, sertype = libddsc.handle_of(writer.entity), libddsc.sertype_of(writer.entity)
         assert libddsc.write_made(entity, sertype, head, 4, write_over) == libddsc.RETCODE_OK
 
 

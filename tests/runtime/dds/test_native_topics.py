@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, handle_of, participant_of, payload_from, reads
+from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, participant_of, payload_from, reads
 from cyclonedds.topic import Topic
 from patience import eventually
 from structlog.testing import capture_logs
@@ -168,8 +168,8 @@ def test_a_type_is_described_as_cyclone_itself_would(run: Run, name: str, place:
             entity = participant_of(bus).entity
             topic = Topic(entity, "described", idl_type)
             info, made = ct.c_void_p(), ct.c_void_p()
-            assert get_typeinfo(handle_of(topic), ct.byref(info)) == libddsc.RETCODE_OK
-            assert create(1, handle_of(entity), info, 0, ct.byref(made)) == libddsc.RETCODE_OK
+            assert get_typeinfo(libddsc.handle_of(topic), ct.byref(info)) == libddsc.RETCODE_OK
+            assert create(1, libddsc.handle_of(entity), info, 0, ct.byref(made)) == libddsc.RETCODE_OK
             assert made.value
             free_typeinfo(info)
             try:
@@ -246,7 +246,7 @@ def test_a_sample_that_is_made_where_dds_keeps_it_arrives_whole(run: Run, size: 
         async with matched_pair(place) as (writer, reader):
             head = writer.idl_type.prefix(size)
             sertype = libddsc.sertype_of(writer.entity)
-            assert libddsc.write_made(handle_of(writer.entity), sertype, head, size, make) == libddsc.RETCODE_OK
+            assert libddsc.write_made(libddsc.handle_of(writer.entity), sertype, head, size, make) == libddsc.RETCODE_OK
             assert reader.octets(await next_sample(reader)) == made
 
     run(main)
@@ -261,7 +261,7 @@ def test_of_a_sample_that_could_not_be_made_nothing_is_written(run: Run, place: 
         async with matched_pair(place) as (writer, reader):
             sertype = libddsc.sertype_of(writer.entity)
             with pytest.raises(ValueError, match="no more"):
-                libddsc.write_made(handle_of(writer.entity), sertype, writer.idl_type.prefix(MIB), MIB, fail)
+                libddsc.write_made(libddsc.handle_of(writer.entity), sertype, writer.idl_type.prefix(MIB), MIB, fail)
             assert writer.write((), (b"next",))
             assert reader.octets(await next_sample(reader)) == b"next"
 
@@ -276,7 +276,7 @@ def test_a_sample_in_one_piece_arrives_as_one_in_parts_does(run: Run, size: int,
         async with matched_pair(place) as (writer, reader):
             head = writer.idl_type.prefix(size)
             for parts in ((head + octets,), (head, octets), (head, octets[:1], octets[1:])):
-                libddsc.write(handle_of(writer.entity), libddsc.sertype_of(writer.entity), parts)
+                libddsc.write(libddsc.handle_of(writer.entity), libddsc.sertype_of(writer.entity), parts)
                 assert reader.octets(await next_sample(reader)) == octets
 
     run(main)

@@ -150,9 +150,9 @@ def _suite(backend: str, name: str) -> Any:
         torch.set_num_threads(1)
         if name != backend:
             _pose(backend, name, tests)
-        tests.TestDistBackend._run.__func__(cls, *arguments, **options)
+        tests.TestDistBackend._run.__func__(cls, *arguments, **options)  # noqa: SLF001 - it is replaced, as below
 
-    bases = (tests.TestDistBackend, tests.DistributedTest._DistTestBase)
+    bases = (tests.TestDistBackend, tests.DistributedTest._DistTestBase)  # noqa: SLF001 - as torch's own suites
     return type("Suite", bases, {"setUp": set_up, "_run": classmethod(run_rank)})
 
 
@@ -162,8 +162,8 @@ def _pose(backend: str, name: str, tests: Any) -> None:
     if name == known.MPI:  # torch itself does not treat that as it does others; here the name decides what is skipped
         tests.BACKEND = backend
     else:
-        known._ensure_backend_registered(backend)
-        known._plugins[name.upper()] = known._plugins[backend.upper()]
+        known._ensure_backend_registered(backend)  # noqa: SLF001 - torch's public calls give a backend one name
+        known._plugins[name.upper()] = known._plugins[backend.upper()]  # noqa: SLF001 - likewise
         known.backend_type_map[name] = known.backend_type_map[backend]
 
 
