@@ -168,16 +168,17 @@ class PowerSGD(Algorithm):
         """
         kept = self.memory.find("q", name)
         if kept is None or kept.shape[0] != columns:
-            return self._first_q(name, rank, columns)
+            return self.first_q(name, rank, columns)
         q = kept.T.contiguous()  # no copy, but for one of a checkpoint: BLAS adds strided rows in another order
         if len(q) != rank:
             q = torch.zeros(rank, columns, dtype=torch.float32)
             q[: kept.shape[1]] = kept.T[:rank]
         largest = q.abs().amax(1, keepdim=True)
         is_live, q = largest > 0, q / largest
-        return q if bool(is_live.all()) else q.where(is_live, self._first_q(name, rank, columns))
+        return q if bool(is_live.all()) else q.where(is_live, self.first_q(name, rank, columns))
 
-    def _first_q(self, name: str, rank: int, columns: int) -> Tensor:
+    def first_q(self, name: str, rank: int, columns: int) -> Tensor:
+        """The Q that a tensor begins with: drawn from seed and name, so equal on all ranks."""
         text = f"{self.options.seed} {name}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         random = torch.Generator().manual_seed(seed)

@@ -20,7 +20,7 @@ from gradbus.runtime.collectives.tensors import Bytes, dtype_name
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product", "band", "bor", "bxor"]
 
-_BLOCK_ELEMS = 32 * 1024  # of float32 128 KiB: two operands stay in the second-level cache
+BLOCK_ELEMS = 32 * 1024  # of float32 128 KiB: two operands stay in the second-level cache
 _FUNCTIONS: dict[str, Any] = {
     "sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply,
     "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
@@ -94,7 +94,7 @@ class Arithmetic:
         result = _typed(out, kind)
         work = self._reduce_half if self.dtype in _HALF else self._reduce_block
         # One pass over the memory needs no blocks.
-        block = len(result) if len(typed) == 2 and self.divisor == 1 and self.dtype not in _HALF else _BLOCK_ELEMS
+        block = len(result) if len(typed) == 2 and self.divisor == 1 and self.dtype not in _HALF else BLOCK_ELEMS
         with _QUIET():
             for start in range(0, len(result), max(1, block)):
                 here = slice(start, start + block)
@@ -111,8 +111,8 @@ class Arithmetic:
         before, mine = _typed(partial, _NUMPY[self.partial.dtype]), _typed(own, _NUMPY[self.dtype])
         result = _typed(out, _NUMPY[self.dtype if last else self.partial.dtype])
         with _QUIET():
-            for start in range(0, len(result), _BLOCK_ELEMS):
-                here = slice(start, start + _BLOCK_ELEMS)
+            for start in range(0, len(result), BLOCK_ELEMS):
+                here = slice(start, start + BLOCK_ELEMS)
                 self._extend_block(before[here], mine[here], result[here], last)
 
     def _extend_block(self, before: Array, own: Array, out: Array, last: bool) -> None:

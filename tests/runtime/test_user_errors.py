@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import site
-import sys
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -53,8 +52,10 @@ def test_a_path_below_the_current_directory_is_short(tmp_path: Path, monkeypatch
 def test_an_installed_package_of_the_users_is_theirs_where_no_file_of_their_own_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Nothing is installed for a test: this folder is where packages are.
     monkeypatch.setattr(user_errors, "_site_folders", lambda: (f"{tmp_path}/",))
-    user_errors._whose.cache_clear()
+    known = user_errors._whose  # noqa: SLF001 - what it remembers of files before, and of these ones after
+    known.cache_clear()
     try:
         (tmp_path / "their_package").mkdir()
         (tmp_path / "torch").mkdir()
@@ -64,7 +65,7 @@ def test_an_installed_package_of_the_users_is_theirs_where_no_file_of_their_own_
         error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]  # without this file
         assert user_error(error).place == f"{tmp_path}/their_package/nets.py:2 in f"
     finally:
-        user_errors._whose.cache_clear()
+        known.cache_clear()
 
 
 def test_an_error_without_a_line_of_the_user_has_all_lines_and_is_not_theirs() -> None:
@@ -97,7 +98,18 @@ def test_a_message_has_a_bound() -> None:
     assert len(str(user_error(ValueError("x" * 1_000_000)))) < 1100
 
 
-def test_what_gradbus_and_python_bring_is_known() -> None:
-    assert np.__file__.startswith(user_errors._site_folders())
-    assert site.getsitepackages()
-    assert sys.modules["gradbus.runtime.dds.network"].__file__.startswith(user_errors._our_folders())  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("call", "file"),
+    [
+        (lambda: np.reshape(np.zeros(3), (2, 2)), "fromnumeric.py"),
+        (lambda: check_interface("nope0"), "network.py"),
+        (lambda: json.loads("{"), "decoder.py"),
+    ],
+    ids=["a dependency", "gradbus", "Python"],
+)
+def test_what_gradbus_and_python_bring_is_not_the_users(call: Callable[[], object], file: str) -> None:
+    error = caught(call)
+    error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]  # without this file
+    what = user_error(error)
+    assert file in what.place
+    assert not what.is_own

@@ -98,6 +98,7 @@ class PacketNetwork:
 
     Attributes:
         grabs: how often slots were taken. steps: what was delivered, lost, repeated, and timers.
+        has_exact_sums: False: the inputs leave int32, so that sums cannot be those of int64.
     """
 
     conditions: Conditions
@@ -105,6 +106,7 @@ class PacketNetwork:
     epoch: int = 0
     now_s: float = 0.0
     steps: int = 0
+    has_exact_sums: bool = True
     channels: dict[tuple[Node, Node], deque[Packet]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,7 +158,8 @@ class PacketNetwork:
                     self._move()
                 elif not waiting:
                     break
-        self._check_end()
+        if self.has_exact_sums:
+            self._check_end()
 
     def state(self) -> str:
         """Where the run stands."""
@@ -179,14 +182,14 @@ class PacketNetwork:
                 self.workers[node] = RingWorker(self._config(*node, self.epoch), first_group=first)
             for node in ranks:
                 rest = self.inputs[job][node[1], first:], self.sums[node][first:]
-                self._post(node, self.workers[node].submit(*rest, self.now_s))
+                self.post(node, self.workers[node].submit(*rest, self.now_s))
 
     def _submit(self, node: Node) -> None:
         """In two parts, as in two steps of a training."""
         job, rank = node
         blocks, sums, half = self.inputs[job][rank], self.sums[node], self.conditions.groups // 2
         for part in (slice(0, half), slice(half, None)):
-            self._post(node, self.workers[node].submit(blocks[part], sums[part], self.now_s))
+            self.post(node, self.workers[node].submit(blocks[part], sums[part], self.now_s))
 
     def _is_busy(self) -> bool:
         """Whether more packets are under way than a network holds for the time of a timer."""
@@ -206,8 +209,8 @@ class PacketNetwork:
                 del self.channels[source, to]
         if self.random.random() < self.conditions.loss:
             return
-        self._post(to, self._node(to).receive(packet, self.now_s))
-        if to not in self.workers:
+        self.post(to, self._node(to).receive(packet, self.now_s))
+        if to not in self.workers and self.has_exact_sums:
             self._check_node(to, packet)
 
     def _fire(self) -> bool:
@@ -218,12 +221,14 @@ class PacketNetwork:
         # A timer is not long before others: they tick at one pace.
         node = min(due, key=lambda one: (due[one], self.random.random()))
         self.now_s = max(self.now_s, due[node])
-        self._post(node, self._node(node).advance(self.now_s))
+        self.post(node, self._node(node).advance(self.now_s))
         return True
 
-    def _post(self, source: Node, packets: Sequence[Packet]) -> None:
+    def post(self, source: Node, packets: Sequence[Packet]) -> None:
+        """Put what a node sends on its way."""
         for packet in packets:
-            self._count(source, packet)
+            if self.has_exact_sums:
+                self._check_sent(source, packet)
             for node in self._route(source, packet):
                 self.channels.setdefault((source, node), deque()).append(packet)
 
@@ -243,7 +248,7 @@ class PacketNetwork:
 
     # What must hold
 
-    def _count(self, source: Node, packet: Packet) -> None:
+    def _check_sent(self, source: Node, packet: Packet) -> None:
         """A sum that is sent is that of its contributors, each one once."""
         if packet.values is None or packet.kind not in CARRIERS:
             return

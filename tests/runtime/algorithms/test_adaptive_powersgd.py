@@ -83,7 +83,7 @@ def test_columns_of_q_that_stay_are_kept_when_the_rank_changes() -> None:
     before = algorithm.memory.find("q", "a")
     assert before is not None
     for rank in (3, 5):
-        q = algorithm._q("a", rank, 33)
+        q = algorithm._q("a", rank, 33)  # noqa: SLF001 - a step would have multiplied it already
         kept = min(rank, 4)
         assert torch.equal(q[:kept], before.T[:kept] / before.T[:kept].abs().amax(1, keepdim=True))
         assert bool((q != 0).any(1).all())

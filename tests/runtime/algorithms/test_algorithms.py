@@ -131,7 +131,7 @@ def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> Non
         shape = torch.Size(SHAPES[name])
         if algorithm.rank_of(shape) is None:
             return None
-        return algorithm._first_q(name, 2, math.prod(shape[1:])).T.numpy()
+        return algorithm.first_q(name, 2, math.prod(shape[1:])).T.numpy()
 
     assert [name for name in SHAPES if first_q(name) is not None] == ["conv", "matrix"]
     check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q), tolerance=1e-5)
@@ -147,8 +147,9 @@ def test_powersgd_goes_on_from_a_checkpoint_with_memory_laid_out_as_without_one(
     saved = {name: tensor.contiguous() for name, tensor in algorithm.memory.tensors(kinds).items()}
     algorithm.memory.load(saved, kinds)
     columns = SHAPES["matrix"][1]
-    assert algorithm._q("matrix", 2, columns).is_contiguous()
-    assert algorithm._q("matrix", 1, columns).is_contiguous()
+    for rank in (2, 1):
+        # Results show it by their last bits, and on some processors alone.
+        assert algorithm._q("matrix", rank, columns).is_contiguous()  # noqa: SLF001
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_powersgd_of_cut_matrices_is_that_of_the_reshaped_ones() -> None:
 
     def first_q(name: str) -> Any:
         is_dense = algorithm.rank_of(torch.Size(SHAPES[name])) is None
-        return None if is_dense else algorithm._first_q(name, 2, matrix(SHAPES[name])[1]).T.numpy()
+        return None if is_dense else algorithm.first_q(name, 2, matrix(SHAPES[name])[1]).T.numpy()
 
     assert [name for name in SHAPES if first_q(name) is not None] == ["conv", "matrix", "row"]
     assert matrix(SHAPES["row"]) == (5, 10)
@@ -190,7 +191,8 @@ def test_powersgd_compresses_what_the_hook_of_torch_compresses(rank: int, min_ra
     assert isinstance(algorithm, PowerSGD)
     for shape in [(10, 128), (128, 9216), (64, 32, 3, 3), (32, 1, 3, 3), (10, 512), (1, 50), (8, 8), (16, 16), (5, 7)]:
         rows, columns = shape[0], math.prod(shape[1:])
-        expected = powerSGD_hook._should_compress(rows, columns, min(rows, columns, rank), min_rate)[0]
+        should_compress = powerSGD_hook._should_compress  # noqa: SLF001 - the hook itself does not say what it does
+        expected = should_compress(rows, columns, min(rows, columns, rank), min_rate)[0]
         assert (algorithm.rank_of(torch.Size(shape)) is not None) == expected
     assert algorithm.rank_of(torch.Size((1000,))) is None
 
@@ -418,7 +420,7 @@ def test_hybrid_is_powersgd_topk_and_dense_by_name_and_shape(world: int, pattern
         shape = torch.Size(SHAPES[name])
         if name not in {"conv", "matrix"} - by_topk:
             return None
-        return powersgd_of._first_q(name, 2, math.prod(shape[1:])).T.numpy()
+        return powersgd_of.first_q(name, 2, math.prod(shape[1:])).T.numpy()
 
     check(ranks.run(run), oracles.hybrid(as_arrays(run), 2, 0.05, first_q, by_topk), tolerance=1e-5)
 

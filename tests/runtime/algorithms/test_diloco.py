@@ -199,9 +199,8 @@ def test_fragments_have_equal_sizes_and_steps_of_their_own_and_each_weight_is_in
     sizes = [anchors[f"anchor/fragment{number}"].numel() for number in range(fragments)]
     assert sum(sizes) == 60
     assert max(sizes) - min(sizes) <= 1
-    due = [len(algorithm._due(Step(number))) for number in range(16)]
-    assert max(due) == 1  # no step has two of them: the load of the network has no peaks
-    assert sum(due) == 2 * fragments
+    # Each is due twice, and no step has two of them: the load of the network has no peaks.
+    assert sum(algorithm.is_due(Step(number)) for number in range(16)) == 2 * fragments
 
 
 def test_a_rank_that_joins_has_weights_and_outer_momentum_of_the_others_and_sends_no_change_once() -> None:

@@ -34,7 +34,7 @@ NUMPY = {"min": np.minimum, "max": np.maximum, "product": np.multiply} | {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "_BLOCK_ELEMS", BLOCK)
+    monkeypatch.setattr(arithmetic, "BLOCK_ELEMS", BLOCK)
 
 
 def is_defined(dtype: torch.dtype, op: ReduceOp) -> bool:

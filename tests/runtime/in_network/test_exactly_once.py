@@ -55,13 +55,13 @@ def test_without_loss_a_group_costs_what_the_model_says(
     """What workers send of N blocks: N (N - 1) packets twice around a ring, or N * N to aggregators."""
     network = kind(Conditions(worlds=(4,), groups=1, slots=0, is_inline=is_inline, eager_timers=0.0), seed=3)
     counted: Counter[str] = Counter()
-    post = network._post
+    post = network.post
 
     def counting(source: tuple[int, int], sent: Sequence[packets.Packet]) -> None:
         counted.update(packet.kind.value for packet in sent if packet.source == source[1] in range(4))
         post(source, sent)
 
-    network._post = counting  # type: ignore[method-assign]
+    network.post = counting  # type: ignore[method-assign]
     network.run()
     assert {name: counted[name] for name in expected} == expected
 

@@ -194,10 +194,15 @@ def test_confirms_that_a_stranger_makes_with_the_tag_of_the_true_one_are_checked
     assert len(hall.controller.receive(memoryview(confirm), hall.now_s)) == 1
 
 
-def test_recordings_of_beacons_do_not_hide_the_controller_that_lives() -> None:
+def started_after(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> Admission:
+    """A second start of the controller, however soon it came after the first one."""
+    monkeypatch.setattr(admission, "new_incarnation", lambda: hall.controller.start + 1)
+    return Admission(JOB, SERVER, LIST, label="desk:2", now_s=hall.now_s)
+
+
+def test_recordings_of_beacons_do_not_hide_the_controller_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     hall = Hall()
-    second = Admission(JOB, SERVER, LIST, label="desk:2", now_s=hall.now_s)
-    second._duplicates._start = hall.controller.start + 1
+    second = started_after(hall, monkeypatch)
 
     def receive(start: int) -> list[bytes]:
         recorded = handshake.signed(JOB, SERVER, Beacon(secrets.token_bytes(16), start, SERVER.public))
@@ -219,11 +224,12 @@ def test_recordings_of_beacons_do_not_hide_the_controller_that_lives() -> None:
     assert not second.is_busy
 
 
-def test_an_earlier_start_of_the_controller_that_wakes_up_does_not_end_the_one_that_works() -> None:
+def test_an_earlier_start_of_the_controller_that_wakes_up_does_not_end_the_one_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hall = Hall()
     earlier = hall.controller
-    hall.controller = second = hall.new_controller(LIST)
-    second._duplicates._start = earlier.start + 1
+    hall.controller = second = started_after(hall, monkeypatch)
     (probe,) = second.receive(memoryview(earlier.beacon), hall.now_s)  # which stands still
     hall.later(duplicate_controllers.HOLD_S)
     node = newcomer()
@@ -237,10 +243,11 @@ def test_an_earlier_start_of_the_controller_that_wakes_up_does_not_end_the_one_t
     assert not second.refusal
 
 
-def test_a_second_controller_that_has_just_let_somebody_in_still_hears_who_holds_the_job() -> None:
+def test_a_second_controller_that_has_just_let_somebody_in_still_hears_who_holds_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hall = Hall()
-    second = hall.new_controller(LIST)
-    second._duplicates._start = hall.controller.start + 1
+    second = started_after(hall, monkeypatch)
     node = newcomer()
     (hello,) = node.receive_beacon(memoryview(second.beacon), TRUE, hall.now_s)
     (welcome,) = second.receive(memoryview(hello), hall.now_s)

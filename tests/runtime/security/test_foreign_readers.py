@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from bus_helpers import readers_in_dds
+from bus_helpers import participant_of, readers_in_dds, receiver_of
 from dds_domains import new_domain
 from identities import Identities
 from patience import eventually, run
@@ -248,7 +248,7 @@ def test_a_member_that_stands_still_is_waited_for_and_not_taken_for_a_stranger(
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
                 await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=20)
-                await eventually(lambda: len(bus._participant.membership.participants()) == 1)  # type: ignore[attr-defined]
+                await eventually(lambda: len(participant_of(bus).membership.participants()) == 1)
                 member.send_signal(signal.SIGSTOP)
                 sending = asyncio.create_task(sends_models(bus, 12))
                 done, _ = await asyncio.wait([sending], timeout=2 * foreign_readers.GRACE_S)
@@ -308,11 +308,11 @@ def test_a_member_that_was_excluded_just_before_its_greeting_was_read_is_found_a
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
                 await bus.matched(lambda: readers_in_dds(bus, ModelBlob) == 1, timeout_s=20)
-                await eventually(lambda: len(bus._participant.membership.participants()) == 1)  # type: ignore[attr-defined]
-                (member,) = bus._participant.membership.participants()  # type: ignore[attr-defined]
-                watch: Any = bus._receiver.on_new_readers
-                exclude = watch.__self__._exclude
-                bus._receiver.add_periodic(Periodic(lambda: bool(exclude({member: ""}, time.monotonic()))))
+                await eventually(lambda: len(participant_of(bus).membership.participants()) == 1)
+                (member,) = participant_of(bus).membership.participants()
+                watch: Any = receiver_of(bus).on_new_readers
+                exclude = watch.__self__._exclude  # noqa: SLF001 - known as a member, it is excluded no more
+                receiver_of(bus).add_periodic(Periodic(lambda: bool(exclude({member: ""}, time.monotonic()))))
                 await eventually(lambda: readers_in_dds(bus, ModelBlob) == 0)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=30)
 

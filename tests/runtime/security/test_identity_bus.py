@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bus_helpers import participant_of
 from dds_domains import new_domain
 from identities import Identities
 from patience import eventually, run
@@ -54,7 +55,12 @@ def opens(known: Identities) -> Callable[..., Any]:
 
 def raw_writer(bus: Bus, kind: type[Any]) -> Any:
     """What a member does that leaves our program aside: a writer of DDS for bytes that it makes itself."""
-    return bus._participant.plain_writer(wire_topic(TOPICS[kind]))  # type: ignore[attr-defined]
+    return participant_of(bus).plain_writer(wire_topic(TOPICS[kind]))
+
+
+def group_key(party: Any) -> Any:
+    """The key that all members of the job have, from the memory of one of them."""
+    return next(iter(party.keys._epochs.values())).key  # noqa: SLF001 - our program shows it to nobody
 
 
 def matched(writer: Any) -> int:
@@ -75,9 +81,12 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
                     await bus.matched(lambda bus=bus: bus.matched_readers(ClientUpdate) > 0, timeout_s=10)
-                keys, session = traitor._participant.membership.party.keys, victim._participant.membership.party.session
-                group = next(iter(keys._epochs.values())).key
-                forger = OutboundStreams(group, keys.controller)  # as if it were the controller
+                party, session = (
+                    participant_of(traitor).membership.party,
+                    participant_of(victim).membership.party.session,
+                )
+                keys = party.keys
+                forger = OutboundStreams(group_key(party), keys.controller)  # as if it were the controller
                 body = control.encode(RunEnded(1, True, "says the traitor"))
                 ((head, data),) = frames.split(FrameKey(Kind.CONTROL, 0, 0, CONTROLLER, 1, 1), body)
                 signed = (1 << 40).to_bytes(8, "little") + bytes(64)  # a number that is still to come, and no signature
@@ -126,7 +135,7 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 server.open_writer(ModelBlob)
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
-                    await eventually(lambda bus=bus: bus._participant.membership.party.keys is not None)
+                    await eventually(lambda bus=bus: participant_of(bus).membership.party.keys is not None)
                 await server.matched(lambda: server.matched_readers(ModelBlob) > 0, timeout_s=10)
                 key = FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1, 1)
                 model = random.randbytes(100_000)
@@ -136,8 +145,8 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 assert got.frame.key == signed
                 check_model(victim, got)
 
-                group = next(iter(traitor._participant.membership.party.keys._epochs.values())).key
-                forger = OutboundStreams(group, traitor._participant.membership.party.keys.controller)
+                party = participant_of(traitor).membership.party
+                forger = OutboundStreams(group_key(party), party.keys.controller)
                 writer = raw_writer(traitor, ModelBlob)
                 await eventually(lambda: matched(writer) >= 1)
                 poison = random.randbytes(100_000)
@@ -171,7 +180,8 @@ def test_an_observer_hears_what_is_for_all_and_is_not_heard(opens: Callable[...,
                 heard = await ears.get()
                 assert isinstance(heard, Control)
                 assert heard.body == RunEnded(1, True, "done")
-                assert all(item.message.sender == CONTROLLER for item in desk._queue)  # itself, at most
+                waiting = [await desk.get() for _ in range(len(desk))]
+                assert all(message.sender == CONTROLLER for message in waiting)  # itself, at most
 
     run(main())
 
@@ -181,7 +191,7 @@ def test_a_controller_says_again_that_it_is_there(opens: Callable[..., Any], mon
 
     async def main() -> None:
         async with opens("robot-0") as node, opens("server"):
-            party = node._participant.membership.party
+            party = participant_of(node).membership.party
             times: list[int] = []
 
             def receive(data: memoryview, source: int, now_s: float, hears: Any = party.receive_beacon) -> Any:

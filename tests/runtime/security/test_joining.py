@@ -208,7 +208,7 @@ def test_recordings_of_hellos_are_answered_once_and_few_wait_for_their_confirm()
         assert hall.controller.receive(memoryview(hello), hall.now_s)
         with pytest.raises(FrameError, match="received before"):
             hall.controller.receive(memoryview(hello), hall.now_s)
-    assert len(hall.controller._pending) == admission.MAX_PENDING_EACH
+    assert len(hall.controller._pending) == admission.MAX_PENDING_EACH  # noqa: SLF001 - their memory is meant
     hall.later(admission.PENDING_S + 0.1)
     assert not hall.controller.is_busy
     assert hall.controller.members == {}
@@ -395,7 +395,7 @@ def test_bytes_on_the_topic_of_joining_that_are_none_are_counted_and_nothing_mor
                 assert party.receive(memoryview(data), hall.now_s) == []
             except FrameError as error:
                 assert error.reason  # noqa: PT017 - what is for others raises nothing
-    assert JOIN_TOPIC not in hall.controller.group._encryptors
+    assert JOIN_TOPIC not in hall.controller.group._encryptors  # noqa: SLF001 - what is left of it shows nowhere else
 
 
 def everything_in(root: object) -> list[object]:
