@@ -10,6 +10,7 @@ from dds_domains import new_domain
 
 DOMAIN = new_domain()
 
+# A write takes microseconds: to hold one half way, what makes its sample is replaced.
 HELD_WRITE = """
 import os, threading
 from gradbus.runtime.dds import domains, libddsc
