@@ -67,7 +67,7 @@ def give(copy: ModelReplica, blobs: Iterable[ModelBlob]) -> int:
 
 def collected(copy: ModelReplica) -> tuple[int, int]:
     """Models of which frames are held, and those that are followed."""
-    return len(copy._assembler), len(copy._keys)
+    return len(copy._assembler), len(copy._keys)  # noqa: SLF001 - of memory that is never given back nothing else tells
 
 
 def assert_holds(copy: ModelReplica, round_id: int, model: Tensor | None) -> None:
