@@ -80,7 +80,7 @@ def _read(file: BinaryIO | gzip.GzipFile, path: Path) -> Tensor:
 PROBE_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/t10k-labels-idx1-ubyte.gz"
 PROBE_TIMEOUT_S = 3.0
 
-_CHILD = "import sys, torchvision; torchvision.datasets.MNIST(sys.argv[1], download=True)"
+CHILD_PROGRAM = "import sys, torchvision; torchvision.datasets.MNIST(sys.argv[1], download=True)"
 
 
 class DownloadFailed(OSError):
@@ -95,7 +95,7 @@ def download_mnist(root: Path, *, timeout_s: float) -> None:
     Raises:
         DownloadFailed: no mirror answers, the folder cannot be written, or the download fails or takes too long.
     """
-    failure = _probe(PROBE_URL, PROBE_TIMEOUT_S)
+    failure = probe(PROBE_URL, PROBE_TIMEOUT_S)
     if failure is not None:
         raise DownloadFailed(f"the mirror does not answer ({failure})")
     raw = root / "MNIST" / "raw"
@@ -112,7 +112,7 @@ def download_mnist(root: Path, *, timeout_s: float) -> None:
 
 
 def _run_child(folder: Path, timeout_s: float) -> None:
-    command = [sys.executable, "-c", _CHILD, os.fspath(folder)]
+    command = [sys.executable, "-c", CHILD_PROGRAM, os.fspath(folder)]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
@@ -122,7 +122,7 @@ def _run_child(folder: Path, timeout_s: float) -> None:
         raise DownloadFailed(f"the download failed ({last_line})")
 
 
-def _probe(url: str, timeout_s: float) -> str | None:
+def probe(url: str, timeout_s: float) -> str | None:
     """None if ``url`` answers in time, otherwise why not.
 
     In a daemon thread, because the timeout of a socket does not cover the lookup of the name, which may hang.

@@ -325,7 +325,7 @@ class Site:
             self._contribution = controller.contribution
 
     async def _make_controller(self, welcome: Welcome, frozen: Tensor | None) -> SiteController:
-        config = self._config_for(welcome)
+        config = site_config(self._config, self._upstream, welcome)
         if self._has_begun:
             config = config.replaced("checkpoint.resume", True)
         directory = config.checkpoint.dir
@@ -347,35 +347,14 @@ class Site:
         self._has_begun = True
         self._on_open()
 
-    def _config_for(self, welcome: Welcome) -> FederatedConfig:
-        """The rules of this site, with what the level above decides.
-
-        Raises:
-            ConfigError: a round of this site could end too late for that level.
-        """
-        own, share = self._config.round.timeout_s, self._upstream.deadline_share
-        due_s = welcome.round_s * share
-        if welcome.round_s and "timeout_s" in self._config.round.model_fields_set:
-            if own > due_s:
-                raise ConfigError(
-                    f"federated.round.timeout_s is {own:g} s, and a round of the level above ends after "
-                    f"{welcome.round_s:g} s, of which this site may take {share:g} (upstream.deadline_share): set at "
-                    f"most {due_s:g} s, or leave it out"
-                )
-            due_s = own
-        due_s = due_s or own
-        log.info("round deadlines", above_s=welcome.round_s, here_s=due_s)
-        config = self._config.replaced("round.timeout_s", due_s).replaced("rounds", ENDLESS)
-        sharing = Sharing.of_welcome(welcome)
-        return config.replaced("exchange", sharing.exchange).replaced("share", sharing.settings())
-
     async def _go_on_alone(self, followed: Followed) -> None:
         """Rounds of the site's own, from its newest model, until the level above is back."""
         round_id, base, command, terms, frozen = followed
         assert self._config.checkpoint.dir is not None, "checked at the start"
         directory = await asyncio.to_thread(_directory_of, self._config.checkpoint.dir, terms.run_id)
         kept = await asyncio.to_thread(_directory_alone, directory, round_id)
-        config = self._config_for(terms).replaced("history.dir", None).replaced("checkpoint.dir", kept)
+        config = site_config(self._config, self._upstream, terms)
+        config = config.replaced("history.dir", None).replaced("checkpoint.dir", kept)
         config = config.replaced("checkpoint.init_path", directory / f"round-{round_id:06d}.safetensors")
         config = config.replaced("checkpoint.resume", True)  # rounds alone after this round are of one run
         controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)
@@ -405,6 +384,29 @@ class Site:
         except (GradbusError, BaseExceptionGroup) as error:
             reason = single_error(error) if isinstance(error, BaseExceptionGroup) else error
             log.error("rounds alone end", reason=str(reason), effect="the site waits for the level above")
+
+
+def site_config(config: FederatedConfig, upstream: UpstreamConfig, welcome: Welcome) -> FederatedConfig:
+    """The rules of a site, with what the level above decides.
+
+    Raises:
+        ConfigError: a round of the site could end too late for that level.
+    """
+    own, share = config.round.timeout_s, upstream.deadline_share
+    due_s = welcome.round_s * share
+    if welcome.round_s and "timeout_s" in config.round.model_fields_set:
+        if own > due_s:
+            raise ConfigError(
+                f"federated.round.timeout_s is {own:g} s, and a round of the level above ends after "
+                f"{welcome.round_s:g} s, of which this site may take {share:g} (upstream.deadline_share): set at "
+                f"most {due_s:g} s, or leave it out"
+            )
+        due_s = own
+    due_s = due_s or own
+    log.info("round deadlines", above_s=welcome.round_s, here_s=due_s)
+    config = config.replaced("round.timeout_s", due_s).replaced("rounds", ENDLESS)
+    sharing = Sharing.of_welcome(welcome)
+    return config.replaced("exchange", sharing.exchange).replaced("share", sharing.settings())
 
 
 def _rules_of(welcome: Welcome) -> tuple[object, ...]:

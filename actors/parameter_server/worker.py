@@ -44,7 +44,7 @@ from gradbus.runtime.errors import CollectiveError, PeerLost, ReplicasDiverged, 
 from gradbus.runtime.profiling.profile import StepProfile
 from gradbus.runtime.profiling.summary import ProfileSummary
 
-_GRACE_S = 5.0  # for the servers to find out first which worker is silent
+GRACE_S = 5.0  # for the servers to find out first which worker is silent
 
 
 class _Before(NamedTuple):
@@ -239,12 +239,12 @@ class ParameterServerWorker(Rank):
         collective_s = self._config.timeouts.collective_s
         longest_s = max(collective_s, self._config.checkpoint.timeout_s)
         if kind != "push":
-            return longest_s + _GRACE_S
+            return longest_s + GRACE_S
         since = self._position.step - self._met_at
         behind = min(since, self._settings.staleness) if self._settings.mode == "asynchronous" else 0
         awaited = behind + 1 if is_meeting else 1  # before, it may go on as soon as the slowest one has pushed once
         has_begun = not is_meeting and since > behind  # each has pushed since the meeting
-        return (collective_s if has_begun else longest_s) + 2 * collective_s * (awaited - 1) + _GRACE_S
+        return (collective_s if has_begun else longest_s) + 2 * collective_s * (awaited - 1) + GRACE_S
 
     async def _reply(self, server: int, handle: CollectiveHandle[Any]) -> Message:
         """The reply of a server. Raises CollectiveError: it goes on without this worker."""

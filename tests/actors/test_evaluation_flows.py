@@ -39,7 +39,7 @@ from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.security import Security
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.wire.control import EvaluationResult
-from gradbus.runtime.wire.messages import Identity
+from gradbus.runtime.wire.messages import Control, Identity
 
 DIM = 20_000
 
@@ -553,8 +553,11 @@ def test_a_result_of_a_client_that_was_not_asked_or_of_another_run_counts_for_no
         async with gradbus.connect(**job.place) as bus:
             await eventually(lambda: hasattr(job, "controller") and job.controller.progress.phase == "evaluating")
             run_id, stranger = job.controller.run_id, Identity(7, 1)
-            theirs = job.controller._registry.incarnation_of(0)
-            assert theirs is not None
+            with bus.subscribe(Control) as inbox:
+                async for message in inbox:
+                    if isinstance(message, Control) and message.sender == 0:
+                        theirs = message.incarnation
+                        break
             for run, sender in ((run_id, stranger), (run_id + 1, Identity(0, theirs))):
                 await bus.publish(sender, EvaluationResult(run, 1, 5, {"loss": 99.0}, "", 0.0))
             gate.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import threading
 import time
@@ -24,7 +23,7 @@ from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import publish
 from gradbus.actors.federated.report import RoundTiming
 from gradbus.models import NoopTask
-from gradbus.runtime.dds.participant import Periodic
+from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.errors import BusClosed, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.shm import shared_payload
@@ -256,9 +255,17 @@ def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_wi
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("who", ["controller", "client"])
-def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: str) -> None:
-    def fail() -> None:
-        raise OSError("dds_waitset_wait returned -1")
+def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, fails = Participant.look_around, threading.Event()
+
+    def look_or_fail(participant: Participant) -> bool:
+        if fails.is_set():
+            raise OSError("dds_waitset_wait returned -1")
+        return look(participant)
+
+    monkeypatch.setattr(Participant, "look_around", look_or_fail)  # that thread calls it now and then
 
     async def main() -> None:
         place = {"job": f"flow-{os.getpid()}-{next(_jobs)}", "domain": new_domain()}
@@ -268,7 +275,7 @@ def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: st
             client = gradbus.Client(bus, NoopTask(DIM), client_id=0)
             running = asyncio.create_task((client if who == "client" else controller).run())
             await eventually(lambda: bus.writes(Control))
-            bus._receiver.add_periodic(Periodic(fail))
+            fails.set()
             with pytest.raises(BusClosed, match=r"the receive thread ended with .*dds_waitset_wait returned -1"):
                 await running
 
@@ -298,13 +305,14 @@ def test_what_is_noted_of_each_round_and_update_is_not_written_on_the_event_loop
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, elsewhere = set[str](), set[str]()
-    write = History._write
+    note = History.note  # writes before it returns
 
-    def watched(self: History, line: bytes) -> None:
-        (here if threading.current_thread() is threading.main_thread() else elsewhere).add(json.loads(line)["event"])
-        write(self, line)
+    def watched(self: History, event: str, **facts: Any) -> None:
+        if self.on:
+            (here if threading.current_thread() is threading.main_thread() else elsewhere).add(event)
+        note(self, event, **facts)
 
-    monkeypatch.setattr(History, "_write", watched)
+    monkeypatch.setattr(History, "note", watched)
     config = gradbus.FederatedConfig(rounds=2, clients={"num": 2}, eval_every=0, codec="sq8", history={"dir": tmp_path})
     run(config, [SlowTask([]), SlowTask([])], client=gradbus.ClientConfig(history={"dir": tmp_path}))
     assert here == {"welcomed", "ended"}

@@ -96,7 +96,7 @@ def test_a_site_begins_anew_if_the_level_above_starts_again_while_it_fetches_the
     fetch, interrupted = ClientModels.fetch_frozen, []
 
     async def fetch_frozen(models: ClientModels, welcome: Welcome) -> None:
-        if models._context.client_id == SITE and not interrupted:
+        if welcome.to == SITE and not interrupted:
             interrupted.append(welcome)  # as where the session has changed, it returns with nothing
         else:
             await fetch(models, welcome)

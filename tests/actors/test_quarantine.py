@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
+from other_payloads import send_instead
 from settings import nested
 
 import gradbus
 from gradbus.actors.federated import selection
-from gradbus.actors.federated.local_training import LocalTraining
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.selection import StartCondition
 from gradbus.models import NoopTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import BarrierTimeout, JoinRefused
 from gradbus.runtime.tasks import single_error
+from gradbus.runtime.wire.frames import FrameKey
 
 DIM = 2_000
 _numbers = itertools.count()
@@ -32,15 +33,11 @@ _numbers = itertools.count()
 def liars(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
     """Client -> rounds in which it sends NaN."""
     rounds: dict[int, set[int]] = {}
-    honest = LocalTraining._encode
 
-    def encode(self: LocalTraining, *arguments: Any) -> tuple[bytes, Any, Any]:
-        payload, residual, change = honest(self, *arguments)
-        if self._number in rounds.get(self._identity.sender, ()):
-            payload = bytes(payload)[:-4] + b"\x00\x00\xc0\x7f"
-        return payload, residual, change
+    def choose(key: FrameKey, honest: bytes) -> bytes:
+        return honest[:-4] + b"\x00\x00\xc0\x7f" if key.round_id in rounds.get(key.sender, ()) else honest
 
-    monkeypatch.setattr(LocalTraining, "_encode", encode)
+    send_instead(monkeypatch, choose)
     return rounds
 
 

@@ -63,13 +63,13 @@ def test_a_site_behind_a_cut_link_goes_on_alone_and_rejoins_when_it_is_mended(
         peers = [here.address, other.address]
         return {"profile": "network", "interface": here.interface, "peers": peers, "shared_memory": False}
 
-    with Federation(domain=new_domain(), silence_s=3.0) as federation:
+    domain = new_domain()
+    with Federation(domain=domain, silence_s=3.0) as federation:
         own = new_domain()  # a process has one network for each DDS domain
         centre = federation.controller(
             rounds=3, clients__kind="sites", clients__num=1, prefix=left.prefix, network=network(left, right)
         )
         upstream = {"alone": True, "alone_after_s": 2.0, "network": {**network(right, left), "lease_s": 3.0}}
-        domain = federation._common["domain"]
         far = site(
             federation, 0, tmp_path, prefix=right.prefix, domain=own, upstream={**upstream, "domain": domain}
         )  # fmt: skip

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bus_helpers import reads
 from patience import eventually
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
@@ -21,20 +23,21 @@ import gradbus
 from gradbus.actors import Site
 from gradbus.actors.federated import site as site_module
 from gradbus.actors.federated.report import Progress
-from gradbus.actors.federated.site import Followed
-from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, UpstreamChanged
+from gradbus.actors.federated.site import Followed, site_config
+from gradbus.actors.federated.site_controller import RoundsAlone, SiteController, SiteSum, UpstreamChanged
 from gradbus.actors.federated.state import SavedRun
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import UpstreamConfig
-from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.testing.failpoints import FailPoint
-from gradbus.runtime.wire.control import Welcome
-from gradbus.runtime.wire.messages import TrainCmd
+from gradbus.runtime.wire.control import Status, Welcome
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import Control, Identity, TrainCmd
 
 
 async def flat_run(clients: int, more_rounds: int = 0, **more: Any) -> list[gradbus.RoundReport]:
@@ -293,27 +296,71 @@ def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_t
     assert len(set(runs)) == 2  # the second one began from the model from above
 
 
+OF_ROUND_5 = Followed(
+    5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), None
+)
+
+
+class Members:
+    """Stand in for the upward side of a site, one after the other. Each has the model of round 5.
+
+    Attributes:
+        given: what each was given of the one before.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Exception) -> None:
+        """``ends``: how they end; the one after the last comes to the end of the run."""
+        self.given: list[Followed | None] = []
+        self._ends = iter(ends)
+        monkeypatch.setattr(site_module, "SiteMember", self._make)
+
+    def _make(self, *_: Any, followed: Followed | None) -> Any:
+        self.given.append(followed)
+        return SimpleNamespace(controller=None, is_cut_off=True, followed=OF_ROUND_5, run=self._run)
+
+    async def _run(self) -> None:
+        for end in self._ends:
+            raise end
+
+
+def cut_off() -> BarrierTimeout:
+    return BarrierTimeout("level above", missing=[], ready=0, needed=1, timeout_s=1.0)
+
+
+async def come_back(level: gradbus.Bus, site: gradbus.Site) -> None:
+    """A Controller of the level above is received by a site that is alone."""
+    await eventually(lambda: site.progress.phase == "alone")
+    await reads(level, Control)
+    await level.publish(Identity(CONTROLLER, 5), Status(7, 5, "waiting", 0, 1))
+
+
 def test_a_site_that_is_cut_off_again_after_the_same_round_goes_on_with_its_run_alone_with_resume_off_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logs: list[Any]
 
-    async def after_two_more(bus: Any) -> None:
-        before = sum(line["event"] == "round alone" for line in logs)
-        await eventually(lambda: sum(line["event"] == "round alone" for line in logs) >= before + 2)
+    Members(monkeypatch, cut_off(), cut_off())
+
+    def count(event: str) -> int:
+        return sum(line["event"] == event for line in logs)
+
+    async def alone_for_two_rounds_more(site: gradbus.Site, level: gradbus.Bus) -> None:
+        rounds, back = count("round alone"), count("level above is back")
+        await eventually(lambda: count("round alone") >= rounds + 2)
+        await come_back(level, site)
+        await eventually(lambda: count("level above is back") > back)
 
     async def main() -> None:
         async with tree() as here:
-            local, theirs = [await here.bus("site") for _ in range(2)]
-            site = site_of(local, local, 0, rules(1, checkpoint={"dir": tmp_path, "resume": False}))
+            above, level, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            site = site_of(above, local, 0, rules(1, checkpoint={"dir": tmp_path, "resume": False}))
             client = asyncio.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
-            terms = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
-            followed = Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None)
+            running = asyncio.create_task(site.run())
             for _ in range(2):
-                await site._go_on_alone(followed)
+                await alone_for_two_rounds_more(site, level)
+            await running
             await ended(client)
 
-    monkeypatch.setattr(site_module, "_until_heard", after_two_more)
     save_file({"weights": torch.zeros(DIM)}, tmp_path / "round-000005.safetensors")
     with capture_logs() as logs:
         asyncio.run(main())
@@ -325,10 +372,7 @@ def test_a_site_that_is_cut_off_again_after_the_same_round_goes_on_with_its_run_
 def test_a_site_whose_rounds_alone_could_not_begin_goes_on_with_the_level_above(
     damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def once_they_have_ended(bus: Any) -> None:
-        await eventually(lambda: any(line["event"] == "rounds alone end" for line in logs))
-
-    monkeypatch.setattr(site_module, "_until_heard", once_they_have_ended)
+    Members(monkeypatch, cut_off())
     if damaged:
         (tmp_path / "alone-after-000005").mkdir()
         for kind in ("json", "safetensors"):
@@ -337,9 +381,12 @@ def test_a_site_whose_rounds_alone_could_not_begin_goes_on_with_the_level_above(
 
     async def main() -> None:
         async with tree() as here:
-            bus, terms = await here.bus("site"), Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
-            site = site_of(bus, bus, 0, rules(1, checkpoint={"dir": tmp_path}))
-            await site._go_on_alone(Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None))
+            above, level, local = [await here.bus(name) for name in ("centre", "centre", "site")]
+            site = site_of(above, local, 0, rules(1, checkpoint={"dir": tmp_path}))
+            running = asyncio.create_task(site.run())
+            await eventually(lambda: any(line["event"] == "rounds alone end" for line in logs))
+            await come_back(level, site)
+            await running
 
     with capture_logs() as logs:
         asyncio.run(main())
@@ -396,13 +443,13 @@ def test_rounds_alone_in_the_sum_of_a_round_that_is_called_off_are_named(
             client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
             controller, serving = serve_site(group, local, rules(1))
             await controller.started.wait()
-            gate, contribute = Gate(0, 1), controller._contribute
+            gate, contribute = Gate(0, 1), SiteSum.contribute
 
-            def held(contribution: RoundsAlone) -> None:
-                contribute(contribution)
+            def held(total: SiteSum, difference: torch.Tensor, num_samples: int) -> None:
+                contribute(total, difference, num_samples)
                 gate(0, 1)
 
-            monkeypatch.setattr(controller, "_contribute", held)
+            monkeypatch.setattr(SiteSum, "contribute", held)
             controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
             await controller.adopt(0, torch.zeros(DIM))
             gathering = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
@@ -454,20 +501,21 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
             controller, serving = serve_site(group, local, rules(1))
             await controller.started.wait()
             await controller.adopt(0, torch.zeros(DIM))
-            asked = asyncio.Event()
+            asked, publish = asyncio.Event(), gradbus.Bus.publish
 
-            async def hang(round_id: int) -> TrainCmd:
-                asked.set()
-                await asyncio.Event().wait()
-                raise AssertionError
+            async def hang(bus: gradbus.Bus, identity: Identity, body: Any) -> None:
+                if isinstance(body, TrainCmd):
+                    asked.set()
+                    await asyncio.Event().wait()
+                await publish(bus, identity, body)
 
             with monkeypatch.context() as hanging:
-                hanging.setattr(controller, "_command", hang)
+                hanging.setattr(gradbus.Bus, "publish", hang)
                 first = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
                 await asked.wait()
                 await ended(first)
             assert controller.next_round() == 1  # for whoever comes now
-            assert controller._receiver._round is None
+            assert controller._receiver._round is None  # noqa: SLF001 - what is sent to it now shows nowhere
             _, samples, _ = await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)
             controller.end()
             await asyncio.gather(serving, client)
@@ -479,26 +527,19 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
 def test_a_site_that_begins_anew_forgets_the_model_with_which_it_was_cut_off_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[Followed | None] = []
+    gone_back = UpstreamChanged("the level above has gone back from round 90 to 89")
+    members = Members(monkeypatch, cut_off(), gone_back)
 
-    class Member:
-        """The first one hears that the level above has gone back, the second one that all rounds are done."""
+    async def main() -> None:
+        async with tree() as here:
+            above, level, local = [await here.bus(name) for name in ("centre", "centre", "site")]
+            site = site_of(above, local, 0, rules(1, **state(tmp_path, "site")))
+            running = asyncio.create_task(site.run())
+            await come_back(level, site)
+            await running
 
-        controller = None
-
-        def __init__(self, *parts: Any, followed: Followed | None) -> None:
-            given.append(followed)
-
-        async def run(self) -> None:
-            if len(given) == 1:
-                raise UpstreamChanged("the level above has gone back from round 90 to 89")
-
-    monkeypatch.setattr(site_module, "SiteMember", Member)
-    site = site_of(None, None, 0, rules(1, **state(tmp_path, "site")))  # type: ignore[arg-type]
-    terms = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5)
-    of_round_5 = site._followed = Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), terms, None)
-    asyncio.run(site.run())
-    assert given == [of_round_5, None]
+    asyncio.run(main())
+    assert members.given == [None, OF_ROUND_5, None]
 
 
 def test_a_site_that_is_late_is_left_out_and_back_in_the_next_round() -> None:
@@ -578,8 +619,7 @@ def test_the_deadline_of_a_site_follows_from_that_above_it() -> None:
     welcome = Welcome(0, 1, 2, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=100.0)
 
     def deadline_of(**own: Any) -> float:
-        site = Site(None, None, NoopTask(5), rules(1, **own), UpstreamConfig(site=0, alone=False))  # type: ignore[arg-type]
-        return site._config_for(welcome).round.timeout_s
+        return site_config(rules(1, **own), UpstreamConfig(site=0, alone=False), welcome).round.timeout_s
 
     assert deadline_of() == 80.0
     assert deadline_of(round={"timeout_s": 60}) == 60.0

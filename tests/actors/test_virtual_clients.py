@@ -27,7 +27,7 @@ from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.local_pool import LocalPool, LocalProcess
-from gradbus.actors.virtual.pool import EvaluationWork, TrainingPool
+from gradbus.actors.virtual.pool import EvaluationWork, RoundWork, TrainingPool
 from gradbus.actors.virtual.simulation import run_beside
 from gradbus.models import ClassificationTask, NoopTask, glyphs
 from gradbus.runtime.errors import ConfigError, TrainingFailed
@@ -144,8 +144,8 @@ def test_the_same_where_the_program_ignores_the_ends_of_its_children(tmp_path: P
 def test_a_training_process_that_ends_right_after_its_answer_is_replaced_and_its_client_trained_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = LocalProcess._take
-    killed: list[int] = []
+    taken = LocalProcess._take  # noqa: SLF001 - nothing public is between an answer and what is read of it
+    killed: list[bool] = []
 
     def is_there(place: str, size: int) -> bool:
         try:
@@ -155,7 +155,7 @@ def test_a_training_process_that_ends_right_after_its_answer_is_replaced_and_its
 
     async def take(process: LocalProcess, work: Any, update: Any, released: Any) -> Any:
         if not killed:
-            killed.append(process._process)
+            killed.append(True)
             process.kill()
             await eventually(lambda: not is_there(update.request.memory, update.request.total_bytes))
         return await taken(process, work, update, released)
@@ -230,6 +230,31 @@ class EmptyPool(TrainingPool[Any]):
 
     async def close(self) -> None: ...
 
+    def add(self, process: Any) -> None:
+        """A process is idle."""
+        self._add(process)
+
+
+class CommandedHost(ClientHost):
+    """A host without a controller: the parts of a round are called by a test, and all of its clients are asked."""
+
+    def command(self, command: TrainCmd) -> None:
+        self._session.asked = lambda _: frozenset({0, 1})  # type: ignore[method-assign]
+        self._session.take(command)
+        self._commanded = command, self._session.incarnation
+
+    def to_train(self, command: TrainCmd) -> frozenset[int]:
+        return self._session.to_train(command)
+
+    async def train(self, work: RoundWork, group: asyncio.TaskGroup) -> None:
+        await self._train_some(work, deque([(0, 0)]), asyncio.Semaphore(1), group)
+
+    async def evaluate(self, work: EvaluationWork) -> None:
+        await self._evaluate_some(work, deque([(0, 0)]), {})
+
+    async def deliver(self, update: Any, process: Any) -> None:
+        await self._deliver(update, process, asyncio.Semaphore(0))
+
 
 class Noting:
     """In place of a training process: notes what it is asked."""
@@ -250,17 +275,16 @@ def test_work_that_is_stopped_while_it_waits_for_a_process_is_given_to_none(tmp_
     async def main() -> list[str]:
         async with asyncio.timeout(10), gradbus.connect(f"stopped-{os.getpid()}", domain=new_domain()) as bus:
             pool, process = EmptyPool(1), Noting()
-            host = ClientHost(bus, NoopTask(5), ids=range(2), pool=pool, state_dir=tmp_path)
-            host._commanded = command, 1
-            host._session.asked = lambda _: frozenset({0, 1})  # type: ignore[method-assign]
+            host = CommandedHost(bus, NoopTask(5), ids=range(2), pool=pool, state_dir=tmp_path)
+            host.command(command)
             trained = pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(5)))
             evaluated = pool.new_evaluation(welcome, EvaluationRequest(7, 1, "0", 1.0), torch.zeros(5))
             async with asyncio.TaskGroup() as group:
-                group.create_task(host._train_some(trained, deque([(0, 0)]), asyncio.Semaphore(1), group))
-                group.create_task(host._evaluate_some(evaluated, deque([(0, 0)]), {}))
+                group.create_task(host.train(trained, group))
+                group.create_task(host.evaluate(evaluated))
                 await asyncio.sleep(0)
                 pool.stop(evaluated)
-                pool._add(process)
+                pool.add(process)
             return process.asked
 
     assert asyncio.run(main()) == []
@@ -275,26 +299,20 @@ def test_a_refusal_that_comes_late_keeps_no_client_out_of_the_next_round(
 
     async def main() -> frozenset[int]:
         async with asyncio.timeout(10), gradbus.connect(f"late-{os.getpid()}", domain=new_domain()) as bus:
-            host = ClientHost(bus, NoopTask(5), ids=range(2), pool=EmptyPool(1), state_dir=tmp_path)
-            session = host._session
-            session.asked = lambda _: frozenset({0, 1})  # type: ignore[method-assign]
-
-            def begin(command: TrainCmd) -> None:
-                session.take(command)
-                host._commanded = command, session.incarnation
+            host = CommandedHost(bus, NoopTask(5), ids=range(2), pool=EmptyPool(1), state_dir=tmp_path)
 
             async def deliver(*_: object, **__: object) -> Receipt:
-                begin(next_)
+                host.command(next_)
                 return refused
 
             monkeypatch.setattr(host_module.UpdateSender, "deliver", deliver)
-            begin(now if when.startswith("while") else next_)
+            host.command(now if when.startswith("while") else next_)
             update = SimpleNamespace(
                 key=SimpleNamespace(sender=0), request=SimpleNamespace(round_id=now.round_id, train_s=0.0)
             )
             process = SimpleNamespace(is_read=lambda _: None)
-            await host._deliver(update, process, asyncio.Semaphore(0))  # type: ignore[arg-type]
-            return session.to_train(next_)
+            await host.deliver(update, process)
+            return host.to_train(next_)
 
     assert asyncio.run(main()) == {0, 1}
 

@@ -104,25 +104,25 @@ def test_a_silent_mirror_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_download_that_hangs_is_ended_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download_module, "_probe", lambda url, timeout_s: None)
-    monkeypatch.setattr(download_module, "_CHILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(download_module, "probe", lambda url, timeout_s: None)
+    monkeypatch.setattr(download_module, "CHILD_PROGRAM", "import time; time.sleep(60)")
     with pytest.raises(DataMissing, match=r"longer than 0\.3 s"):
         mnist(tmp_path, download_timeout_s=0.3)
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir() or path.name.startswith(".")]
 
 
 def test_a_failed_download_is_reported_with_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download_module, "_probe", lambda url, timeout_s: None)
-    monkeypatch.setattr(download_module, "_CHILD", "raise SystemExit('checksum differs')")
+    monkeypatch.setattr(download_module, "probe", lambda url, timeout_s: None)
+    monkeypatch.setattr(download_module, "CHILD_PROGRAM", "raise SystemExit('checksum differs')")
     with pytest.raises(DataMissing, match=r"failed \(checksum differs\)"):
         mnist(tmp_path)
 
 
 def test_downloaded_files_are_moved_into_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_small_mnist(tmp_path / "mirror", packed=True)
-    monkeypatch.setattr(download_module, "_probe", lambda url, timeout_s: None)
+    monkeypatch.setattr(download_module, "probe", lambda url, timeout_s: None)
     copy = f"import sys, shutil; shutil.copytree({str(tmp_path / 'mirror')!r}, sys.argv[1], dirs_exist_ok=True)"
-    monkeypatch.setattr(download_module, "_CHILD", copy)
+    monkeypatch.setattr(download_module, "CHILD_PROGRAM", copy)
     assert len(mnist(tmp_path / "root").train) == 6
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["MNIST"]
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -81,6 +81,16 @@ class QuittingMasks(ClientMasking):
         return masks
 
 
+Masking = TypeVar("Masking", bound=ClientMasking)
+
+
+def replace_masking(client: Client, kind: type[Masking]) -> Masking:
+    """Have a client that has not started take its part in attempts as this class does."""
+    # No argument of a client is its part in attempts: a user may not choose another one.
+    client._masking = masking = kind(client._bus, client._identity, least_members=0)  # noqa: SLF001 - see above
+    return masking
+
+
 class Run:
     """A controller and clients that have not started. ``quits``: phase by client, in the round ``quits_in``."""
 
@@ -111,10 +121,8 @@ class Run:
             )  # fmt: skip
             running = asyncio.create_task(client.run())
             if client_id in self.quits:
-                identity = client._identity  # noqa: SLF001 - drawn by the client, and shown to other processes alone
-                masking = QuittingMasks(bus, identity, least_members=0)
+                masking = replace_masking(client, QuittingMasks)
                 masking.phase, masking.in_round, masking.quit = self.quits[client_id], self.quits_in, running.cancel
-                client._masking = masking  # noqa: SLF001 - no fail point is between the messages of a round
             try:
                 await running
             except asyncio.CancelledError:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.federated import global_model as model_replica
 from gradbus.actors.federated.global_model import ModelReplica
+from gradbus.codecs import Parsed
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
@@ -62,6 +63,11 @@ def give(copy: ModelReplica, blobs: Iterable[ModelBlob]) -> int:
         complete = copy.feed(blob)
         taken += complete is not None and take(copy, complete)
     return taken
+
+
+def collected(copy: ModelReplica) -> tuple[int, int]:
+    """Models of which frames are held, and those that are followed."""
+    return len(copy._assembler), len(copy._keys)  # noqa: SLF001 - of memory that is never given back nothing else tells
 
 
 def assert_holds(copy: ModelReplica, round_id: int, model: Tensor | None) -> None:
@@ -244,8 +250,7 @@ def test_at_most_two_models_are_being_collected_at_one_time() -> None:
     copy = new_copy()
     for transfer in range(1, 60):
         give(copy, full(transfer // 3, transfer, vector(transfer))[:-1])
-        assert len(copy._assembler) <= 2
-        assert len(copy._keys) <= 2
+        assert max(collected(copy)) <= 2
 
 
 def test_nothing_is_collected_once_the_newest_model_is_there() -> None:
@@ -253,7 +258,7 @@ def test_nothing_is_collected_once_the_newest_model_is_there() -> None:
     give(copy, full(0, 1, vector(0))[:-1])
     give(copy, full(1, 2, vector(1)))
     give(copy, full(0, 1, vector(0)))
-    assert len(copy._assembler) == len(copy._keys) == 0
+    assert collected(copy) == (0, 0)
 
 
 def test_a_frame_that_is_repeated_while_its_model_is_decoded_begins_nothing() -> None:
@@ -261,7 +266,7 @@ def test_a_frame_that_is_repeated_while_its_model_is_decoded_begins_nothing() ->
     blobs = full(1, 1, vector(1))
     complete = [found for blob in blobs if (found := copy.feed(blob)) is not None]
     assert copy.feed(blobs[0]) is None
-    assert len(copy._assembler) == 0
+    assert collected(copy)[0] == 0
     assert take(copy, complete[0])
 
 
@@ -297,13 +302,12 @@ def test_a_model_that_was_complete_before_another_run_started_is_not_taken() -> 
 
 def test_a_model_that_is_being_decoded_while_another_run_starts_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = new_copy()
-    decode = model_replica._dense
 
-    def interrupted(payload: memoryview, dim: int) -> Tensor:
+    def interrupted(payload: memoryview, *, expected_dim: int) -> Parsed:
         copy.start(RUN + 1)  # on the loop, while the compute thread is here
-        return decode(payload, dim)
+        return codecs.parse(payload, expected_dim=expected_dim)
 
-    monkeypatch.setattr(model_replica, "_dense", interrupted)
+    monkeypatch.setattr(model_replica, "parse", interrupted)
     assert give(copy, full(4, 1, vector(4))) == 0
     assert_holds(copy, -1, None)
 

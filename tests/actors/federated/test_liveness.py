@@ -19,6 +19,7 @@ from gradbus.actors.federated.dispatch import Dispatcher
 from gradbus.actors.federated.liveness import LivenessMonitor, make_status
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.state import RunContext
+from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Status
 from gradbus.runtime.wire.frames import CONTROLLER
@@ -139,7 +140,16 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
     reception = Dispatcher(scene.context, scene.members, intake, None, monitor, events)  # type: ignore[arg-type]
     monkeypatch.setattr(reception_module, "time", SimpleNamespace(monotonic=lambda: scene.now_s))
     scene.now_s += 60.0
-    asyncio.run(reception._handle(PeerGone(0, 1, why), None))  # type: ignore[arg-type]
+    messages = iter([PeerGone(0, 1, why)])
+
+    async def get() -> PeerGone:
+        try:
+            return next(messages)
+        except StopIteration:
+            raise BusClosed("of the test") from None
+
+    with pytest.raises(BusClosed, match="of the test"):
+        asyncio.run(reception.run(SimpleNamespace(get=get, fault=True), None))  # type: ignore[arg-type]
     assert (len(scene.members), forgotten, scene.found_dead) == ((1, [], 0) if stays else (0, [0], 1))
     if stays:
         assert scene.members.find_silent(scene.now_s + DEAD_AFTER_S) == []

@@ -130,4 +130,4 @@ def test_an_evaluation_ends_at_the_next_forward_pass_once_it_is_of_no_use() -> N
     evaluation = LocalEvaluation(task, FlatModel(task.build_model()), 7, ClientStateStore(None, 7))
     with pytest.raises(EvaluationStopped):
         evaluation.evaluate(torch.zeros(2), welcome(), REQUEST, lambda: next(asked, True))
-    assert not evaluation.model.module._forward_pre_hooks, "the module is as it was"
+    evaluation.model.module(torch.zeros(1))  # as it was: nothing asks whether it is of use

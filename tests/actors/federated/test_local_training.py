@@ -63,23 +63,23 @@ class Client:
 
 
 def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_parameters_travel(tmp_path: Path) -> None:
-    def started() -> Client:
+    def started() -> tuple[Client, ClientStateStore]:
         # The controller has exchange="all": welcome.frozen is 0.
         module = nn.Sequential(nn.Linear(DIM, 1, bias=False), nn.Linear(DIM, 1, bias=False).requires_grad_(False))
-        client = Client(Jumping(1e-3, 1), "s4")
+        client, kept = Client(Jumping(1e-3, 1), "s4"), ClientStateStore(tmp_path, 0)
         client.training = LocalTraining(
             Jumping(1e-3, 1), Identity(0, 1), FlatModel(module),  # type: ignore[arg-type]
-            ClientStateStore(tmp_path, 0), PayloadMemory(switched_on=False),
+            kept, PayloadMemory(switched_on=False),
         )  # fmt: skip
-        return client
+        return client, kept
 
-    first = started()
+    first, _ = started()
     owed = first.train(1, torch.zeros(2 * DIM)).state.get("residual")
     first.training.close()
     assert owed is not None
-    again = started()
+    again, kept = started()
     again.train(2, torch.zeros(2 * DIM))
-    known = again.training._kept.before(2)["residual"]
+    known = kept.before(2)["residual"]
     again.training.close()
     assert torch.equal(known, owed)
 

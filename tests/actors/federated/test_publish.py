@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,14 +220,16 @@ def test_frames_of_the_full_model_of_a_late_client_are_sent_again_too(monkeypatc
 
 
 def test_requests_for_the_whole_model_that_come_together_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", 1000.0)
+    now_s = 100.0
+    monkeypatch.setattr(downlink_module, "time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def test(scene: Scene) -> None:
+        nonlocal now_s
         await scene.downlink.publish_full(0)
         scene.train(1)
         await scene.downlink.prepare(1)
         await scene.downlink.publish()
-        scene.downlink._full_sent_s = float("-inf")
+        now_s += 2 * downlink_module.RESEND_PAUSE_S
         for _ in range(10):
             scene.need(1)
         await scene.bus.until(lambda: len(scene.bus.sent) == 3)

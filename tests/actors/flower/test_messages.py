@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -31,8 +32,8 @@ from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
 from gradbus.runtime.security import Security
 from gradbus.runtime.shm.shared_payload import read
-from gradbus.runtime.wire.control import PROTOCOL, Hello
-from gradbus.runtime.wire.messages import ClientUpdate, Identity, PeerGone
+from gradbus.runtime.wire.control import PROTOCOL, Hello, Receipt
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, PeerGone
 
 RUN = 77
 _jobs = itertools.count()
@@ -63,6 +64,28 @@ class Reversing:
         return [f"refused: {reason}".encode()]
 
 
+class Hub(MessageHub):
+    """A hub whose bus tests use as well."""
+
+    def __init__(self, bus: gradbus.Bus, **settings: Any) -> None:
+        super().__init__(bus, **settings)
+        self.bus = bus
+
+
+class DrivenHub(Hub):
+    """A hub that does not run: a test gives it the messages of node 0, and its beats."""
+
+    def hello(self, number: int, now_s: float) -> None:
+        hello = Hello(PROTOCOL, 0, 0, True, self._identity.incarnation, "training", 1, -1, "host-a:1", -1)
+        self._registry.hello(Identity(0, 9), hello, number, now_s=now_s, next_round=0)
+
+    def gone(self, *, certain: bool) -> None:
+        self._on_gone(PeerGone(0, 9, certain=certain))
+
+    async def beat(self) -> None:
+        await self._beat()
+
+
 class Scene:
     """A hub, and nodes that come and go, each with a bus of its own."""
 
@@ -70,7 +93,6 @@ class Scene:
         """``known``: each process has a key of its own, and what the hub sends is signed."""
         self.place = {"job": f"hub-{os.getpid()}-{next(_jobs)}", "domain": new_domain(), "shared_memory": shared_memory}
         self._known = known
-        self.nodes: dict[int, MessageNode] = {}
         self.tasks: dict[int, asyncio.Task[NodeSummary]] = {}
 
     def bus(self, name: str) -> AbstractAsyncContextManager[gradbus.Bus]:
@@ -80,10 +102,10 @@ class Scene:
         return gradbus.connect(**self.place, security=Security(**self._known.security(name)))
 
     @contextlib.asynccontextmanager
-    async def hub(self, **settings: Any) -> AsyncIterator[MessageHub]:
+    async def hub(self, **settings: Any) -> AsyncIterator[Hub]:
         """A hub that serves; at the end it tells its nodes that all is done."""
         async with self.bus("server") as bus:
-            hub = MessageHub(bus, run_id=RUN, **settings)
+            hub = Hub(bus, run_id=RUN, **settings)
             serving = asyncio.create_task(hub.run())
             try:
                 await hub.started.wait()
@@ -101,7 +123,6 @@ class Scene:
         async def run() -> NodeSummary:
             async with self.bus(f"robot-{partition}") as bus:
                 node = MessageNode(bus, answering, partition=partition, num_partitions=of, **settings)
-                self.nodes[partition] = node
                 return await node.run()
 
         self.tasks[partition] = asyncio.create_task(run())
@@ -112,8 +133,18 @@ async def ready(hub: MessageHub, *nodes: int) -> None:
     await eventually(lambda: hub.nodes() == list(nodes))
 
 
-async def push(hub: MessageHub, nodes: list[int], data: bytes, ttl_s: float = 60.0) -> int:
-    return await hub.push(nodes, make_payload(hub._bus.memory, [data[:5], data[5:]]), ttl_s)
+async def next_hello(scene: Scene, is_wanted: Callable[[Hello], bool] = lambda hello: True) -> Hello:
+    """The next heartbeat of a node that is like this."""
+    async with asyncio.timeout(20), scene.bus("reader") as bus:
+        with bus.subscribe(Control) as inbox:
+            async for message in inbox:
+                if isinstance(message, Control) and isinstance(message.body, Hello) and is_wanted(message.body):
+                    return message.body
+    raise AssertionError("the bus was closed")
+
+
+async def push(hub: Hub, nodes: list[int], data: bytes, ttl_s: float = 60.0) -> int:
+    return await hub.push(nodes, make_payload(hub.bus.memory, [data[:5], data[5:]]), ttl_s)
 
 
 async def answers(hub: MessageHub, number: int, *nodes: int) -> dict[int, Answer]:
@@ -141,7 +172,7 @@ def test_each_node_answers_and_the_bytes_arrive(size_bytes: int, shared_memory: 
                 assert bytes(found[0].payload or b"") == b"zero" + data[::-1]
                 assert bytes(found[1].payload or b"") == b"one" + data[::-1]
             if has_memfd() and size_bytes > 100_000:
-                assert bool(hub._bus.memory.read_bytes) is shared_memory
+                assert bool(hub.bus.memory.read_bytes) is shared_memory
         assert answering[0].runs == [(RUN, {"lr": 0.5})]
         assert [node.result().answered for node in nodes] == [2, 2]
 
@@ -155,7 +186,7 @@ def test_with_a_key_for_each_node_instructions_are_signed_and_arrive(tmp_path: P
         async with scene.hub() as hub:
             scene.start(0, Reversing())
             await ready(hub, 0)
-            assert hub._bus.access_policy.signs_models
+            assert hub.bus.access_policy.signs_models
             assert bytes((await answers(hub, await push(hub, [0], data), 0))[0].payload or b"") == data[::-1]
 
     asyncio.run(run())
@@ -168,7 +199,7 @@ def test_the_messages_of_a_killed_node_fail_before_their_time() -> None:
             process = warm.fork(flower_node.hang, scene.place)
             await ready(hub, 1)
             number = await push(hub, [1], b"instruction")
-            await eventually(lambda: next(iter(hub._registry)).hello.phase == "training")
+            await next_hello(scene, lambda hello: hello.phase == "training")
             process.kill()
             async with asyncio.timeout(10):
                 found = await answers(hub, number, 1)
@@ -219,20 +250,22 @@ def test_a_hub_that_stood_still_waits_for_a_node_that_seems_gone_and_fails_one_t
     async def run() -> Answer | None:
         nonlocal now_s
         async with gradbus.connect(**Scene().place) as bus:
-            hub = MessageHub(bus, run_id=RUN)
-            hello = Hello(PROTOCOL, 0, 0, True, hub._identity.incarnation, "training", 1, -1, "host-a:1", -1)
-            hub._registry.hello(Identity(0, 9), hello, 1, now_s=now_s, next_round=0)
-            hub._open[1] = hub_module._Open(1, Payload(memoryview(b"x"), None), {0: 9}, float("inf"))
-            await hub._beat()
+            hub = DrivenHub(bus, run_id=RUN)
+            hub.hello(1, now_s)
+            number = await hub.push([0], Payload(memoryview(b"x"), None), float("inf"))
+            await hub.beat()
             now_s += 3 * HEARTBEAT_S
-            hub._on_gone(PeerGone(0, 9, certain=then == "has ended for certain"))
-            assert (hub._answers == {}) is (then != "has ended for certain")
+            hub.gone(certain=then == "has ended for certain")
+            if found := await hub.collect([(number, 0)], 0.0):
+                assert then == "has ended for certain"
+                return found[number, 0]
             if then == "speaks":
-                hub._registry.hello(Identity(0, 9), hello, 2, now_s=now_s, next_round=0)
+                hub.hello(2, now_s)
             for _ in range(8):
-                await hub._beat()
+                await hub.beat()
                 now_s += HEARTBEAT_S
-            return hub._answers.get((1, 0))
+            assert then != "has ended for certain"
+            return (await hub.collect([(number, 0)], 0.0)).get((number, 0))
 
     found = asyncio.run(run())
     assert (found and found.kind) == (None if then == "speaks" else "gone")
@@ -283,57 +316,58 @@ def test_a_node_that_comes_too_late_to_an_instruction_goes_on_at_once_and_reads_
             async with asyncio.timeout(2):
                 await answers(hub, after, 0)
             assert busy.asked == [first, after]
-            number = next(iter(hub._registry)).seen_s
-            await eventually(lambda: next(iter(hub._registry)).seen_s > number)
-            assert next(iter(hub._registry)).hello.memory == hub._bus.memory.here != ""
+            assert (await next_hello(scene)).memory == hub.bus.memory.here != ""
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("instructions", [3, 330, MAX_OPEN])
 def test_however_many_instructions_are_open_each_is_named_before_nodes_give_it_up(instructions: int) -> None:
-    async def run() -> list[set[int]]:
+    beats = [set[int]()]
+
+    class Naming(DrivenHub):
+        async def _name(self, instruction: Any) -> None:
+            beats[-1].add(instruction.number)
+
+    async def run() -> None:
         async with gradbus.connect(**Scene().place) as bus:
-            hub = MessageHub(bus, run_id=RUN)
-            beats: list[set[int]] = []
-
-            async def name(instruction: Any) -> None:
-                beats[-1].add(instruction.number)
-
-            hub._name = name  # type: ignore[method-assign]
-            for number in range(1, instructions + 1):
-                hub._open[number] = hub_module._Open(number, Payload(memoryview(b"x"), None), {0: 1}, float("inf"))
+            hub = Naming(bus, run_id=RUN)
+            hub.hello(1, time.monotonic())
+            for _ in range(instructions):
+                await hub.push([0], Payload(memoryview(b"x"), None), float("inf"))
+            beats.clear()
             for _ in range(12):
                 beats.append(set())
-                await hub._beat()
-            return beats
+                await hub.beat()
 
-    beats, window = asyncio.run(run()), int(WITHDRAWN_S / HEARTBEAT_S) - 1
+    asyncio.run(run())
+    window = int(WITHDRAWN_S / HEARTBEAT_S) - 1
     for first in range(len(beats) - window + 1):
         assert set().union(*beats[first : first + window]) == set(range(1, instructions + 1))
 
 
-def test_of_a_reply_that_is_complete_as_it_is_withdrawn_nothing_is_left() -> None:
+def test_of_a_reply_that_is_complete_as_it_is_withdrawn_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         scene = Scene()
         async with scene.hub() as hub:
             scene.start(0, Reversing())
             await ready(hub, 0)
-            send_receipt, complete, withdrawn = hub._receipt, asyncio.Event(), asyncio.Event()
+            publish, complete, withdrawn = gradbus.Bus.publish, asyncio.Event(), asyncio.Event()
 
-            async def receipt(*given: Any) -> None:
-                complete.set()
-                await withdrawn.wait()
-                await send_receipt(*given)
+            async def late_receipt(bus: gradbus.Bus, identity: Identity, body: Any) -> None:
+                if isinstance(body, Receipt):
+                    complete.set()
+                    await withdrawn.wait()
+                await publish(bus, identity, body)
 
-            hub._receipt = receipt  # type: ignore[method-assign]
+            monkeypatch.setattr(gradbus.Bus, "publish", late_receipt)
             number = await push(hub, [0], b"instruction")
             await complete.wait()
             await hub.withdraw([(number, 0)])
             withdrawn.set()
             again = await push(hub, [0], b"another")
             await answers(hub, again, 0)
-            assert hub._answers == {}
+            assert await hub.collect([(number, 0), (again, 0)], 0.0) == {}
 
     asyncio.run(run())
 
@@ -362,7 +396,7 @@ def test_the_memory_of_a_node_is_read_also_after_a_reply_that_was_withdrawn_befo
             withdrawn.set()
             again = await push(hub, [0], data)
             assert bytes((await answers(hub, again, 0))[0].payload or b"") == data[::-1]
-            assert hub._bus.memory.read_bytes[TOPICS[ClientUpdate].name] == len(data)
+            assert hub.bus.memory.read_bytes[TOPICS[ClientUpdate].name] == len(data)
 
     asyncio.run(run())
 
@@ -417,7 +451,7 @@ def test_a_node_outlives_its_hub_and_takes_part_in_the_next_run() -> None:
     async def run() -> None:
         scene, answering = Scene(), Reversing("same")
         async with gradbus.connect(**scene.place) as bus:
-            first = MessageHub(bus, run_id=1)
+            first = Hub(bus, run_id=1)
             serving = asyncio.create_task(first.run())
             await first.started.wait()
             node = scene.start(0, answering)
@@ -445,7 +479,7 @@ def test_a_node_outlives_a_hub_that_goes_while_it_begins_the_run() -> None:
 
         answering.begin = begin  # type: ignore[method-assign]
         async with gradbus.connect(**scene.place) as bus:
-            first = MessageHub(bus, run_id=1)
+            first = Hub(bus, run_id=1)
             serving = asyncio.create_task(first.run())
             await first.started.wait()
             node = scene.start(0, answering)
@@ -454,7 +488,7 @@ def test_a_node_outlives_a_hub_that_goes_while_it_begins_the_run() -> None:
             await eventually(lambda: len(answering.runs) == 1)
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-        await eventually(lambda: scene.nodes[0]._session.welcome is None)
+        await next_hello(scene, lambda hello: hello.session == 0)  # it is welcomed by nobody
         release.set()
         async with scene.hub() as hub:
             await ready(hub, 0)

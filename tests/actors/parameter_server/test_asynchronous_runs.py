@@ -124,7 +124,7 @@ class Slow(ClassificationTask):
 def test_a_fast_worker_waits_at_a_meeting_for_all_the_steps_that_a_slow_one_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "_GRACE_S", 0.1)
+    monkeypatch.setattr(worker, "GRACE_S", 0.1)
     limits = {"timeouts__collective_s": 0.9, "checkpoint__timeout_s": 0.9}
     task = Slow(first_s=0.4, each_s=0.4)  # each within the limit, all of them not
     serve(task, workers=2, mode="asynchronous", staleness=1000, parallel=limits).succeeded()
@@ -134,7 +134,7 @@ def test_a_fast_worker_waits_at_a_meeting_for_all_the_steps_that_a_slow_one_has_
 def test_a_worker_that_loads_its_data_for_long_is_waited_for_by_servers_and_workers(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_GRACE_S", 0.1)
+    monkeypatch.setattr(worker, "GRACE_S", 0.1)
     limits = {"timeouts__collective_s": 0.5, "checkpoint__timeout_s": 9.0}
     serve(Slow(first_s=1.2), workers=2, mode=mode, staleness=0, parallel=limits).succeeded()
 

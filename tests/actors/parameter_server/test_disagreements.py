@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 from typing import Any
 
 import pytest
 import torch
-from ddp_scene import make_task, new_place
+from ddp_scene import NotFinite, data, make_task, new_place, small_mlp
 from server_scene import serve
 from torch import nn
 
 import gradbus
+from gradbus.actors.data_parallel.training import ShardTraining
 from gradbus.actors.parameter_server import agreement
 from gradbus.actors.parameter_server.messages import Flag, Message, encode
 from gradbus.actors.parameter_server.server import REQUEST
@@ -114,14 +114,6 @@ def test_what_no_worker_sends_ends_the_run_and_names_who_sent_it(message: Any, t
 
 
 def test_a_gradient_that_is_said_to_be_finite_and_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = ParameterServerWorker._compute_gradients
-
-    def poisoned(worker: Any, *arguments: Any) -> Any:
-        gradients = computed(worker, *arguments)
-        if gradients is not None and worker.summary.rank == 1:
-            next(iter(gradients.values())).fill_(math.nan)
-        return gradients
-
-    monkeypatch.setattr(ParameterServerWorker, "_compute_gradients", poisoned)
-    ends = serve(make_task(), servers=1)
+    monkeypatch.setattr(ShardTraining, "gradients_are_finite", lambda training, step: True)
+    ends = serve(make_task(), NotFinite(small_mlp, data(), batch_size=16), servers=1)
     assert "worker 1 announced a finite gradient, but pushed NaN" in str(ends.servers[0].error)

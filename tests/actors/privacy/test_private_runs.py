@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
+from other_payloads import send_instead
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated import local_training
+from gradbus import codecs
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
 from gradbus.actors.privacy.accountant import epsilon_of
-from gradbus.actors.privacy.client import ClientPrivacy
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import CheckpointError, ConfigError, GradbusError, JoinRefused
 from gradbus.runtime.shm.shared_payload import PayloadMemory
@@ -123,11 +123,8 @@ def test_a_round_whose_checkpoint_is_damaged_was_released_and_is_spent_twice(tmp
 
 
 def test_a_client_that_lies_about_its_norm_is_struck_and_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lies(self: Any, privacy: ClientPrivacy, inputs: Any, end: Any) -> Any:
-        change = self._model.read() - inputs.base
-        return (change, {}) if self._identity.sender == 1 else privacy.protected(change, inputs.broadcast)
-
-    monkeypatch.setattr(local_training.LocalTraining, "_protected", lies)
+    trained = codecs.get("fp32").encode(torch.ones(21))  # not clipped
+    send_instead(monkeypatch, lambda key, honest: bytes(trained) if key.sender == 1 else honest)
     privacy = {"name": "central", "noise_multiplier": 0.01, "clip_norm": 0.1}
     controller = run(2, rounds=1, privacy=privacy)
     (report,) = controller.progress.reports

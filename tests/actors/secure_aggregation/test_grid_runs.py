@@ -3,35 +3,39 @@ integers on the common grid, worked out here by NumPy alone, whoever drops out a
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from secure_runs import DIM, Moving, Observer, Run, delta_of, restarted
+from secure_runs import DIM, Moving, Observer, Run, delta_of, replace_masking, restarted
 from structlog.testing import capture_logs
 from torch import Tensor
 
 import gradbus
-from gradbus.actors.aggregation.common_grid import MAX_SCALES
+from gradbus.actors.aggregation.common_grid import MAX_SCALES, CommonGrid
+from gradbus.actors.aggregation.grid_steps import CommonSteps
 from gradbus.actors.federated import local_training
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.update_masks import ClientMasking
-from gradbus.actors.secure_aggregation.keys import ENTRY_BYTES, Attempt, NotInProtocol, TooFewMembers
+from gradbus.actors.secure_aggregation.keys import ENTRY_BYTES, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, size_of
-from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.codecs import random_k
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import RoundTimeout
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import MaskAnswer, MaskRoster, Welcome
+from gradbus.runtime.wire.messages import Identity
 
 CHUNK = 512
 Q8: dict[str, Any] = {"name": "q8", "chunk_elems": CHUNK}
@@ -67,7 +71,7 @@ class Oracle:
         self.weights = np.zeros(DIM, np.float32)
         self.residuals: dict[int, NDArray[np.float32]] = {}
         self._is_small, self._density = codec["name"] != "s4", codec.get("density")
-        self._exponents: list[int] | None = None
+        self.exponents: list[int] | None = None
         self._run_id, self._change = run_id, change
         self.clamped = 0
 
@@ -78,15 +82,15 @@ class Oracle:
             seed = b"gradbus positions 1" + self._run_id.to_bytes(8, "little") + round_id.to_bytes(4, "little")
             where = random_k(DIM, math.ceil(DIM * self._density), seed).numpy()
         steps, bits = np.full(DIM, 2.0**-30), 15 - ((members or len(clients)) - 1).bit_length()
-        if self._exponents is not None:
-            steps = 2.0 ** (np.repeat(self._exponents, CHUNK)[:DIM] - bits)
+        if self.exponents is not None:
+            steps = 2.0 ** (np.repeat(self.exponents, CHUNK)[:DIM] - bits)
         total, samples = np.zeros(DIM), 0
         for one in clients:
             weight = 20 + one
             trained = self.weights + self._change(one, round_id).numpy()
             p = trained - self.weights + self.residuals.get(one, np.float32(0))
             q = np.rint(p.astype(np.float64) * weight / steps)
-            if self._exponents is not None:
+            if self.exponents is not None:
                 dither, limit = np.zeros(DIM), 2**bits - 1
                 dither[where] = dither_of(self._run_id, round_id, one, len(where))
                 q = np.clip(np.rint(p.astype(np.float64) * (weight / steps) + dither), -limit, limit)
@@ -103,8 +107,8 @@ class Oracle:
         if self._is_small:
             limit = 2 ** (15 - (len(clients) - 1).bit_length()) - 1
             reach, peaks = max(9 / 8, limit / 128 / math.sqrt(len(clients))), peaks_of(total)
-            before = self._exponents or [None] * len(peaks)
-            self._exponents = [next_reach(reach, peak, now) for peak, now in zip(peaks, before, strict=True)]
+            before = self.exponents or [None] * len(peaks)
+            self.exponents = [next_reach(reach, peak, now) for peak, now in zip(peaks, before, strict=True)]
 
 
 def oracle_of(controller: Any, codec: Mapping[str, Any], rounds: Sequence[Sequence[int]], **more: Any) -> Oracle:
@@ -208,11 +212,10 @@ def test_training_comes_as_close_to_its_optimum_as_with_the_plain_codec() -> Non
 def test_after_an_attempt_that_came_to_nothing_the_residual_is_that_before_the_round(
     codec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unmask, failed = MaskedAttempt.unmask, list[int]()
+    unmask, calls = MaskedAttempt.unmask, itertools.count(1)
 
     async def fails_in_the_second_round(attempt: MaskedAttempt) -> Any:
-        if attempt._round.round_id == 2 and not failed:
-            failed.append(attempt.number)
+        if next(calls) == 2:
             raise TooFewMembers("none")
         return await unmask(attempt)
 
@@ -238,7 +241,7 @@ def test_a_client_whose_update_does_not_count_keeps_the_residual_before_it() -> 
     def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Any:
         client = gradbus.Client(bus, task, client_id=client_id, config=config)
         if client_id == 3:
-            client._masking = Slow(bus, client._identity, least_members=0)
+            replace_masking(client, Slow)
         return client
 
     run = Run(range(4), rounds=3, codec=Q8, round={"quorum": 0.7, "grace_s": 0.3})
@@ -270,7 +273,7 @@ def test_on_the_bus_is_no_small_integer_of_a_single_client() -> None:
     assert len(observer.frames) == 6
     first = Oracle(Q8, controller.run_id)
     first.round(1, range(3))
-    exponents = first._exponents
+    exponents = first.exponents
     assert exponents is not None
     assert [np.frombuffer(body.steps, np.int8).tolist() for _, body in observer.all(MaskRoster)][-1] == exponents
     at = slice(DIM // 2, DIM // 2 + 16)
@@ -309,17 +312,10 @@ def test_the_steps_tell_nothing_that_the_sums_do_not() -> None:
     assert found[0] == found[1] != b""
 
 
-def test_a_client_takes_no_part_with_a_grid_of_another_model() -> None:
-    class Odd(gradbus.Controller):
-        """Sends steps of a model that is ten times as large."""
-
-        async def _collect(self, *arguments: Any) -> Any:
-            self._strategy._block_elems = CHUNK
-            self._strategy._exponents = np.zeros(100, np.int8)
-            return await super()._collect(*arguments)
-
+def test_a_client_takes_no_part_with_a_grid_of_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_another = CommonGrid(0, CHUNK, bytes(100))  # ten times as large
+    monkeypatch.setattr(CommonSteps, "masked_grid", property(lambda steps: of_another))
     run = Run(range(3), codec=Q8, round={"max_attempts": 1})
-    run.make_controller = Odd
     observer = Observer(run)
     with pytest.raises(RoundTimeout, match="0 clients have shared their secrets"):
         run()
@@ -337,9 +333,9 @@ def test_an_update_in_the_width_of_another_round_is_refused(monkeypatch: pytest.
 
     def too_wide(update: Any, base: Tensor, masks: Any, num_samples: int) -> Any:
         if masks.roster.grid.is_small and num_samples == 22:
-            exact = masks._replace(total=np.zeros(DIM, np.uint64))
-            data = local_training.masked_values._exactly(update, base, exact, 22)
-            return local_training.masked_values.Encoded(data, torch.zeros(DIM))
+            roster = dataclasses.replace(masks.roster, grid=CommonGrid())
+            exact = masks._replace(roster=roster, total=np.zeros(DIM, np.uint64))
+            return encode(update, base, exact, 22)._replace(residual=torch.zeros(DIM))
         return encode(update, base, masks, num_samples)
 
     monkeypatch.setattr(local_training.masked_values, "encode", too_wide)
@@ -362,7 +358,7 @@ def test_what_a_client_has_helped_to_unmask_goes_out_in_no_later_round_though_th
     on_receipt, refused = local_training.LocalTraining.on_receipt, []
 
     def told_otherwise(training: Any, update: Any, receipt: Any) -> None:
-        if receipt.round_id in (2, 3) and (client_id := training._identity.sender):
+        if receipt.round_id in (2, 3) and (client_id := receipt.to):
             refused.append((client_id, receipt.round_id))
             receipt = dataclasses.replace(receipt, accepted=False, reason="none")
         on_receipt(training, update, receipt)
@@ -389,9 +385,26 @@ def test_a_client_takes_no_grid_that_is_not_of_the_codec_of_its_welcome(
 ) -> None:
     """With another one a single value could be sent, or what is rounded away would be lost."""
     welcome = Welcome(1, 1, 1, 1, name, 0.1, CHUNK, 2, 3, 1.0, masked=True)
-    client = MaskingClient(Attempt("job", 1, 2, 3, 4), 1)
-    with pytest.raises(NotInProtocol, match=why):
-        ClientMasking._share(client, MaskRoster(1, 3, 4, 2, 0, b"", *grid), welcome, DIM)
+    sent: list[MaskAnswer] = []
+
+    async def publish(identity: Identity, answer: MaskAnswer) -> None:
+        sent.append(answer)
+
+    async def main() -> None:
+        bus: Any = SimpleNamespace(job="job", publish=publish)
+        masking = ClientMasking(bus, Identity(1, 1), least_members=0)
+        try:
+            async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+                masking.begin(1, 2, 3, 4, group)
+                masking.on_request(MaskRoster(1, 3, 4, 2, 0, b"", *grid), welcome, DIM, group)
+        finally:
+            masking.close()
+
+    with capture_logs() as lines:
+        asyncio.run(main())
+    (line,) = [line for line in lines if line["event"] == "no part in this attempt"]
+    assert why in line["reason"]
+    assert [answer.data for answer in sent if answer.phase] == [b""]
 
 
 class Steady(Moving):
@@ -403,17 +416,16 @@ class Steady(Moving):
         return TrainResult(20, 1.25)
 
 
-def test_a_client_says_once_that_most_of_what_it_has_trained_has_not_gone_out() -> None:
-    class Coarse(gradbus.Controller):
-        """Asks for steps with which nothing comes through."""
+def test_a_client_says_once_that_most_of_what_it_has_trained_has_not_gone_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coarse(steps: CommonSteps) -> CommonGrid:
+        """Steps with which nothing comes through."""
+        found: CommonGrid = grid(steps)
+        return dataclasses.replace(found, exponents=bytes([23]) * len(found.exponents))
 
-        async def _collect(self, round_id: int, *arguments: Any) -> Any:
-            if round_id > 1:
-                self._strategy._exponents = np.full(10, 23, np.int8)
-            return await super()._collect(round_id, *arguments)
-
+    grid = CommonSteps.masked_grid.__get__
+    monkeypatch.setattr(CommonSteps, "masked_grid", property(coarse))
     run = Run(range(2), rounds=8, codec=Q8)
-    run.task, run.make_controller = Steady(), Coarse
+    run.task = Steady()
     with capture_logs() as lines:
         run()
     found = [line for line in lines if line["event"] == "most of what was trained has not gone out"]

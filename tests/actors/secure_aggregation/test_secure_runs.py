@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,23 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from masking_scene import Scene
-from secure_runs import DIM, Moving, Observer, Run, delta_of, plain_weights, restarted
+from secure_runs import DIM, Moving, Observer, Run, delta_of, plain_weights, replace_masking, restarted
 from structlog.testing import capture_logs
 from torch import Tensor
 from trees import DIM as TREE_DIM
 from trees import UnequalTask, rules, site_of, tree
 
 import gradbus
+from gradbus.actors.aggregation.partial_sum import PartialSum
+from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated import updates_out
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.update_masks import ClientMasking, _OwnPart
-from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, TooFewMembers, commitment
 from gradbus.actors.secure_aggregation.masked_values import MAGIC, size_of
+from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, Interpolation
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
@@ -80,14 +84,16 @@ def test_no_update_is_refused_however_often_it_is_offered_before_the_sum_is_know
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(updates_out, "REPEAT_AFTER_S", 0.001)
-    add = UpdateReceiver._add_unmasked
+    add, added = FedAvg.add_masked, list[int]()
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(strategy: FedAvg, partial: PartialSum, facts: Sequence[Facts]) -> None:
+        added.append(len(facts))
         time.sleep(0.05)
-        add(*arguments)
+        add(strategy, partial, facts)
 
-    monkeypatch.setattr(UpdateReceiver, "_add_unmasked", slowly)
+    monkeypatch.setattr(FedAvg, "add_masked", slowly)
     controller = Run(range(4), rounds=2)()
+    assert added == [4, 4]
     for report in controller.progress.reports:
         assert (report.clients, report.dropped) == ((0, 1, 2, 3), {})
     assert torch.equal(controller.weights, plain_weights(4, 2))
@@ -165,10 +171,10 @@ def test_on_the_bus_is_no_update_and_never_both_shares_of_a_client_whoever_drops
 
     on_request = ClientMasking.on_request
 
-    def on_one_alone(own: ClientMasking, request: Any, *arguments: Any) -> None:
+    def on_one_alone(own: ClientMasking, request: Any, welcome: Welcome, *arguments: Any) -> None:
         is_forged = isinstance(request, MaskSurvivors) and request.clients == forged.get(request.round_id)
-        if not is_forged or own._identity.sender == asked:  # to the others the other question is lost
-            on_request(own, request, *arguments)
+        if not is_forged or welcome.to == asked:  # to the others the other question is lost
+            on_request(own, request, welcome, *arguments)
 
     monkeypatch.setattr(ClientMasking, "on_request", on_one_alone)
     forged: dict[int, list[int]] = {}
@@ -318,18 +324,16 @@ def test_a_client_that_is_late_in_a_second_attempt_takes_part_in_the_next_round(
     class Late(Client):
         """Offers its first update only once the next round has begun."""
 
-        async def _send_update(self, *arguments: Any) -> Any:
-            publish = self._bus.publish
-
+        def __init__(self, bus: Any, *arguments: Any, **options: Any) -> None:
             async def late(identity: Identity, body: Any) -> None:
                 command = self._session.command
                 if isinstance(body, UploadRequest) and body.round_id == 1 and command and command.round_id == 1:
                     offered.add(body.attempt)
                     return
-                await publish(identity, body)
+                await bus.publish(identity, body)
 
-            self._sender._bus = OtherPublish(self._bus, late)  # type: ignore[assignment]
-            return await super()._send_update(*arguments)
+            other: Any = OtherPublish(bus, late)
+            super().__init__(other, *arguments, **options)
 
     offered: set[int] = set()
     monkeypatch.setattr(MaskedAttempt, "unmask", fails_first)
@@ -370,8 +374,9 @@ def test_a_client_that_was_silent_and_is_found_again_gets_its_shares() -> None:
 
         def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
             super().mask_answered(client_id, incarnation, answer)
-            assert self._masked is not None
-            if self._masked._ready >= {0, 1, 2} and self._round is not None and not self.is_lost:
+            if answer.phase == 2:
+                ready.add(client_id)
+            if ready >= {0, 1, 2} and self._round is not None and not self.is_lost:
                 self.is_lost = True
                 self._round.follow({0, 1, 2}, {3})
                 self._changed()
@@ -379,7 +384,7 @@ def test_a_client_that_was_silent_and_is_found_again_gets_its_shares() -> None:
 
         def find(self) -> None:
             assert self._round is not None
-            clients[0]._masking.hears = True  # type: ignore[attr-defined]
+            deaf[0].hears = True
             self._round.follow({0, 1, 2, 3}, set())
             self._changed()
 
@@ -388,13 +393,13 @@ def test_a_client_that_was_silent_and_is_found_again_gets_its_shares() -> None:
             time.sleep(0.5)  # the round is still open
             return super().train(model, **arguments)
 
-    clients: list[Client] = []
+    deaf: list[Deaf] = []
+    ready: set[int] = set()
 
     def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
         client = Client(bus, task, client_id=client_id, config=config)
         if client_id == 3:
-            client._masking = Deaf(bus, client._identity, least_members=0)
-            clients.append(client)
+            deaf.append(replace_masking(client, Deaf))
         return client
 
     run = Run(range(4), round={"timeout_s": 25.0})
@@ -412,7 +417,7 @@ def test_a_wrong_answer_is_noticed_and_another_one_asked_for() -> None:
     def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
         client = Client(bus, task, client_id=client_id, config=config)
         if client_id == 1:
-            client._masking = Lying(bus, client._identity, least_members=0)
+            replace_masking(client, Lying)
         return client
 
     run = Run(range(4))
@@ -422,15 +427,29 @@ def test_a_wrong_answer_is_noticed_and_another_one_asked_for() -> None:
     assert torch.equal(controller.weights, plain_weights(4))
 
 
+class Entered(ClientMasking):
+    """Takes part in attempts from the point at which the shares have come, with its thread held by a test."""
+
+    def enter(self, client: MaskingClient) -> _OwnPart:
+        self._own = _OwnPart(client)
+        return self._own
+
+    async def make_masks(self, own: _OwnPart) -> None:
+        await self._make_masks(own, 10)
+
+    async def hold_thread(self, until: threading.Event) -> None:
+        await self._compute.run(until.wait)
+
+
 def test_masks_of_an_attempt_that_is_over_are_not_begun_and_none_are_given_once_a_client_has_answered() -> None:
     async def main() -> None:
         run = Run([1, 2, 3])
         async with run.connect() as bus, asyncio.TaskGroup() as group:
-            masking = ClientMasking(bus, Identity(1, 1), least_members=0)
+            masking = Entered(bus, Identity(1, 1), least_members=0)
             scene = Scene([1, 2, 3], attempt=Attempt(run.job, 7, 5, 3, 1))
             scene.share({1, 2, 3}, {1, 2, 3})
-            masking._own = own = _OwnPart(scene.clients[1])
-            await masking._make_masks(own, 10)
+            own = masking.enter(scene.clients[1])
+            await masking.make_masks(own)
             assert own.masks is not None
             assert masking.is_open(own.client.attempt)
             survivors = MaskSurvivors(7, 3, 1, [1, 2, 3])
@@ -447,16 +466,16 @@ def test_masks_of_an_attempt_that_is_over_are_not_begun_and_none_are_given_once_
             assert masking.attempt is None, "nothing is answered for a round before the one that it trains"
             assert masking.turn_to(8, 1) == {}
 
-            masking._own = other = _OwnPart(scene.clients[2])
+            other = masking.enter(scene.clients[2])
             going_on = threading.Event()
-            busy = asyncio.ensure_future(masking._compute.run(going_on.wait))
-            making = asyncio.ensure_future(masking._make_masks(other, 10))
+            busy = asyncio.ensure_future(masking.hold_thread(going_on))
+            making = asyncio.ensure_future(masking.make_masks(other))
             await asyncio.sleep(0)
             masking.forget()
             going_on.set()
             await asyncio.gather(busy, making)
-            assert not other.client._is_masked
             assert other.masks is None
+            other.client.mask(np.zeros(10, np.uint64))  # which may be done once
             masking.close()
 
     asyncio.run(main())
