@@ -3,6 +3,8 @@
 import ast
 import codecs
 import functools
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -52,6 +54,7 @@ RUNTIME_ORDER = (
 # Files that still import each other in a ring, also inside functions and for types alone. This set may only shrink.
 IN_A_RING: set[str] = set()
 READ_THEIR_OWN = ("experiments/bench",)
+NOQA = re.compile(r"# noqa(: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)*)?(?P<reason>.*)")
 
 Rule = Callable[[PurePosixPath, str], list[str]]
 
@@ -231,7 +234,18 @@ def torchvision_is_lazy(path: PurePosixPath, source: str) -> list[str]:
             return [f"line {item.line}: {item.name} in {layer}" for item in found]
 
 
+def exceptions_from_the_linter_have_a_reason(_: PurePosixPath, source: str) -> list[str]:
+    """On the line, or in a comment above it."""
+    lines = source.splitlines()
+    return [
+        f"line {number}: {line.strip()}"
+        for number, (above, line) in enumerate(itertools.pairwise(["", *lines]), 1)
+        if (found := NOQA.search(line)) and not found["reason"].strip(" -#()") and not above.lstrip().startswith("#")
+    ]
+
+
 RULES: list[Rule] = [
+    exceptions_from_the_linter_have_a_reason,
     arrows_go_down,
     folders_of_runtime_keep_their_order,
     dds_stays_behind_the_bus,
@@ -252,6 +266,16 @@ def test_every_file_keeps_the_rules() -> None:
     assert len(files) >= len(FOLDERS)
     found = [
         f"{path}: {text} ({rule.__name__})" for path, source in files for rule in RULES for text in rule(path, source)
+    ]
+    assert found == []
+
+
+def test_tests_have_a_reason_for_an_exception_from_the_linter_too() -> None:
+    """Most reach into what is private (SLF001)."""
+    found = [
+        f"{path}: {text}"
+        for path, source in sources("tests")
+        for text in exceptions_from_the_linter_have_a_reason(path, source)
     ]
     assert found == []
 
@@ -337,6 +361,8 @@ def test_a_client_needs_nothing_of_the_controllers_half() -> None:
 
 
 BAD = [
+    (exceptions_from_the_linter_have_a_reason, "codecs/q8.py", "x = a._b  # noqa: SLF001"),
+    (exceptions_from_the_linter_have_a_reason, "codecs/q8.py", "x = a._b  # noqa: SLF001, B023 -\ny = 1  # a reason"),
     (arrows_go_down, "codecs/q8.py", "from gradbus.runtime import errors"),
     (arrows_go_down, "codecs/q8.py", "from ..runtime.errors import GradbusError"),
     (arrows_go_down, "codecs/q8.py", "from .. import runtime"),
@@ -389,6 +415,11 @@ BAD = [
     (torchvision_is_lazy, "models/data.py", "class A:\n    from torchvision import datasets"),
 ]
 GOOD = [
+    (
+        exceptions_from_the_linter_have_a_reason,
+        "codecs/q8.py",
+        "x = a._b  # noqa: SLF001 - torch has no public name for it\n# Here it stands above.\ny = a._b  # noqa: SLF001",
+    ),
     (
         arrows_go_down,
         "codecs/q8.py",

@@ -337,7 +337,7 @@ def measure_alone() -> Iterator[Measurement]:
             start = len(envelope.header)
             octets[:start] = envelope.header
             seal_s += block(lambda: envelope.seal_into(octets[start:]), 1)  # noqa: B023 - it is called at once
-            open_s += block(lambda: decryptor.open(octets), 1)  # noqa: B023
+            open_s += block(lambda: decryptor.open(octets), 1)  # noqa: B023 - it is called at once
         yield measurement(f"encrypt {size >> 10} KiB", "us", [1e6 * min(seal_s)])
         yield measurement(f"decrypt {size >> 10} KiB", "us", [1e6 * min(open_s)])
 

@@ -39,7 +39,7 @@ def pick(rows: Sequence[R], what: str = "rows", **columns: Any) -> list[R]:
 
 def by_seed(rows: Sequence[R]) -> list[list[R]]:
     """The rows of each seed."""
-    return [pick(rows, seed=seed) for seed in sorted({getattr(row, "seed") for row in rows})]  # noqa: B009
+    return [pick(rows, seed=seed) for seed in sorted({getattr(row, "seed") for row in rows})]  # noqa: B009 - of rows that have one
 
 
 # Text
@@ -74,7 +74,7 @@ def seeds_note(rows: Sequence[TableRow], series: str) -> str:
     """Return how many seeds the mean of a series has, counted in the data. ``series``: the column with its name."""
     seeds: dict[str, set[int]] = {}
     for row in rows:
-        seeds.setdefault(getattr(row, series), set()).add(getattr(row, "seed"))  # noqa: B009
+        seeds.setdefault(getattr(row, series), set()).add(getattr(row, "seed"))  # noqa: B009 - of rows that have one
     fewest, most = min(map(len, seeds.values())), max(map(len, seeds.values()))
     if most == 1:
         return "one seed"

@@ -115,7 +115,7 @@ class Page:
 def need_extras() -> None:
     """Raises ConfigError, with the command that installs what is missing, if a report cannot be made."""
     try:
-        import jinja2  # noqa: F401
+        import jinja2  # noqa: F401 - only whether it is there
     except ImportError:
         raise ConfigError(
             f"a report needs jinja2, which is not installed: {install_line('jinja2', 'matplotlib')}"

@@ -128,7 +128,7 @@ def _unit(largest: float, units: Sequence[Unit]) -> Unit:
 def have_matplotlib() -> bool:
     """Whether figures can be drawn."""
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure  # noqa: F401 - only whether it is there
     except ImportError:
         return False
     return True

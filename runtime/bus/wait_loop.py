@@ -126,7 +126,7 @@ class WaitLoop(threading.Thread):
             self._fail(error)
         finally:
             self._was_inline = True
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105 - as above
                 self._polling.release()
             except RuntimeError:  # it was not taken
                 pass

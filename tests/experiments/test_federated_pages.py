@@ -130,7 +130,7 @@ def test_the_call_of_the_page_on_virtual_clients_trains(
     exec(first, names)  # noqa: S102 - the code of the page
     assert "2 rounds of 20 clients, 4 trainings" in capsys.readouterr().out
     options, call = on_ray.splitlines()
-    exec(options, names)  # noqa: S102
+    exec(options, names)  # noqa: S102 - the code of the page
     assert names["options"].pool == "ray"
     assert call.startswith("result = gradbus.simulate(task, ")  # tests/actors/test_ray_pool.py has such calls
 

@@ -20,7 +20,7 @@ class Turns:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._queue, self._room = (open(folder / name, "w") for name in ("queue", "room"))  # noqa: SIM115
+        self._queue, self._room = (open(folder / name, "w") for name in ("queue", "room"))  # noqa: SIM115 - close() does
         self._is_alone = False
 
     def enter(self, *, alone: bool, within_s: float | None = None) -> None:

@@ -152,7 +152,7 @@ def test_sums_from_all_ranks_and_many_threads_count_each_call_once(stores: list[
 
     def count(store: DdsStore) -> None:
         for _ in range(each):
-            sums.append(store.add("count", 1))  # noqa: PERF401
+            sums.append(store.add("count", 1))  # noqa: PERF401 - of several threads
 
     runs = [begin(count, store) for store in stores for _ in range(threads)]
     for run in runs:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
+from patience import eventually
 
 import gradbus
 from gradbus.actors.aggregation.robust import CoordinateMedian
@@ -188,9 +189,7 @@ def run(
 
 async def counted(controller: gradbus.Controller, round_id: int, ready: int) -> None:
     """Wait until this round has so many updates."""
-    async with asyncio.timeout(20):
-        while (controller.progress.round_id, controller.progress.ready) < (round_id, ready):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await eventually(lambda: (controller.progress.round_id, controller.progress.ready) >= (round_id, ready), 20.0)
 
 
 @pytest.mark.parametrize("version", [1, 2])

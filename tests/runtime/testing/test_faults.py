@@ -254,8 +254,7 @@ def test_a_damaged_update_is_never_put_together_and_a_whole_one_is(run: Run, pla
                 await reads(faulty, ClientUpdate)
                 assembling = asyncio.create_task(payload_from(inbox, UPDATE, len(payload)))
                 await faulty.send_update(UPDATE, 5, payload)
-                while not one.rejected["crc"]:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
+                await eventually(lambda: one.rejected["crc"])
                 assert not assembling.done()
                 await faulty.send_update(UPDATE, 5, payload, only=[1])
                 assert bytes(await assembling) == payload

@@ -188,17 +188,17 @@ class _Report(unittest.TestResult):
     def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802 (unittest's name)
         self._say(test, "passed")
 
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802 (unittest's name)
         method = getattr(test, test.id().rpartition(".")[2])
         by_name = getattr(method, "__unittest_skip__", False) or reason == _SMALL
         self._say(test, "left out" if by_name else "skipped", reason)
 
-    def addFailure(self, test: unittest.TestCase, err: _ErrorOf) -> None:  # noqa: N802
+    def addFailure(self, test: unittest.TestCase, err: _ErrorOf) -> None:  # noqa: N802 (unittest's name)
         text = "".join(traceback.format_exception(err[1]))
         print(text, file=sys.stderr, flush=True)
         self._say(test, "failed", _reason(text))
 
-    addError = addFailure  # noqa: N815
+    addError = addFailure  # noqa: N815 (unittest's name)
 
 
 def _reason(text: str) -> str:
