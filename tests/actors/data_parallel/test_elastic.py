@@ -840,8 +840,7 @@ class SharedStates:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: dict[tuple[str, int], set[str]] = {}
         self.begun: dict[int, dict[int, dict[str, Tensor]]] = {}  # by generation and rank: the tensors
-        # No public call is at these two points, at which the states are compared.
-        begin, apply = ElasticWorker._begin, WeightStepper._apply_late  # noqa: SLF001 - see above
+        begin, apply = ElasticWorker._begin, WeightStepper._apply_late  # noqa: SLF001 - no public call ends there
         groups: dict[Algorithm, str] = {}  # the newest of each rank
 
         async def begin_and_note(worker: ElasticWorker, group: Any, generation: int) -> None:
@@ -929,8 +928,7 @@ def test_a_late_result_that_no_rank_has_applied_when_the_group_is_lost_leaves_no
     place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = SharedStates(monkeypatch)
-    # The group is lost between the two, for which there is no public call.
-    wait, conclude = WeightStepper._wait_before, WeightStepper._conclude  # noqa: SLF001 - see above
+    wait, conclude = WeightStepper._wait_before, WeightStepper._conclude  # noqa: SLF001 - it is lost between the two
     before: dict[int, dict[str, Tensor]] = {}  # of each rank, when the first exchange was applied
     lost: set[int] = set()
 
