@@ -70,13 +70,13 @@ def top_k(x: Tensor, k: int) -> SparseVector:
     elif k == 0:
         indices = torch.empty(0, dtype=torch.int64, device=x.device)
     elif x.device.type == "cpu":
-        indices = torch.from_numpy(_largest_numpy(magnitude.numpy(), k))
+        indices = torch.from_numpy(largest_by_numpy(magnitude.numpy(), k))
     else:
-        indices = _largest_torch(magnitude, k)
+        indices = largest_by_torch(magnitude, k)
     return SparseVector(x.numel(), indices, x[indices])
 
 
-def _largest_numpy(magnitude: NDArray[np.int32], k: int) -> NDArray[np.int64]:
+def largest_by_numpy(magnitude: NDArray[np.int32], k: int) -> NDArray[np.int64]:
     """Indices, ascending; 0 < k < D. numpy's vectorised partition is far ahead of ``torch.topk`` on a CPU."""
     border = magnitude.size - k
     threshold = np.partition(magnitude, border)[border]
@@ -87,7 +87,7 @@ def _largest_numpy(magnitude: NDArray[np.int32], k: int) -> NDArray[np.int64]:
     return indices
 
 
-def _largest_torch(magnitude: Tensor, k: int) -> Tensor:
+def largest_by_torch(magnitude: Tensor, k: int) -> Tensor:
     """The same where the vector lies. Only the threshold is taken from ``torch.topk``: which ties it picks is open."""
     threshold = torch.topk(magnitude, k, sorted=False).values.min()
     indices = torch.nonzero(magnitude >= threshold).squeeze(1)

@@ -34,7 +34,7 @@ _LEAST, _MOST = 1e-2, 1e6  # multipliers of the noise that are looked for
 
 
 @functools.cache
-def _analysis() -> ModuleType:
+def rdp_analysis() -> ModuleType:
     """The accountant of opacus. Raises ConfigError: it is not installed.
 
     The file is loaded by itself: the package would load all of its training engine for it, which takes seconds.
@@ -68,7 +68,7 @@ def epsilon_of(releases: Iterable[tuple[float, int]], delta: float) -> float:
     Raises:
         ConfigError: opacus is not installed.
     """
-    analysis = _analysis()
+    analysis = rdp_analysis()
     spent = [0.0] * len(ORDERS)
     for noise_multiplier, times in releases:
         more = analysis.compute_rdp(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus import codecs
-from gradbus.codecs.sparse import _largest_torch
+from gradbus.codecs.sparse import largest_by_torch
 
 
 def slow_top_k(values: list[float], k: int) -> list[int]:
@@ -37,7 +37,7 @@ def test_top_k_takes_what_the_definition_says(values: list[float], data: st.Data
 def test_the_path_for_other_devices_takes_the_same(values: list[int], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values) - 1))
     magnitude = torch.tensor(values, dtype=torch.int32)
-    assert _largest_torch(magnitude, k).tolist() == slow_top_k([float(value) for value in values], k)
+    assert largest_by_torch(magnitude, k).tolist() == slow_top_k([float(value) for value in values], k)
 
 
 def test_among_equal_entries_the_first_ones_are_taken() -> None:

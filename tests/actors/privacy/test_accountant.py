@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from gradbus.actors.privacy.accountant import Ledger, _analysis, epsilon_of, noise_for
+from gradbus.actors.privacy.accountant import Ledger, epsilon_of, noise_for, rdp_analysis
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
 pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
@@ -21,7 +21,7 @@ SETTINGS = ((1.0, 1, 1e-5), (2.0, 10, 1e-5), (4.0, 100, 1e-6), (10.0, 50, 1e-3),
 def test_epsilon_is_within_a_percent_of_opacus_with_its_own_orders(
     noise_multiplier: float, rounds: int, delta: float
 ) -> None:
-    analysis = _analysis()
+    analysis = rdp_analysis()
     orders = [1 + tenth / 10 for tenth in range(1, 100)] + list(range(12, 64))  # RDPAccountant.DEFAULT_ALPHAS
     theirs = analysis.compute_rdp(q=1.0, noise_multiplier=noise_multiplier, steps=rounds, orders=orders)
     expected, _ = analysis.get_privacy_spent(orders=orders, rdp=theirs, delta=delta)
@@ -68,7 +68,7 @@ def test_the_noise_for_a_budget_is_the_least_that_lasts() -> None:
 
 def test_without_opacus_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    _analysis.cache_clear()
+    rdp_analysis.cache_clear()
     with pytest.raises(ConfigError, match=r"gradbus\[privacy\] does: .*-m pip install 'opacus"):
         epsilon_of([(1.0, 1)], 1e-5)
 
