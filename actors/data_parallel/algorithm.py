@@ -15,7 +15,7 @@ from gradbus.runtime.collectives.staging import check_devices
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
 
-MAX_NAME_CHARS = 100
+MAX_NAME_CHARS = 256  # as in settings, where a class may be named by its place
 MAX_OPTIONS_CHARS = 10_000  # ranks send them to each other when they meet
 
 MakeAlgorithm = Callable[[Place], Algorithm]
@@ -50,8 +50,10 @@ class AlgorithmLabel:
         if ALGORITHMS.table.get(name, kind) is not kind:
             name = called
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            hint = ". Give the class a short name of its own, as choice" if name == called else ""
             raise ConfigError(
-                f"{called}.choice must be text of 1 to {MAX_NAME_CHARS} printable characters, got {name!r}"
+                f"{called if hint else called + '.choice'} must be text of 1 to {MAX_NAME_CHARS} printable characters, "
+                f"got {name!r}{hint}"
             )
         options = algorithm.options.model_dump(mode="json")
         if (size := len(json.dumps(options))) > MAX_OPTIONS_CHARS:

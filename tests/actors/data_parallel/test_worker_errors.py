@@ -98,14 +98,29 @@ def test_an_algorithm_of_ones_own_is_called_by_its_name_in_log_and_summary() -> 
         assert outcome.summary.algorithm == outcome.worker.algorithm == "mine"
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "x" * 101])
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 257])
 def test_an_algorithm_must_have_a_name_that_can_be_compared(name: str) -> None:
     class Odd(Named):
         choice = name
 
     for outcome in train(make_task(), world=1, algorithms=[lambda place: Odd(place, Odd.Options())]):
-        with pytest.raises(ConfigError, match=r"choice must be text of 1 to 100 printable characters, got '"):
+        with pytest.raises(ConfigError, match=r"choice must be text of 1 to 256 printable characters, got '"):
             succeeded([outcome])
+
+
+def test_an_algorithm_that_keeps_an_inherited_name_is_called_by_its_place_however_deep_that_is() -> None:
+    class Mine(Dense):
+        pass
+
+    for name, is_too_long in (("deep." * 40 + "Mine", False), ("deep." * 60 + "Mine", True)):
+        Mine.__qualname__ = name
+        (outcome,) = train(make_task(), world=1, algorithms=[lambda place: Mine(place, Mine.Options())])
+        if is_too_long:
+            with pytest.raises(ConfigError, match="Give the class a short name of its own, as choice"):
+                succeeded([outcome])
+        else:
+            (done,) = succeeded([outcome])
+            assert done.worker.algorithm == f"{__name__}:{name}"
 
 
 def test_options_too_long_to_be_compared_are_refused() -> None:
