@@ -281,6 +281,42 @@ def test_who_leaves_because_a_rank_has_died_names_that_rank_to_those_who_have_no
     assert [type(end) for end in run(main)] == [type(None) if in_order else PeerLost, type(None), type(None)]
 
 
+def test_what_a_rank_has_seen_itself_of_a_loss_it_passes_on_and_not_what_another_told_it_later(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def script(group: Group) -> None:
+        await group.barrier()
+        if group.rank != 1:
+            # As when its lease has ended: leases are of the test's own process.
+            group._engine.lose(1, f"seen by rank {group.rank}")  # noqa: SLF001
+            knows[group.rank].set()
+        if group.rank == 0:
+            await knows[2].wait()
+        if group.rank == 2:
+            with pytest.raises(PeerLost) as caught:
+                await group.recv("nothing", source=0)
+            assert caught.value.ranks == (0,)
+        if group.rank == 1:
+            await eventually(lambda: 2 in group.lost)
+
+    knows = {rank: asyncio.Event() for rank in (0, 2)}
+
+    async def main() -> dict[int, GroupLeave]:
+        told: dict[int, GroupLeave] = {}
+        async with gradbus.connect(**place, network=gradbus.NetworkConfig(lease_s=LEASE_S)) as observer:
+            with observer.subscribe(Control) as inbox:
+                ends = await asyncio.gather(*(_run(place, rank, script) for rank in range(3)), return_exceptions=True)
+                assert ends == [None, None, None]
+                while told.keys() != {0, 1, 2}:
+                    message = await inbox.get()
+                    if isinstance(message, Control) and isinstance(message.body, GroupLeave):
+                        told[message.sender] = message.body
+        return told
+
+    told = run(main)
+    assert {rank: told[rank].lost_reasons for rank in (0, 2)} == {0: ["seen by rank 0"], 2: ["seen by rank 2"]}
+
+
 async def _run(place: dict[str, Any], rank: int, script: Any) -> None:
     async with joined(place, rank, 3) as group:
         await script(group)
