@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.federated.rules.base import ClientRule, RoundStart, make_rule
-from gradbus.runtime.choices import ALGORITHMS, CLIENT_RULES, STRATEGIES, Choices
+from gradbus.runtime.choices import ALGORITHMS, CLIENT_RULES, CODECS, SELECTORS, STRATEGIES, Choices
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome, decode, encode
@@ -74,6 +75,20 @@ def test_the_documents_table_is_that_of_the_choices() -> None:
     for choices in (STRATEGIES, ALGORITHMS, CLIENT_RULES):
         rows = [line for line in page.splitlines() if line.startswith(f"| `{choices.key}=")]
         assert rows == [f"| `{choices.key}={name}` | {text} |" for name, text in choices.help().items()]
+
+
+@pytest.mark.parametrize("choices", [STRATEGIES, CLIENT_RULES, SELECTORS, CODECS], ids=lambda one: one.key)
+def test_what_a_program_makes_by_hand_has_the_defaults_of_the_settings(choices: Choices[Any]) -> None:
+    """Constructors have defaults of their own, for programs without a configuration."""
+    compared = 0
+    for name, kind in choices.table.items():
+        constructors = [inspect.signature(one.__init__) for one in reversed(kind.__mro__)]  # of which one calls another
+        by_hand = {key: one.default for signature in constructors for key, one in signature.parameters.items()}
+        for key, field in choices.options_of(name).model_fields.items():
+            if by_hand.get(key, inspect.Parameter.empty) is not inspect.Parameter.empty:
+                assert by_hand[key] == field.get_default(call_default_factory=True), (name, key)
+                compared += 1
+    assert compared > 0
 
 
 @pytest.mark.parametrize(
