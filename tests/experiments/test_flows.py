@@ -57,8 +57,8 @@ def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def test_a_demo_trains_and_leaves_a_complete_run_directory(start, invoke, domain, tmp_path: Path) -> None:
-    process = start(*DEMO, "--rounds", 2, "--run-dir", "run", "--domain", domain, "--codec", "sq8")
+def test_a_demo_trains_and_leaves_a_complete_run_directory(fork, invoke, domain, tmp_path: Path) -> None:
+    process = fork(*DEMO, "--rounds", 2, "--run-dir", "run", "--domain", domain, "--codec", "sq8")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert without_waiting(err) == ""
