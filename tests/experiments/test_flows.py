@@ -37,7 +37,8 @@ T = TypeVar("T")
 
 pytestmark = pytest.mark.slow
 
-DEMO = ("demo", "--data", "glyphs", "--samples", 200, "--no-live")
+FEW = 'task.data_options={"train": 1000, "test": 100}'
+DEMO = ("demo", "--data", "glyphs", "--samples", 200, "--no-live", "--set", FEW)
 
 
 def read_until(process: Forked, wanted: str) -> None:
