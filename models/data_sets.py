@@ -75,7 +75,7 @@ def _draw_batch(templates: Tensor, labels: Tensor, generator: torch.Generator) -
     stretch = uniform(0.7, 1.2, 2, 1)  # above 1 the digit becomes smaller: more of the picture fits in
     move = uniform(-0.15, 0.15, 2, 1)
     theta = torch.cat([stretch * (turn @ slant), move], dim=2)
-    # One product of matrices for all pictures: affine_grid takes ten times longer, with one for each, for the same bits.
+    # One product of matrices for all: affine_grid, with one for each picture, takes ten times longer for the same bits.
     places = pad(affine_grid(torch.eye(2, 3)[None], [1, 1, _FINE, _FINE], align_corners=False), (0, 1), value=1.0)
     grid = (theta.view(2 * count, 3) @ places.view(-1, 3).T).view(count, 2, _FINE, _FINE).permute(0, 2, 3, 1)
 
