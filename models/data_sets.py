@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, avg_pool2d, grid_sample
+from torch.nn.functional import affine_grid, avg_pool2d, grid_sample, pad
 
 from .data import Dataset, DataSplit, normalise
 from .mnist_files import DataMissing, mnist
@@ -74,9 +74,10 @@ def _draw_batch(templates: Tensor, labels: Tensor, generator: torch.Generator) -
     slant[:, 0, 1] = uniform(-0.3, 0.3)
     stretch = uniform(0.7, 1.2, 2, 1)  # above 1 the digit becomes smaller: more of the picture fits in
     move = uniform(-0.15, 0.15, 2, 1)
-    grid = affine_grid(
-        torch.cat([stretch * (turn @ slant), move], dim=2), [count, 1, _FINE, _FINE], align_corners=False
-    )
+    theta = torch.cat([stretch * (turn @ slant), move], dim=2)
+    # One product of matrices for all: affine_grid, with one for each picture, takes ten times longer for the same bits.
+    places = pad(affine_grid(torch.eye(2, 3)[None], [1, 1, _FINE, _FINE], align_corners=False), (0, 1), value=1.0)
+    grid = (theta.view(2 * count, 3) @ places.view(-1, 3).T).view(count, 2, _FINE, _FINE).permute(0, 2, 3, 1)
 
     strokes = torch.randint(templates.shape[1], (count,), generator=generator)
     moved = grid_sample(templates[labels, strokes].unsqueeze(1), grid, align_corners=False)

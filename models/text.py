@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,11 +73,15 @@ def sources() -> str:
 def corpus(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Characters of training and of validation: int64, shape (n,), below VOCABULARY. A tenth of each is the latter."""
     code = sources()
-    parts = [torch.tensor([min(max(ord(c) - 31, 0), VOCABULARY - 1) for c in text]) for text in
-             (sentences(len(code), seed), code)]  # fmt: skip
+    parts = [_symbols(text) for text in (sentences(len(code), seed), code)]
     cuts = [9 * part.numel() // 10 for part in parts]
     train = torch.cat([part[:cut] for part, cut in zip(parts, cuts, strict=True)])
     return train, torch.cat([part[cut:] for part, cut in zip(parts, cuts, strict=True)])
+
+
+def _symbols(text: str) -> Tensor:
+    codes = torch.frombuffer(bytearray(text, f"utf-32-{sys.byteorder[0]}e"), dtype=torch.int32)
+    return (codes.long() - 31).clamp_(0, VOCABULARY - 1)
 
 
 class _Block(nn.Module):

@@ -38,7 +38,6 @@ from gradbus.experiments.bench import (
 from gradbus.experiments.bench.command import BASELINE, Benchmark, Part, add_effort, parse, run
 from gradbus.experiments.bench.results import Results
 from gradbus.experiments.cli.exit_codes import exit_code_of
-from gradbus.experiments.report import style
 from gradbus.runtime.errors import GradbusError
 
 DOCS = Path("docs/benchmarks.md")
@@ -155,7 +154,7 @@ def _publish(chosen: argparse.Namespace, measured: Results) -> None:
     if chosen.write_baseline:
         measured.save(BASELINE)
     plot = DOCS_PLOT if chosen.write_docs else chosen.out.with_suffix(".png")
-    if style.have_matplotlib() and growth.draw(plot, known):
+    if growth.draw(plot, known):
         print(f"drawn: {plot}", file=sys.stderr)
 
 

@@ -97,17 +97,13 @@ def text_of(found: Fit) -> str:
 
 
 def draw(path: Path, results: Results) -> bool:
-    """Draw a PNG with one panel for each part and unit. Returns False if there is nothing to draw.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw a PNG with one panel for each part and unit. Returns False if there is nothing to draw, or no matplotlib."""
     panels: dict[tuple[str, str], list[Line]] = {}  # by part and unit
     for part in _AT:
         run = results.run(part)
         for line in lines(run) if run is not None else ():
             panels.setdefault((part, line.unit), []).append(line)
-    if not panels:
+    if not panels or not style.have_matplotlib():  # in this order: to ask for matplotlib takes half a second
         return False
     with style.drawing():
         columns = min(2, len(panels))

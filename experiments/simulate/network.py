@@ -213,7 +213,7 @@ class NetworkModel:
         """Do something at a time of the clock."""
         timeout = self.env.timeout(time_s - self.env.now)
         assert timeout.callbacks is not None
-        timeout.callbacks.append(lambda _: cast(None, action()))
+        timeout.callbacks.append(lambda _: action())  # type: ignore[arg-type]
 
     def _with_losses(self, route: list[LinkUse], size_bytes: int) -> tuple[int, float]:
         """The bytes of a message with those that are sent again, and the seconds that these come later."""

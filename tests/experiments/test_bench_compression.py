@@ -12,6 +12,7 @@ import pytest
 import torch
 from ddp_scene import make_task, succeeded, train, vector
 
+from gradbus import models
 from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import compression
 from gradbus.experiments.bench.compression import KeptResults, TrainingSetting, accuracy_key
@@ -142,6 +143,8 @@ def test_a_tiny_run_has_every_algorithm_beside_dense_and_another_run_trains_noth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "torch_powersgd_on_gloo", lambda *_: {"accuracy": 0.5})  # no processes here
+    few = models.glyphs(train=600, test=100)  # the next test draws them all
+    monkeypatch.setattr(models, "load", lambda *_, **__: few)
     arguments = ["compression", "--tiny", "--out", "c.json", "--part", "accuracy", "--part", "bytes"]
     assert bench.main(arguments) == 0
     results = Results.load(tmp_path / "c.json")

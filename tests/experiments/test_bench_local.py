@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradbus import models
 from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import local
 from gradbus.experiments.bench.recipes import local_recipes
@@ -23,6 +24,8 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "local_recipes", lambda: RECIPES)
+    few = models.glyphs(train=600, test=100)  # the next test draws them all
+    monkeypatch.setattr(models, "load", lambda *_, **__: few)
     arguments = ["local", "--tiny", "--out", "l.json", "--part", "accuracy", "--part", "text", "--part", "tuning"]
     assert bench.main(arguments) == 0
     results = Results.load(tmp_path / "l.json")

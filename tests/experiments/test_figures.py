@@ -148,6 +148,14 @@ def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, StoredRun]]
     assert all(0 <= row.wait_s_mean <= row.wait_s_max for row in found["ranks"])
 
 
+def test_a_demo_that_has_just_been_started_writes_a_line_for_each_round_and_no_warning(
+    finished: list[tuple[str, StoredRun]],
+) -> None:
+    lines = (finished[0][1].path / "output.log").read_text(encoding="utf-8").splitlines()
+    of_rounds = [line.partition(":")[0] for line in lines if "still waiting" not in line]
+    assert of_rounds[2:] == ["round 1/2", "round 2/2", "done"], lines
+
+
 def test_a_table_comes_back_as_it_was_written(tables: Tables, tmp_path: Path) -> None:
     for name, kind in TABLES.items():
         path = tmp_path / "data" / f"{name}.csv"

@@ -37,7 +37,8 @@ T = TypeVar("T")
 
 pytestmark = pytest.mark.slow
 
-DEMO = ("demo", "--data", "glyphs", "--samples", 200, "--no-live")
+FEW = 'task.data_options={"train": 1000, "test": 100}'
+DEMO = ("demo", "--data", "glyphs", "--samples", 200, "--no-live", "--set", FEW)
 
 
 def read_until(process: Forked, wanted: str) -> None:
@@ -57,8 +58,8 @@ def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def test_a_demo_trains_and_leaves_a_complete_run_directory(start, invoke, domain, tmp_path: Path) -> None:
-    process = start(*DEMO, "--rounds", 2, "--run-dir", "run", "--domain", domain, "--codec", "sq8")
+def test_a_demo_trains_and_leaves_a_complete_run_directory(fork, invoke, domain, tmp_path: Path) -> None:
+    process = fork(*DEMO, "--rounds", 2, "--run-dir", "run", "--domain", domain, "--codec", "sq8")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert without_waiting(err) == ""

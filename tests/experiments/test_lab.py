@@ -238,7 +238,7 @@ def test_ranks_train_on_hosts_of_a_distant_network_and_what_they_computed_is_tol
     run_gradbus: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    task = {"data": "glyphs", "model": "gradbus.models:mnist_mlp"}
+    task = {"data": "glyphs", "data_options": {"train": 1000, "test": 100}, "model": "gradbus.models:mnist_mlp"}
     config = {"bus": {"job": "lab"}, "task": task, "parallel": {"max_steps": 2}}
     (tmp_path / "lab.json").write_text(json.dumps(config), encoding="utf-8")
     worker = [sys.executable, "-P", "-m", "gradbus", "worker", "lab.json"]

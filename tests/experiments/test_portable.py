@@ -19,6 +19,7 @@ from gradbus.runtime import fast_paths
 
 pytestmark = pytest.mark.slow
 
+FEW = 'task.data_options={"train": 1000, "test": 100}'
 LEASE_S = 5.0  # nothing but its lease tells that a process has ended
 
 # Sums whose bits depend on the order of the ranks, small and large, and two steps of DistributedDataParallel.
@@ -97,7 +98,7 @@ def command(folder: Path, *arguments: str) -> tuple[int | None, str, str]:
 def test_a_federated_run_ends_well_although_a_client_is_killed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("GRADBUS_FAIL_AT", "client-1/before_training:2")
     monkeypatch.setenv("GRADBUS_FEDERATED__CLIENTS__DEAD_AFTER_S", str(LEASE_S))
-    options = ("--data", "glyphs", "--samples", "200", "--no-live", "--rounds", "3", "--run-dir", "run")
+    options = ("--data", "glyphs", "--set", FEW, "--samples", "200", "--no-live", "--rounds", "3", "--run-dir", "run")
     code, out, err = command(tmp_path, "demo", *options)
     assert code == 0, err
     ends = {line.partition(":")[0]: line for line in out.splitlines() if line.startswith("round ")}
@@ -106,7 +107,7 @@ def test_a_federated_run_ends_well_although_a_client_is_killed(tmp_path: Path, m
 
 
 def test_data_parallel_ranks_train_to_the_end_with_equal_models(configs: Path, tmp_path: Path) -> None:
-    settings = ("task.data=glyphs", "parallel.max_steps=12", "parallel.hash_every=4")
+    settings = ("task.data=glyphs", FEW, "parallel.max_steps=12", "parallel.hash_every=4")
     code, out, err = command(
         tmp_path, "run", "-n", "2", "--", str(configs / "ddp.conf.json"), "--run-dir", "run",
         *(part for setting in settings for part in ("--set", setting)),

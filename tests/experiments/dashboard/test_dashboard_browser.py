@@ -32,8 +32,9 @@ def test_rounds_of_a_running_job_are_shown_within_two_seconds(
     fork: Callable[..., Forked], domain: int, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "live"
-    bus, task = {"job": "live", "domain": domain}, {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "threads": 1}
-    rules = {"rounds": 5000, "clients": {"min": 1}, "training": {"subset_size": 64}, "eval_every": 10}
+    bus, few = {"job": "live", "domain": domain}, {"train": 400, "test": 40}
+    task = {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "data_options": few, "threads": 1}
+    rules = {"rounds": 50_000, "clients": {"min": 1}, "training": {"subset_size": 64}, "eval_every": 10}
     (tmp_path / "controller.json").write_text(json.dumps({"bus": bus, "task": task, "federated": rules}))
     (tmp_path / "client.json").write_text(json.dumps({"bus": bus, "task": task}))
     controller = fork("controller", tmp_path / "controller.json", "--run-dir", run, "--no-live")

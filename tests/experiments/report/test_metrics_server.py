@@ -128,12 +128,13 @@ def test_a_controller_a_client_a_host_and_a_rank_serve_what_they_do(
     ports = {name: free_port() for name in ("controller", "client", "host", "worker")}
     files = {name: tmp_path / f"{name}.json" for name in ports}
     bus = {"job": "metrics", "domain": domain}
-    task = {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "threads": 1}
-    rules = {"rounds": 1000, "clients": {"num": 3, "min": 1}, "training": {"subset_size": 64}}
+    few = {"train": 400, "test": 40}
+    task = {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "data_options": few, "threads": 1}
+    rules = {"rounds": 100_000, "clients": {"num": 3, "min": 1}, "training": {"subset_size": 64}}
     files["controller"].write_text(json.dumps({"bus": bus, "task": task, "federated": rules}))
     for name in ("client", "host"):
         files[name].write_text(json.dumps({"bus": bus, "task": task}))
-    parallel = {"epochs": 1000}
+    parallel = {"epochs": 100_000}
     files["worker"].write_text(
         json.dumps({"bus": {**bus, "job": "metrics-ranks"}, "task": task, "parallel": parallel, "world": 1, "rank": 0})
     )

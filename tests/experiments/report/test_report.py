@@ -71,13 +71,14 @@ def check_it_needs_nothing_but_itself(html: str) -> None:
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.usefixtures("in_one_theme")  # the next test draws both
 def test_a_federated_run_becomes_one_file_with_its_figures_and_every_round(invoke, federated: Path) -> None:
     ended = invoke("report", federated)
     assert ended.code == 0, ended.err
     out = federated / "report.html"
     assert str(out) in ended.out
     html = out.read_text(encoding="utf-8")
-    assert out.stat().st_size < 3_000_000
+    assert out.stat().st_size < 1_500_000
     assert figures_of(html) == FEDERATED_FIGURES
     reports = [json.loads(line) for line in (federated / "rounds.jsonl").read_text().splitlines()]
     rows = rows_of(html, "rounds")

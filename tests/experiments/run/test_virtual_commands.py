@@ -103,8 +103,9 @@ def test_processes_that_train_have_no_port_of_their_run_open(
     fork: Callable[..., Forked], domain: int, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.json"
-    task = {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "threads": 1}
-    rules = {"rounds": 1000, "training": {"subset_size": 64}}
+    few = {"train": 200, "test": 20}
+    task = {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "data_options": few, "threads": 1}
+    rules = {"rounds": 100_000, "training": {"subset_size": 64}}
     file.write_text(json.dumps({"bus": {"job": "ports", "domain": domain}, "task": task, "federated": rules}))
 
     with kept_ports(1) as (port,):

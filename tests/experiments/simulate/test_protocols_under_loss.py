@@ -36,10 +36,11 @@ def drawn(kind: Any, seed: int) -> Scenario:
         compute_s=draw.choice((0, 2e-3)), starts_s=tuple(0.02 * draw.random() for _ in range(jobs)),
         late_s={draw.randrange(world): 0.03 * draw.random()}, retransmit_s=draw.choice((3e-3, 1e-2, 3e-2)),
         ack_bytes=draw.choice((0, 100)), grabs_late=draw.random() < 0.7, limit_s=1e4, seed=seed,
+        samples=20,  # of the use of slots, which no test here looks at
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("first", [0, 50, 100])
+@pytest.mark.parametrize("first", [0, 50])
 @pytest.mark.parametrize("kind", sorted(BASELINES))
 def test_a_baseline_adds_every_block_once_and_ends(kind: str, first: int) -> None:
     for seed in range(first, first + 50):
