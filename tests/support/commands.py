@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import torch.distributed.run
 import warm
 from command_children import fork_commands
 from patience import PATIENT
@@ -120,6 +121,11 @@ class Forked:
         self.stdout.close()
         self.stderr.close()
         return said[0], said[1]
+
+
+def torchrun(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Forked:
+    """torchrun, with torch loaded. The ranks that it starts load their own."""
+    return Forked(arguments, folder, environment, program=Path(torch.distributed.run.__file__))
 
 
 def _text_of(pipe: Connection) -> TextIO:
