@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import torch.distributed.run
 import warm
 from command_children import fork_commands
 from patience import PATIENT
@@ -125,7 +124,7 @@ class Forked:
 
 def torchrun(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Forked:
     """torchrun, with torch loaded. The ranks that it starts load their own."""
-    return Forked(arguments, folder, environment, program=Path(torch.distributed.run.__file__))
+    return Forked(arguments, folder, environment, program=Path(torch.__file__).parent / "distributed" / "run.py")
 
 
 def _text_of(pipe: Connection) -> TextIO:
