@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
+import os
 import statistics
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from queue import SimpleQueue
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from torch._C._distributed_c10d import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
-from gradbus.runtime.json_text import parse_json
 from gradbus.torch.torchft import ProcessGroupDds
 
 LIMIT = timedelta(seconds=15)
@@ -36,9 +34,15 @@ ALONE_STEPS = 5  # that the first replica commits before the second, which was k
 ALONE_S = 0.02  # a step of one that is alone takes so long more, and leaves the cores to those that start
 ENDS_S = 90.0
 
+# Replicas are forked from a process that has loaded what each of them needs: torch takes seconds. torch._dynamo is
+# loaded by the first optimizer of a process.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["gradbus.torch.torchft", "torch._dynamo"])
 
-def replica(name: str, lighthouse: str, backend: str, steps: int) -> None:
+
+def replica(name: str, lighthouse: str, backend: str, steps: int, lines: Connection) -> None:
     """A replica group of one process: train until so many steps in a row are committed with all others."""
+    os.dup2(2, 1)  # torchft has lines of its own
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -81,40 +85,45 @@ def replica(name: str, lighthouse: str, backend: str, steps: int) -> None:
         torch.autograd.backward(nn.functional.mse_loss(model(batch), batch.square().mean(1, keepdim=True)))
         optimizer.step()
         if manager.current_step() > before:
-            _say(replica=name, step=manager.current_step(), participants=manager.num_participants())
+            lines.send({
+                "replica": name, "step": manager.current_step(), "participants": manager.num_participants(),
+            })  # fmt: skip
         together = together + 1 if manager.num_participants() == REPLICAS else 0
         if not together:
             time.sleep(ALONE_S)
     weights = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
-    _say(
-        replica=name, weights=hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
-        commit_ms=1e3 * statistics.median(commits_s), quorum_ms=1e3 * statistics.median(quorums_s),
-    )  # fmt: skip
+    lines.send({
+        "replica": name, "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+        "commit_ms": 1e3 * statistics.median(commits_s), "quorum_ms": 1e3 * statistics.median(quorums_s),
+    })  # fmt: skip
     manager.shutdown(wait=False)
 
 
-def _say(**facts: Any) -> None:
-    sys.stdout.write(f"{json.dumps(facts)}\n")
-    sys.stdout.flush()
-
-
 class ReplicaProcesses:
-    """The processes of the replica groups, and what they print, as it comes."""
+    """The processes of the replica groups, and their lines, as they come."""
 
     def __init__(self, lighthouse: str, backend: str, steps: int) -> None:
-        self._options = ["--lighthouse", lighthouse, "--backend", backend, "--steps", str(steps)]
-        self.processes: dict[str, subprocess.Popen[str]] = {}
-        self.lines: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._options = (lighthouse, backend, steps)
+        self._pipes: list[Connection] = []
+        self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
 
     def start(self, name: str) -> None:
-        command = [sys.executable, "-m", __spec__.name, "--replica", name, *self._options]
-        process = self.processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        threading.Thread(target=self._read, args=[process], daemon=True).start()
+        reader, writer = context.Pipe(duplex=False)
+        process = self.processes[name] = context.Process(target=replica, args=(name, *self._options, writer))
+        process.start()
+        writer.close()
+        self._pipes.append(reader)
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        for line in process.stdout or ():  # torchft's own lines are among them
-            if line.startswith("{"):
-                self.lines.put(parse_json(line))
+    def next_line(self) -> dict[str, Any]:
+        """Raises TimeoutError: no process has said anything for so long."""
+        while self._pipes and (ready := wait(self._pipes, ENDS_S)):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    return pipe.recv()  # type: ignore[no-any-return]
+                except EOFError:  # the process has ended
+                    self._pipes.remove(pipe)
+        raise TimeoutError(f"no replica has committed a step for {ENDS_S:g} s, or all have failed; see above")
 
 
 def run(backend: str, steps: int, *, kills: bool) -> None:
@@ -131,12 +140,12 @@ def run(backend: str, steps: int, *, kills: bool) -> None:
         alone = -1  # steps that the other one has committed alone
         ended = 0
         while ended < REPLICAS:
-            line = replicas.lines.get(timeout=ENDS_S)
-            _say(**line)
+            line = replicas.next_line()
+            print(json.dumps(line), flush=True)
             ended += "weights" in line
             if kills and alone < 0 and line["replica"] == names[1] and line.get("participants") == REPLICAS:
                 replicas.processes[names[1]].kill()
-                replicas.processes[names[1]].wait()
+                replicas.processes[names[1]].join()
                 alone = 0
             elif 0 <= alone < ALONE_STEPS and line.get("participants") == 1:
                 alone += 1
@@ -145,23 +154,18 @@ def run(backend: str, steps: int, *, kills: bool) -> None:
     finally:
         for process in replicas.processes.values():
             process.kill()
-            process.wait()
+            process.join()
         lighthouse.shutdown()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """All of it, or with ``--replica`` one process of it."""
+    """Parse the arguments and run all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("dds", "gloo"), default="dds")
     parser.add_argument("--steps", type=int, default=20, help="in a row, with all replicas (%(default)s)")
     parser.add_argument("--no-kill", action="store_true")
-    parser.add_argument("--replica", help=argparse.SUPPRESS)
-    parser.add_argument("--lighthouse", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.replica:
-        replica(given.replica, given.lighthouse, given.backend, given.steps)
-    else:
-        run(given.backend, given.steps, kills=not given.no_kill)
+    run(given.backend, given.steps, kills=not given.no_kill)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from torch import nn
 
 import gradbus
 from gradbus.actors.federated.local_training import RoundInputs
+from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.actors.virtual import pool as pool_module
 from gradbus.actors.virtual.client_trainer import PoolSettings
-from gradbus.actors.virtual.pool import ClientFailed, ProcessDied
+from gradbus.actors.virtual.pool import ClientFailed, ProcessDied, RoundWork
 from gradbus.actors.virtual.ray_pool import LOCAL, RayCluster, RayPool
 from gradbus.models import NoopTask, TrainingStopped
 from gradbus.models.task import EvalResult, TrainResult
@@ -203,79 +204,55 @@ def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_g
     assert first == again != other
 
 
-def test_an_actor_that_trains_hears_that_its_work_is_no_longer_wanted(cluster: RayCluster, tmp_path: Path) -> None:
+def test_an_actor_hears_that_its_work_is_no_longer_wanted_and_is_killed_and_replaced_if_it_does_not_stop(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began = tmp_path / "began"
     os.mkfifo(began)
 
-    class TrainsUntilStopped(NoopTask):
+    class StopsOrHangs(NoopTask):
         def train(self, model: nn.Module, **arguments: Any) -> Any:
-            began.write_text("now")
-            while not arguments["should_stop"]():
+            if (arguments["round_id"], arguments["client_id"]) != (2, 1):  # which is not wanted before it begins
+                began.write_text("now")
+            while arguments["client_id"] == 0 or not arguments["should_stop"]():
                 time.sleep(0.01)
             raise TrainingStopped(0)
 
     async def main() -> None:
-        pool = RayPool(TrainsUntilStopped(DIM), PoolSettings(state_dir=tmp_path), size=1)
+        pool = RayPool(StopsOrHangs(DIM), PoolSettings(state_dir=tmp_path), size=1)
+
+        def new_work(round_id: int) -> RoundWork:
+            welcome, command = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), TrainCmd(round_id, 0, 1, 0.1, 0)
+            return pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(DIM)))
+
+        async def train(work: RoundWork, client_id: int) -> EncodedUpdate | None:
+            async with pool.borrow(work) as process:
+                return await process.train(work, Identity(client_id, 1), 1)
+
         try:
             await pool.open(0, 2)
-            inputs = RoundInputs(
-                welcome=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), command=TrainCmd(1, 0, 1, 0.1, 0),
-                base=torch.zeros(DIM),
-            )  # fmt: skip
-            work = pool.new_work(inputs)
-            async with asyncio.timeout(30), pool.borrow(work) as process:
-                training = asyncio.create_task(process.train(work, Identity(0, 1), 1))
+            async with asyncio.timeout(30):
+                work = new_work(1)
+                training = asyncio.create_task(train(work, 1))
                 assert await asyncio.to_thread(began.read_text) == "now"
                 assert not training.done()
                 pool.stop(work)
                 assert await training is None
-        finally:
-            await pool.close()
-
-    asyncio.run(main())
-
-
-def test_an_actor_that_does_not_stop_is_killed_and_replaced(
-    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "STUCK_AFTER_S", 0.1)
-    began = tmp_path / "began"
-    os.mkfifo(began)
-
-    class Hangs(NoopTask):
-        def train(self, model: nn.Module, **arguments: Any) -> Any:
-            if arguments["client_id"] == 1:
-                while not arguments["should_stop"]():
-                    time.sleep(0.01)
-                raise TrainingStopped(0)
-            began.write_text("now")
-            while True:
-                time.sleep(1.0)
-
-    async def main() -> int:
-        pool = RayPool(Hangs(DIM), PoolSettings(state_dir=tmp_path), size=1)
-        try:
-            await pool.open(0, 2)
-            welcome, command = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), TrainCmd(1, 0, 1, 0.1, 0)
-            work = pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(DIM)))
-
-            async def train() -> None:
-                async with pool.borrow(work) as process:
-                    await process.train(work, Identity(0, 1), 1)
-
+            assert pool.replaced == 0
+            monkeypatch.setattr(pool_module, "STUCK_AFTER_S", 0.1)
             async with asyncio.timeout(110):  # an actor that is started in its place loads torch
-                training = asyncio.create_task(train())
+                work = new_work(2)
+                training = asyncio.create_task(train(work, 0))
                 assert await asyncio.to_thread(began.read_text) == "now"
                 pool.stop(work)
                 with pytest.raises(ProcessDied):
                     await training
-                async with pool.borrow(work) as process:
-                    assert await process.train(work, Identity(1, 1), 2) is None, "the new one has heard it, too"
-            return pool.replaced
+                assert await train(work, 1) is None, "the new one has heard it, too"
+            assert pool.replaced == 1
         finally:
             await pool.close()
 
-    assert asyncio.run(main()) == 1
+    asyncio.run(main())
 
 
 def test_a_task_that_cannot_be_sent_is_refused_before_anything_starts(cluster: RayCluster, tmp_path: Path) -> None:

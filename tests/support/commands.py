@@ -122,6 +122,11 @@ class Forked:
         return said[0], said[1]
 
 
+def torchrun(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Forked:
+    """torchrun, with torch loaded. The ranks that it starts load their own."""
+    return Forked(arguments, folder, environment, program=Path(torch.__file__).parent / "distributed" / "run.py")
+
+
 def _text_of(pipe: Connection) -> TextIO:
     with pipe:
         return open(os.dup(pipe.fileno()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Processes that fork while they use the bus, for test_forks.py: ``python forking.py SCENE``. Prints what was seen, as
+"""Processes that fork while they use the bus, for test_forks.py: ``python forking.py SCENES``. Prints what was seen, as
 JSON lines; the children have no output but through a pipe."""
 
 from __future__ import annotations
@@ -160,9 +160,8 @@ def inside_the_loop() -> None:
             process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(5,))
             process.start()
             process.join(CHILD_S)
-            say("child", exit=process.exitcode)
-            say("after", works=await still_works(groups, "after"))
-        say("closed")
+            say("child of a coroutine", exit=process.exitcode)
+            say("after a coroutine", works=await still_works(groups, "after"))
 
     asyncio.run(script())
 
@@ -230,4 +229,8 @@ def torch_backend() -> None:
 
 
 if __name__ == "__main__":
-    {"bus_and_group": bus_and_group, "inside_the_loop": inside_the_loop, "torch_backend": torch_backend}[sys.argv[1]]()
+    if sys.argv[1] == "torch_backend":
+        torch_backend()
+    else:
+        for SCENE in sys.argv[1:]:
+            {"bus_and_group": bus_and_group, "inside_the_loop": inside_the_loop}[SCENE]()

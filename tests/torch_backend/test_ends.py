@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dds_domains import new_domain
@@ -17,6 +19,7 @@ from torch_node import LEASE_S, SOON_S, SceneRanks, play
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
+ENDING_RANKS = Path(__file__).parents[1] / "support" / "ending_ranks.py"
 AT_ONCE_S = 3.5  # what waits for no lease, on a machine that does other things, too
 
 
@@ -119,6 +122,29 @@ def test_who_ends_without_destroying_the_group_leaves_in_order() -> None:
     assert "rank 1: its program has ended without destroy_process_group" in first["text"]
 
 
+def ended(program: str, world: int, folder: Path) -> list[tuple[int, str, str]]:
+    """Have ranks run a program, train.py. Returns the exit code of each, its stdout and its stderr."""
+    (folder / "train.py").write_text(program)
+    (folder / "store").unlink(missing_ok=True)
+    environment = {
+        **os.environ, "GRADBUS_BUS__DOMAIN": str(new_domain()), "GRADBUS_BUS__LEASE_S": str(LEASE_S),
+    }  # fmt: skip
+    command = [sys.executable, "-P", str(ENDING_RANKS), "train.py", str(world), str(folder)]
+    ranks = subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        codes = json.loads(ranks.communicate(timeout=90.0)[0])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.communicate()
+    return [
+        (code, (folder / f"{rank}.out").read_text(), (folder / f"{rank}.err").read_text())
+        for rank, code in enumerate(codes)
+    ]
+
+
 # Rank 1 has a bug, with a `finally` that leaves in order, or without one. Rank 0 needs it.
 FAILING = """
 import sys
@@ -129,7 +155,7 @@ def read_batch():
     raise ValueError("a bad batch")
 
 rank = int(sys.argv[2])
-dist.init_process_group("dds", init_method="file://" + sys.argv[1], rank=rank, world_size=3)
+dist.init_process_group("dds", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=3)
 dist.barrier()
 try:
     if rank:
@@ -143,21 +169,7 @@ finally:
 
 def test_the_others_are_told_what_a_rank_failed_with(tmp_path: Path) -> None:
     """Also where the failed one leaves the group as it fails, or not at all."""
-    (tmp_path / "train.py").write_text(FAILING)
-    environment = {
-        **os.environ, "GRADBUS_BUS__DOMAIN": str(new_domain()), "GRADBUS_BUS__LEASE_S": str(LEASE_S),
-    }  # fmt: skip
-    command = [sys.executable, "-P", "train.py", str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    try:
-        told = [process.communicate(timeout=90.0)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    told = [err for _, _, err in ended(FAILING, 3, tmp_path)]
     for text in told[1:]:
         assert text.strip().splitlines()[-1].endswith("ValueError: a bad batch")
     last = told[0].strip().splitlines()[-1]
@@ -173,7 +185,7 @@ threading._register_atexit(lambda: print("left after", time.monotonic() - ended_
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("dds", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+dist.init_process_group("dds", init_method=f"file://{sys.argv[1]}/store", rank=int(sys.argv[2]), world_size=2)
 pair = dist.new_group([0, 1])
 works = [dist.all_reduce(torch.ones(300_000), group=group, async_op=True) for group in (None, pair)]
 works[0].get_future().then(lambda future: None)
@@ -191,26 +203,13 @@ def test_a_program_that_forgets_its_groups_ends_in_order(tmp_path: Path) -> None
 
 def forgetful(folder: Path) -> float:
     """Seconds from the end of the program to that of its groups, on the slower rank."""
-    store = folder / "store"
-    store.unlink(missing_ok=True)
-    domain = new_domain()
-    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "GRADBUS_BUS__LEASE_S": str(LEASE_S)}
-    command = [sys.executable, "-P", "-c", FORGETFUL, str(store)]
     taken_s = []
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
-    try:
-        for process in ranks:
-            said, complaints = process.communicate(timeout=90.0)
-            assert complaints == ""
-            assert process.returncode == 0
-            done, left = said.splitlines()
-            assert done == "done"
-            taken_s.append(float(left.removeprefix("left after ")))
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    for code, said, complaints in ended(FORGETFUL, 2, folder):
+        assert complaints == ""
+        assert code == 0
+        done, left = said.splitlines()
+        assert done == "done"
+        taken_s.append(float(left.removeprefix("left after ")))
     return max(taken_s)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Forked, torchrun
 from dds_domains import new_domain
 from patience import until
 from ports import kept_ports
@@ -21,19 +20,17 @@ SCRIPT = Path(__file__).with_name("torchrun_script.py")
 ENDS_S = 90.0
 
 
-def start_agent(node: int, port: int, domain: int, folder: Path) -> subprocess.Popen[bytes]:
-    """The agent of one machine of two, with one rank. Its words, and those of its ranks, go into a file."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
-        "--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=1", "--monitor-interval=0.2",
-        "--rdzv-conf=timeout=60", str(SCRIPT), str(folder),
+def start_agent(node: int, port: int, domain: int, folder: Path) -> Forked:
+    """The agent of one machine of two, with one rank."""
+    arguments = [
+        "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}",
+        "--max-restarts=1", "--monitor-interval=0.2", "--rdzv-conf=timeout=60", str(SCRIPT), str(folder),
     ]  # fmt: skip
     environment = {
         **os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "GRADBUS_BUS__LEASE_S": str(DYING_LEASE_S),
         "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "",
     }  # fmt: skip
-    with (folder / f"agent {node}.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    return torchrun(arguments, folder, environment)
 
 
 def told(folder: Path) -> dict[str, Any]:
@@ -51,13 +48,11 @@ def test_two_agents_start_all_ranks_again_when_one_is_killed_and_then_end_well(t
     with kept_ports(1) as (port,):
         agents = [start_agent(node, port, domain, tmp_path) for node in range(2)]
         try:
-            codes = [agent.wait(ENDS_S) for agent in agents]
+            logs = "\n".join("".join(agent.communicate(ENDS_S)) for agent in agents)
         finally:
             for agent in agents:
                 agent.kill()
-                agent.wait(10.0)
-    logs = "\n".join((tmp_path / f"agent {node}.log").read_text() for node in range(2))
-    assert codes == [0, 0], logs
+    assert [agent.returncode for agent in agents] == [0, 0], logs
     results = told(tmp_path)
     assert sorted(results) == [f"attempt {attempt} rank {rank}" for attempt in range(2) for rank in range(2)], logs
     # The one that was killed says nothing; the other one is told why it cannot go on, and leaves with that error.

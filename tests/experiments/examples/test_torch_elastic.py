@@ -6,11 +6,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import torchrun
 from torch_node import SceneRanks
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -58,11 +58,11 @@ def test_the_script_of_local_updates_runs_as_its_page_says(root: Path, domain: i
         r"`torchrun (--standalone --nproc-per-node 2 -m\s+gradbus\.experiments\.examples\.local_updates)`", page
     )
     assert found
-    command = [sys.executable, "-m", "torch.distributed.run", *found[1].split()]
     environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, timeout=ENDS_S, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    of_rank = {line["rank"]: line for line in printed(ended.stdout)}
+    agent = torchrun(found[1].split(), root, environment)
+    out, err = agent.communicate(ENDS_S)
+    assert agent.returncode == 0, err
+    of_rank = {line["rank"]: line for line in printed(out)}
     assert of_rank.keys() == {0, 1}
     assert {line["backend"] for line in of_rank.values()} == {"dds"}
     assert of_rank[0]["weights"] == of_rank[1]["weights"]

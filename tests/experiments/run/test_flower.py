@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -56,16 +57,20 @@ def without_torch(tmp_path: Path) -> Path:
     return folder
 
 
-def run_app(flower: Path, app: Path, domain: int, *options: str, path: str = "") -> str:
-    """Run an app with two nodes. What its ServerApp printed. ``path``: the PYTHONPATH."""
+def run_app(flower: Path, app: Path, domain: int, *options: str, path: str = "", forked: Path | None = None) -> str:
+    """Run an app with two nodes. What its ServerApp printed. ``path``: the PYTHONPATH; ``forked``: flower_commands.py,
+    to fork all processes from one that has loaded torch."""
     environment = {
         **os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
     }  # fmt: skip
-    gradbus = str(flower / "gradbus")
-    commands = [
-        [gradbus, "flower", "run", str(app), *options],
-        *([gradbus, "flower", "node", str(app), "--partition", str(one), "--of", "2"] for one in range(2)),
+    arguments = [
+        ["flower", "run", str(app), *options],
+        *(["flower", "node", str(app), "--partition", str(one), "--of", "2"] for one in range(2)),
     ]
+    if forked:
+        commands = [[str(flower / "python"), str(forked), json.dumps(arguments)]]
+    else:
+        commands = [[str(flower / "gradbus"), *some] for some in arguments]
     running = [
         subprocess.Popen(one, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for one in commands
@@ -75,7 +80,7 @@ def run_app(flower: Path, app: Path, domain: int, *options: str, path: str = "")
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0, 0], ended
+    assert [process.returncode for process in running] == [0] * len(running), ended
     return ended[0][0]
 
 
@@ -111,12 +116,14 @@ def expected_accuracies(app: Path) -> list[float]:
     indirect=True,
 )
 def test_an_app_trains_with_no_byte_of_it_changed_and_torch_is_loaded_for_its_own_sake_alone(
-    flower: Path, app: Path, domain: int, without_torch: Path
+    flower: Path, app: Path, domain: int, without_torch: Path, root: Path
 ) -> None:
     is_numpy = app.name == "numpy-app"
+    needs_torch = app.name == "torch-app"
     config = "num-server-rounds=2" + " learning-rate=0.25" * is_numpy
-    path = "" if app.name == "torch-app" else str(without_torch)
-    printed = run_app(flower, app, domain, "--run-config", config, path=path)
+    path = "" if needs_torch else str(without_torch)
+    forked = root / "tests" / "support" / "flower_commands.py" if needs_torch else None
+    printed = run_app(flower, app, domain, "--run-config", config, path=path, forked=forked)
     assert "done: messages down" in printed
     found = accuracies(printed)
     assert len(found) == 2

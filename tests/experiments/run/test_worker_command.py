@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import Forked
+from commands import Forked, torchrun
 from identities import Identities
 
 from gradbus.experiments.files import WorkerFile, load
@@ -226,14 +227,12 @@ def test_a_launch_that_is_stopped_stops_in_order_and_says_how_to_go_on(fork, con
 def test_torchrun_can_start_the_ranks_with_one_key_for_all_of_a_machine(
     config, known: Identities, tmp_path: Path
 ) -> None:
-    torchrun = Path(sys.executable).with_name("torchrun")
-    if not torchrun.exists():
-        pytest.skip("this torch has no torchrun")
-    command = [
-        torchrun, "--standalone", "--nproc-per-node", "2", "--no-python", Path(sys.executable).with_name("gradbus"),
-        "worker", config, "--run-dir", "run",
+    arguments = [
+        "--standalone", "--nproc-per-node", "2", "--no-python", Path(sys.executable).with_name("gradbus"), "worker",
+        config, "--run-dir", "run",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "waiting for 1 more of 2 ranks: job torchrun-" in done.stdout
-    assert "done: 2 epochs, 12 steps" in done.stdout
+    agent = torchrun(list(map(str, arguments)), tmp_path, os.environ)
+    out, err = agent.communicate(110)
+    assert agent.returncode == 0, err
+    assert "waiting for 1 more of 2 ranks: job torchrun-" in out
+    assert "done: 2 epochs, 12 steps" in out
