@@ -107,14 +107,17 @@ def read_body(data: bytes | memoryview, limits: Limits, kinds: Mapping[str, type
         raise FrameError(reason, f"{reason} body is not msgpack within limits: {error}") from None
     if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], str) or not isinstance(raw[1], dict):
         raise FrameError(reason, f"{reason} body is not [kind, fields]")
-    if not all(isinstance(name, str) for name in raw[1]):
-        raise FrameError(reason, f"{reason} body has field names that are not text")
-    kind = kinds.get(raw[0])
+    name, found = raw
+    kind = kinds.get(name)
     if kind is None:
-        raise FrameError(reason, f"{reason} message of unknown kind {raw[0][:40]!r}")
+        raise FrameError(reason, f"{reason} message of unknown kind {name[:40]!r}")
+    if unknown := found.keys() - kind.__dataclass_fields__.keys():
+        if not all(isinstance(one, str) for one in unknown):
+            raise FrameError(reason, f"{reason} body has field names that are not text")
+        # Not even the names may reach pydantic: they are foreign text.
+        found = {one: value for one, value in found.items() if one not in unknown}
     try:
-        # pydantic checks every field here. Of unknown ones not even the names may reach it: they are foreign text.
-        return kind(**{name: value for name, value in raw[1].items() if name in kind.__dataclass_fields__})
+        return kind(**found)  # pydantic checks every field here
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(step) for step in first["loc"])

@@ -67,9 +67,12 @@ async def tree_run(shape: list[list[int]], **more: Any) -> tuple[list[gradbus.Ro
         return await controller.run(), number
 
 
-@pytest.mark.parametrize("codec", ["fp32", "sq8"])
-@pytest.mark.parametrize("strategy", [name for name, kind in STRATEGIES.table.items() if kind.adds_sums])
-def test_a_tree_of_two_regions_with_two_sites_each_has_the_bits_of_a_flat_run(codec: str, strategy: str) -> None:
+# To a strategy the codecs differ in the values of the sum alone, and sq8 rounds what it makes of them, too.
+@pytest.mark.parametrize(
+    ("strategy", "codec"),
+    [("fedavg", "fp32"), *((name, "sq8") for name, kind in STRATEGIES.table.items() if kind.adds_sums)],
+)
+def test_a_tree_of_two_regions_with_two_sites_each_has_the_bits_of_a_flat_run(strategy: str, codec: str) -> None:
     flat = asyncio.run(flat_run(8, codec=codec, downlink_codec=codec, strategy=strategy))
     found, clients = asyncio.run(
         tree_run([[2, 2], [1, 3]], codec=codec, downlink_codec=codec, strategy=strategy)

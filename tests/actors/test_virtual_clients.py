@@ -101,11 +101,11 @@ def test_a_hundred_virtual_clients_make_the_models_of_a_hundred_deployed_ones() 
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), glyphs(train=1000, test=20), num_clients=100,
         batch_size=5,
     )  # fmt: skip
-    config = rules(codec="sq8", clients={"dead_after_s": 30.0, "min": 100})
+    config = rules(rounds=2, codec="sq8", clients={"dead_after_s": 30.0, "min": 100})
     result = virtual(task, 100, config)
-    assert [len(report.clients) for report in result.rounds] == [100] * 3
+    assert [len(report.clients) for report in result.rounds] == [100] * 2
     assert checksums(result) == deployed(task, 100, config, on_a_bus=25)
-    assert len({*checksums(result)}) == 3, "each round has made another model"
+    assert len({*checksums(result)}) == 2, "each round has made another model"
 
 
 class DiesOnce(NoopTask):

@@ -202,7 +202,7 @@ async def federation(run: dict[str, str], job: str, domain: int) -> None:
     config = with_clients(run)
     clients = config.clients.num or 0
     in_all = clients * (CLIENTS_OF_A_SITE if run["clients"] == "sites" else 1)
-    task = models.ClassificationTask(tiny, data(), num_clients=in_all, batch_size=10)
+    task = models.ClassificationTask(tiny, data(), num_clients=in_all, batch_size=20)
     async with gradbus.connect(job, domain=domain) as bus, asyncio.TaskGroup() as group:
         controller = gradbus.Controller(bus, task, config)
         for number in range(clients):

@@ -80,8 +80,11 @@ class Network:
         self.random.shuffle(due)
         for _, sender, receiver, view in due:
             if receiver in self.alive and self.linked(sender, receiver):
-                self.alive[receiver].receive(sender, view)
-                self.check()
+                process = self.alive[receiver]
+                before = process.generation, process.members
+                process.receive(sender, view)
+                if (process.generation, process.members) != before:  # all that is checked
+                    self.check()
         self.check()
 
     def check(self) -> None:
