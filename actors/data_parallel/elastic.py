@@ -86,7 +86,7 @@ from gradbus.runtime.wire.control import PROTOCOL
 from gradbus.runtime.wire.frames import VERSION
 
 # What ranks of one generation that stand at the same step have in common of a position; the rest is each one's own.
-COMMON = (
+POSITION_FIELDS = (
     "step", "epoch", "epoch_step", "epoch_batches", "skipped", "skipped_in_row", "skipped_exchanges",
     "ended_exchanges", "mean_loss",
 )  # fmt: skip
@@ -324,7 +324,7 @@ class ElasticWorker(Worker):
             "model": _hash(describe_layout(self.model)), "settings": _hash(self._shared_settings()),
             # What ranks send one another as plain data is of no version of the protocol: a rank of before a field was
             # added would fail all ranks that look for it.
-            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION, COMMON]),
+            "data": _hash(self._data), "version": _hash([PROTOCOL, VERSION, POSITION_FIELDS]),
         }  # fmt: skip
 
     def _hold_directory(self, begins: bool) -> None:
@@ -465,7 +465,7 @@ class ElasticWorker(Worker):
         group, position = self._group, self._position
         if not self._run_id:
             self._run_id = int.from_bytes(os.urandom(8), "little")
-        common = {name: getattr(position, name) for name in COMMON} | {"run_id": self._run_id}
+        common = {name: getattr(position, name) for name in POSITION_FIELDS} | {"run_id": self._run_id}
         common = await group.broadcast_object("elastic/position", common, root=source)
         if group.rank == source:
             return

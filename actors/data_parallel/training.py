@@ -118,7 +118,7 @@ class _Buffers:
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return module._buffers  # noqa: SLF001 - no public call puts one back that is None now, or is not there any more
+    return module._buffers  # noqa: SLF001 - register_buffer would also decide anew whether it is saved
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

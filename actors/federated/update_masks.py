@@ -35,8 +35,8 @@ MaskRequest = MaskRoster | MaskShares | MaskSurvivors
 log = get_logger("client")
 
 
-class OwnPart:
-    """This client in one attempt.
+class MaskingAttempt:
+    """What this client has done in one attempt to sum masked updates.
 
     Attributes:
         client: its keys. working: a message is being answered. masks: once they are made; they are used once.
@@ -61,7 +61,7 @@ class ClientMasking:
         self._answered = AnsweredSets(self._least)  # also over starts of the controller
         self._spent: OrderedDict[tuple[int, int], Hashable] = OrderedDict()  # by run and round
         self._compute = ComputeThread(f"client-{identity.sender}-masks")
-        self._own: OwnPart | None = None
+        self._own: MaskingAttempt | None = None
         self._changed = asyncio.Event()
 
     @property
@@ -79,7 +79,7 @@ class ClientMasking:
         attempt = Attempt(self._bus.job, run_id, session, round_id, number)
         if self.attempt != attempt:
             self.forget()
-            self._own = OwnPart(MaskingClient(attempt, self._identity.sender, least_members=self._least))
+            self._own = MaskingAttempt(MaskingClient(attempt, self._identity.sender, least_members=self._least))
         own = self._own
         if own is not None and own.client.roster is None:
             self._answer(own, 0, own.client.advertise(), group)
@@ -116,7 +116,7 @@ class ClientMasking:
             group.create_task(self._handle(own, request, welcome, dim, group), name=name)
 
     async def _handle(
-        self, own: OwnPart, request: MaskRequest, welcome: Welcome, dim: int, group: asyncio.TaskGroup
+        self, own: MaskingAttempt, request: MaskRequest, welcome: Welcome, dim: int, group: asyncio.TaskGroup
     ) -> None:
         client = own.client
         try:
@@ -163,7 +163,7 @@ class ClientMasking:
             )
         return client.share(Roster.parse(client.attempt, request.threshold, request.members, request.cap, grid))
 
-    def _unmask(self, own: OwnPart, survivors: Sequence[int]) -> bytes:
+    def _unmask(self, own: MaskingAttempt, survivors: Sequence[int]) -> bytes:
         """Shares that take the masks off the sum of these clients. From now on nothing is masked in this attempt."""
         client = own.client
         name = client.attempt.run_id, client.attempt.round_id
@@ -180,7 +180,7 @@ class ClientMasking:
         own.masks = None
         return b"".join(shares)
 
-    async def _make_masks(self, own: OwnPart, dim: int) -> None:
+    async def _make_masks(self, own: MaskingAttempt, dim: int) -> None:
         """Make the masks of an attempt, unless a newer one begins."""
         client = own.client
         roster = client.roster
@@ -202,7 +202,7 @@ class ClientMasking:
                 own.masks = made
                 self._changed.set()
 
-    def _answer(self, own: OwnPart, phase: int, data: bytes, group: asyncio.TaskGroup) -> None:
+    def _answer(self, own: MaskingAttempt, phase: int, data: bytes, group: asyncio.TaskGroup) -> None:
         """Send an answer, unless a newer attempt has begun."""
         if own is self._own:
             attempt = own.client.attempt

@@ -191,12 +191,12 @@ def _accuracies(
     percent: dict[tuple[TrainingSetting, str], dict[int, float]] = {}  # by seed
     for (recipes, setting), seed in itertools.product(work, range(plan.seeds)):
         task = models.ClassificationTask(_MODELS[setting.model], split, batch_size=setting.batch_size, seed=seed)
-        on_gloo = partial(torch_powersgd_on_gloo, setting, plan.data, chosen.data_root, seed)
+        on_gloo = partial(train_torch_powersgd_on_gloo, setting, plan.data, chosen.data_root, seed)
         for recipe in recipes:
             key = accuracy_key(recipe, setting, plan.data, seed)
             found = kept.get(key)
             if found is None and time.monotonic() < until_s:
-                train = partial(train_recipe, recipe, setting, task, seed) if recipe.algorithm else on_gloo
+                train = partial(train_lockstep, recipe, setting, task, seed) if recipe.algorithm else on_gloo
                 found = kept.add(key, _reported(f"{setting.name}, seed {seed}: {recipe.title}", train))
             if found is not None:
                 percent.setdefault((setting, recipe.title), {})[seed] = 100 * found["accuracy"]
@@ -229,7 +229,7 @@ def _reported(title: str, train: Callable[[], dict[str, Any]]) -> dict[str, Any]
     return {**found, "seconds": seconds, "commit": commit()}
 
 
-def train_recipe(
+def train_lockstep(
     recipe: Recipe, setting: TrainingSetting, task: models.ClassificationTask, seed: int
 ) -> dict[str, Any]:
     """All ranks in this process."""
@@ -241,7 +241,9 @@ def train_recipe(
         return {"accuracy": _OF_CHANCE, "diverged": str(error)}
 
 
-def torch_powersgd_on_gloo(setting: TrainingSetting, data: Data, data_root: Path | None, seed: int) -> dict[str, Any]:
+def train_torch_powersgd_on_gloo(
+    setting: TrainingSetting, data: Data, data_root: Path | None, seed: int
+) -> dict[str, Any]:
     """PyTorch's hook has ranks as processes."""
     training = Training(
         model=_MODELS[setting.model], batch_size=setting.batch_size, config={"seed": seed}, data=data,

@@ -229,7 +229,7 @@ class _Trainer:
 
         def train() -> dict[str, Any]:
             task = models.ClassificationTask(_MODELS[setting.model], split, batch_size=setting.batch_size, seed=seed)
-            return trained_recipe(recipe, setting, task, seed)
+            return train_and_report(recipe, setting, task, seed)
 
         return self._result(accuracy_key(recipe, setting, data, seed), train)
 
@@ -241,10 +241,10 @@ class _Trainer:
             "algorithm": recipe.algorithm, "options": dict(recipe.options), "optimizer": _ADAMW, "seed": seed,
             "steps": plan.text_steps, "world": 2, "context": _CONTEXT, "schedule": _SCHEDULE, "is_tuned": is_tuned,
         }, sort_keys=True)  # fmt: skip
-        return self._result(key, lambda: trained_text(recipe, plan, seed, is_tuned=is_tuned))
+        return self._result(key, lambda: train_text_and_report(recipe, plan, seed, is_tuned=is_tuned))
 
 
-def trained_recipe(
+def train_and_report(
     recipe: Recipe, setting: TrainingSetting, task: models.ClassificationTask, seed: int
 ) -> dict[str, Any]:
     began_s = time.perf_counter()
@@ -256,7 +256,7 @@ def trained_recipe(
     return _reported(f"{setting.name}, seed {seed}: {recipe.title}: {100 * found['accuracy']:.2f} %", found, began_s)
 
 
-def trained_text(recipe: TextRecipe, plan: LocalPlan, seed: int, *, is_tuned: bool) -> dict[str, Any]:
+def train_text_and_report(recipe: TextRecipe, plan: LocalPlan, seed: int, *, is_tuned: bool) -> dict[str, Any]:
     began_s, steps = time.perf_counter(), plan.text_steps
     task = TextTask(steps=steps, seed=seed, context=_CONTEXT, windows=plan.windows, is_tuned=is_tuned)
     training = LockstepTraining(recipe, task, 2, seed, schedule=_SCHEDULE)

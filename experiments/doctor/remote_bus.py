@@ -98,9 +98,11 @@ class PeerMeasurements:
             await _publish(link, "here", **facts, sees=sorted(self.found))
             await asyncio.sleep(_ANNOUNCE_S)
 
-    # Incoming words
+    # Incoming messages
 
     def on_word(self, sender: int, word: str, link: Link) -> Coroutine[Any, Any, None] | None:
+        """Take a message of another doctor, JSON that nobody has looked at yet. What it asks for is returned, to be
+        awaited; None where it asks for nothing, or is none that a doctor sends."""
         try:
             fields: dict[str, Any] = parse_json(word)
             if not isinstance(fields, dict) or fields.get("to", self.number) != self.number:

@@ -67,7 +67,7 @@ class TorchGroup:
         self.name = name
         self.rank = engine.rank
         self.world = engine.world
-        self._membership: HeldGroup | None = None
+        self._membership: GroupMembership | None = None
 
     @classmethod
     def form(cls, place: Rendezvous, watch: Watch, check_wanted: Callable[[], None]) -> TorchGroup:
@@ -97,7 +97,7 @@ class TorchGroup:
             name = place.name or agreed_name(place, background.reach())
             thread = acquire_bus(place.job or job_number(place.store), place.job_rank)
             undo.callback(background.release, thread)
-            membership = HeldGroup(watch, thread, lock)
+            membership = GroupMembership(watch, thread, lock)
             check = check_wanted if place.name else RankLocations(place, name, thread.bus.reach).check
             group = membership.begin(place, name, check)
             undo.pop_all()
@@ -127,7 +127,7 @@ class TorchGroup:
             membership.end(reason, abruptly=abruptly, keep_bus=keep_bus)
 
 
-class HeldGroup:
+class GroupMembership:
     """Holds a group open on the event loop of a bus."""
 
     def __init__(self, watch: Watch, thread: background.BusThread, lock: RankLock | None = None) -> None:

@@ -206,7 +206,7 @@ class GradientReduction:
 
 
 def _version_of(tensor: Tensor) -> int:
-    """It changes when the tensor is written to."""
+    """torch's count of the writes to a tensor."""
     return tensor._version  # noqa: SLF001 - torch has no public name for it
 
 

@@ -42,6 +42,6 @@ def _mark(function: types.FunctionType) -> None:
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]  # noqa: SLF001 - likewise
     # For frames that are called from C++: they, and what they call, are not compiled.
     frames = torch._C._dynamo.eval_frame  # noqa: SLF001 - the public call imports Dynamo, see the top of this file
-    skip = frames._FrameAction.SKIP  # noqa: SLF001 - an argument of that
-    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - an argument of that
+    skip = frames._FrameAction.SKIP  # noqa: SLF001 - what the call below takes has no other name
+    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - likewise
     frames.set_code_exec_strategy(function.__code__, strategy)

@@ -70,7 +70,7 @@ class Hybrid(Algorithm):
             chosen[self.method_of(name, tensor)][name] = tensor
         yield from side_by_side(
             self._powersgd.factors(chosen["powersgd"], chosen["dense"], step),
-            self._topk.largest(chosen["topk"], step),
+            self._topk.exchange_largest(chosen["topk"], step),
         )
 
     def method_of(self, name: str, tensor: Tensor) -> Method:

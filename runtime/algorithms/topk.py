@@ -49,10 +49,10 @@ class TopK(Algorithm):
 
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         large, small = split_by_size(bucket.tensors, self.options.min_numel)
-        yield from side_by_side(self.largest(large, step), mean_of("dense", small, step.active))
+        yield from side_by_side(self.exchange_largest(large, step), mean_of("dense", small, step.active))
 
     @torch.no_grad()
-    def largest(self, tensors: dict[str, Tensor], step: Step) -> Program[None]:
+    def exchange_largest(self, tensors: dict[str, Tensor], step: Step) -> Program[None]:
         """Exchange the largest entries. All tensors are one index space: one message, one coding of the indices."""
         if not tensors:
             return

@@ -27,7 +27,7 @@ MAX_NAME_BYTES = 120  # signature and meta share the frame's name field
 MAX_NAME_BYTES_ON_WIRE = 244  # the most that is 4 beyond a multiple of 16 and fits a frame
 MAX_EARLY_FRAMES = 131_072  # half of them, at the default size, may be eager payloads; the others are RTS frames
 _MAX_REFUSED = 4096  # keys remembered of which frames were dropped
-MAX_NAMES = 65_536  # names whose calls are counted, of what all ranks call
+MAX_COUNTED_NAMES = 65_536  # names whose calls are counted, of what all ranks call
 MIN_PAIR_NAMES = 4096  # of messages from one rank to another, whatever the world
 
 _SHARED = int(Flags.SHARED)
@@ -128,7 +128,7 @@ class Engine:
         self._calls: dict[OperationKey, _Call] = {}
         # By channel, each with a limit of its own: what is forgotten must be the same at both ends of a channel.
         self._counts: dict[str, _Counts] = {}
-        self._max_pair_names = max(MIN_PAIR_NAMES, MAX_NAMES // (2 * world))
+        self._max_pair_names = max(MIN_PAIR_NAMES, MAX_COUNTED_NAMES // (2 * world))
         self._lost: dict[int, str] = {}
         self._left: dict[int, str] = {}
         self._closed: BaseException | None = None
@@ -272,7 +272,7 @@ class Engine:
         counts = self._counts.setdefault(channel, OrderedDict())
         call = counts.pop((round_id, name), 0)
         counts[round_id, name] = call + 1
-        if len(counts) > (self._max_pair_names if channel else MAX_NAMES):
+        if len(counts) > (self._max_pair_names if channel else MAX_COUNTED_NAMES):
             counts.popitem(last=False)
         return OperationKey(round_id, call, name, channel)
 

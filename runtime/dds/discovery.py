@@ -192,7 +192,7 @@ class Discovery:
         with self._lock:
             self._is_open = False
             claims, self._processes, self._of_process = list(self._of_process), {}, {}
-            libddsc.delete(self._reader)
+            libddsc.delete_entity(self._reader)
         for claim in claims:
             peer_processes.watched.unwatch(claim, self._on_ended)
 

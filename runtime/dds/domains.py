@@ -251,4 +251,4 @@ def delete(entity: Any) -> None:
     """Delete a DDS entity and all below it; the binding's object becomes an empty shell."""
     if _is_broken:
         return
-    libddsc.delete(entity)
+    libddsc.delete_entity(entity)

@@ -137,8 +137,9 @@ def handle_of(entity: Any) -> int:
     return handle
 
 
-def delete(entity: Any) -> None:
-    """Delete an entity of the binding now, and not when its object goes."""
+def delete_entity(entity: Any) -> None:
+    """Delete an entity of the binding now, and not when its object goes. Where the process may be a child by fork,
+    ``domains.delete`` is meant, which leaves the parent's entities alone."""
     entity._delete(entity._ref)  # noqa: SLF001 - the binding has no public call for it
 
 

@@ -68,7 +68,7 @@ def _status(process: int) -> tuple[str, int] | None:
 
 def own_claim() -> str:
     """Return what this process says of itself; empty where the kernel does not tell."""
-    return _own_claim(os.getpid())
+    return _cached_claim_of(os.getpid())
 
 
 def claim_of(process: int) -> str:
@@ -77,7 +77,7 @@ def claim_of(process: int) -> str:
     return f"{_space()} {process} {status[1]}" if _space() and status is not None else ""
 
 
-_own_claim = functools.cache(claim_of)  # by process: a child after a fork does not say what its parent is
+_cached_claim_of = functools.cache(claim_of)  # by process: a child after a fork does not say what its parent is
 
 
 def has_ended(claim: str) -> bool | None:

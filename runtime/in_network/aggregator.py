@@ -72,7 +72,7 @@ class Aggregator:
     Attributes:
         violations: packets that contradict what is there: a worker that breaks the protocol, or is hostile.
         dropped: packets of no job here, or that could not be of one.
-        held: groups that have slots.
+        held: what is known of each group that has slots, by job and group.
     """
 
     def __init__(

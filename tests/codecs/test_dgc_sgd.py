@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,8 +167,7 @@ def test_the_optimizer_reads_gradients_only_and_skips_parameters_without_one() -
     p, silent = parameter(1.0, 0.5), nn.Parameter(torch.ones(2))
     optimizer = codecs.DgcSgd([{"params": [p]}, {"params": [silent], "lr": 1.0}], lr=0.1, weight_decay=0.1)
     assert p.grad is not None
-    closure: Callable[[], float] = lambda: 4.5  # noqa: E731 - shortest with its type
-    assert optimizer.step(closure) == 4.5
+    assert optimizer.step(lambda: 4.5) == 4.5
     assert p.grad.item() == 0.5
     assert silent.tolist() == [1.0, 1.0]
 

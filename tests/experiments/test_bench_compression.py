@@ -142,7 +142,7 @@ def test_that_kept_results_are_of_another_commit_is_said_once_when_one_of_them_i
 def test_a_tiny_run_has_every_algorithm_beside_dense_and_another_run_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression, "torch_powersgd_on_gloo", lambda *_: {"accuracy": 0.5})  # no processes here
+    monkeypatch.setattr(compression, "train_torch_powersgd_on_gloo", lambda *_: {"accuracy": 0.5})  # no processes here
     few = models.glyphs(train=600, test=100)  # the next test draws them all
     monkeypatch.setattr(models, "load", lambda *_, **__: few)
     arguments = ["compression", "--tiny", "--out", "c.json", "--part", "accuracy", "--part", "bytes"]
@@ -163,7 +163,7 @@ def test_a_tiny_run_has_every_algorithm_beside_dense_and_another_run_trains_noth
     def train_again(*_: Any) -> None:
         raise AssertionError("it is there")
 
-    monkeypatch.setattr(compression, "train_recipe", train_again)
+    monkeypatch.setattr(compression, "train_lockstep", train_again)
     assert bench.main([*arguments[:4], "--part", "accuracy"]) == 0
     assert (tmp_path / "c-accuracy.jsonl").read_text(encoding="utf-8") == before
 
@@ -186,7 +186,7 @@ def test_exchanges_of_a_large_world_are_timed_in_lockstep(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_pytorchs_own_hook_is_trained_on_gloo() -> None:
-    found = compression.torch_powersgd_on_gloo(TrainingSetting("MLP", 2, 4, 4), "glyphs", None, 0)
+    found = compression.train_torch_powersgd_on_gloo(TrainingSetting("MLP", 2, 4, 4), "glyphs", None, 0)
     assert 0 <= found["accuracy"] <= 1
     assert TORCH_POWERSGD.title not in RECIPES
 

@@ -45,8 +45,8 @@ def test_a_tiny_run_has_its_recipes_beside_dense_and_another_run_trains_nothing(
     def trains(*_: object) -> None:
         raise AssertionError("this was trained before")
 
-    monkeypatch.setattr(local, "trained_recipe", trains)
-    monkeypatch.setattr(local, "trained_text", trains)
+    monkeypatch.setattr(local, "train_and_report", trains)
+    monkeypatch.setattr(local, "train_text_and_report", trains)
     assert bench.main(arguments) == 0
     again = [(tmp_path / f"l-{part}.jsonl").read_text(encoding="utf-8") for part in ("accuracy", "text", "tuning")]
     assert again == kept

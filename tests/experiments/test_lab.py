@@ -328,7 +328,7 @@ def test_with_the_same_seed_a_link_loses_the_same_packets_whatever_the_others_ca
                 if others:
                     made.send(2, 1, 1_000_000)
                     made.send(1, 0, number)
-                until(lambda: made.is_idle((3 if others else 1) * (number + 1)))  # noqa: B023 - waits here
+                until(lambda: made.is_idle((3 if others else 1) * (number + 1)))  # noqa: B023 - it is called at once
                 made.take(0)
                 found += made.take(1)
             return [number for number in found if number < 1_000_000]
@@ -344,7 +344,7 @@ def test_what_is_under_way_has_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch)
     with SwitchOfSockets(2, LinkConditions(delay_s=60.0, mtu=9000)) as made:
         for number in range(10):
             made.send(0, 1, number, 9000)
-            until(lambda: len(made.switch.under_way) + made.switch.counts["full"] > number)  # noqa: B023 - waits here
+            until(lambda: len(made.switch.under_way) + made.switch.counts["full"] > number)  # noqa: B023 - it is called at once
         assert made.switch.counts["full"] == 5
 
 

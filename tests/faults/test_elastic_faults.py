@@ -69,7 +69,7 @@ class Run:
 
     def _watch(self, number: int) -> Any:
         class Watch:
-            def on_step(_, report: Any) -> bool:  # noqa: N805 - self is the cast
+            def on_step(_, report: Any) -> bool:  # noqa: N805 - self is the outer one
                 self.steps.append((number, report.world))
                 return self.until()
 

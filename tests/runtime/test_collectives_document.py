@@ -195,7 +195,8 @@ def test_numbers_are_those_of_the_code(page: str) -> None:
     assert f"more than {rendezvous.RENDEZVOUS_BYTES // MIB} MiB (or" in text
     assert f"at most {engine.MAX_NAME_BYTES} bytes" in text
     assert (
-        f"the latest {engine.MAX_NAMES} pairs are remembered of what all ranks call, {engine.MAX_NAMES} / (2 world), "
+        f"the latest {engine.MAX_COUNTED_NAMES} pairs are remembered of what all ranks call, "
+        f"{engine.MAX_COUNTED_NAMES} / (2 world), "
         f"but not fewer than {engine.MIN_PAIR_NAMES}, of the messages from one rank to another"
     ) in text
     assert f"At most {engine.MAX_PENDING} / (world - 1) collectives, or {engine.MIN_PENDING}, may be pending" in text

@@ -267,8 +267,8 @@ def test_limits_are_those_of_the_code(page: str) -> None:
     assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1).rendezvous_bytes == 800 / (4 * 8)  # type: ignore[arg-type]
     assert limits["payload of unknown size"].endswith(f"{defaults['max_payload_bytes']} by default")
     assert limits["pairs of round_id and name whose calls are counted"] == (
-        f"the latest {engine.MAX_NAMES} of what all ranks call; of `send FROM TO` the latest {engine.MAX_NAMES} / "
-        f"(2 world) but not fewer than {engine.MIN_PAIR_NAMES}"
+        f"the latest {engine.MAX_COUNTED_NAMES} of what all ranks call; of `send FROM TO` the latest "
+        f"{engine.MAX_COUNTED_NAMES} / (2 world) but not fewer than {engine.MIN_PAIR_NAMES}"
     )
 
 

@@ -27,9 +27,10 @@ def own_handle() -> Any:
     return dist._get_reconfigure_handle()  # noqa: SLF001 - torch has no public name for it
 
 
-def reconfigure(uuid: int, handles: Sequence[str] | set[str], limit_s: float = LIMIT_S) -> None:
-    """Make the process group one of these processes."""
-    work = dist._reconfigure(uuid, handles, timeout=timedelta(seconds=limit_s))  # noqa: SLF001 - likewise
+def reconfigure(uuid: int, handles: Sequence[str] | set[str], limit_s: float | None = LIMIT_S) -> None:
+    """Make the process group one of these processes. Without a limit that of the group counts."""
+    limit = {} if limit_s is None else {"timeout": timedelta(seconds=limit_s)}
+    work = dist._reconfigure(uuid, handles, **limit)  # noqa: SLF001 - torch has no public name for it
     work.wait()
 
 
@@ -215,7 +216,7 @@ def beyond(place: RankLocation) -> dict[str, Any]:
     store.set(f"handle {place.rank}", own_handle())
     handles = [store.get(f"handle {rank}").decode() for rank in range(place.world)]
     dist.all_reduce(torch.ones(1))
-    reconfigure(1, handles[::-1])
+    reconfigure(1, handles[::-1], None)
     found["of an ordinary group"] = [dist.get_rank(), total()]
     return found
 

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from gradbus.runtime.errors import BusError
 from gradbus.torch import groups
 from gradbus.torch.formation import Rendezvous
-from gradbus.torch.groups import HeldGroup
+from gradbus.torch.groups import GroupMembership
 
 
 class NoLog:
@@ -66,7 +66,7 @@ def watch_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "WATCH_S", 0.001)
 
 
-def begun(membership: HeldGroup, monkeypatch: pytest.MonkeyPatch, *, error: Exception | None = None) -> list[str]:
+def begun(membership: GroupMembership, monkeypatch: pytest.MonkeyPatch, *, error: Exception | None = None) -> list[str]:
     """Form a group that ends with the error when it is left. Returns what it was left with, once it has been."""
     left_with: list[str] = []
 
@@ -99,7 +99,7 @@ def test_a_watch_that_fails_is_called_again_and_logged_once(
             raise KeyError("a callback of somebody's")
         goes_on.set()
 
-    membership = HeldGroup(watch, bus_thread)
+    membership = GroupMembership(watch, bus_thread)
     with capture_logs() as lines:
         begun(membership, monkeypatch)
         assert goes_on.wait(60.0)
@@ -120,7 +120,7 @@ def test_what_ends_a_group_that_has_formed_is_logged_and_the_reason_for_leaving_
     bus_thread: Any, error: Exception | None, reason: str, left_with: list[str], events: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    membership = HeldGroup(lambda now_s: None, bus_thread)
+    membership = GroupMembership(lambda now_s: None, bus_thread)
     with capture_logs() as lines:
         found = begun(membership, monkeypatch, error=error)
         membership.end(reason, abruptly=True, keep_bus=True)
@@ -129,7 +129,7 @@ def test_what_ends_a_group_that_has_formed_is_logged_and_the_reason_for_leaving_
 
 
 def test_a_group_whose_loop_has_been_ended_can_be_left(bus_thread: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    membership = HeldGroup(lambda now_s: None, bus_thread)
+    membership = GroupMembership(lambda now_s: None, bus_thread)
     begun(membership, monkeypatch)
     assert bus_thread.held.cancel()
     membership.end("", abruptly=False, keep_bus=True)

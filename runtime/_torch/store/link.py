@@ -51,10 +51,12 @@ class StoreLink:
     """Shared by all handles of one address in this process.
 
     Attributes:
-        fault: why it cannot be used any more. finished: it has left. process: that has opened it, not one forked later.
+        fault: why it cannot be used any more. finished: it has left.
+        process: number of the process that has opened it; a child by fork is another one.
         handles: the one that is closed last closes the link.
         clones: C++ has them, which does not keep the Python part of an object alive.
-        thread: of its bus. end: in DDS, while it is open; leaving: the same from its closing until it has left.
+        thread: the thread of its bus.
+        end: its endpoint in DDS, while the link is open. leaving: the same endpoint from then on, until it has left.
     """
 
     def __init__(self, address: Address) -> None:

@@ -425,7 +425,7 @@ def test_one_with_other_data_of_equal_size_is_refused_by_name_and_the_run_goes_o
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("VERSION", elastic.VERSION + 1), ("COMMON", elastic.COMMON[:-1])],
+    [("VERSION", elastic.VERSION + 1), ("POSITION_FIELDS", elastic.POSITION_FIELDS[:-1])],
     ids=["of the protocol", "what is shared of a position"],
 )
 def test_one_of_another_version_is_refused_by_name_and_the_run_goes_on(

@@ -37,7 +37,7 @@ class Slowed(ClassificationTask):
                     raise OSError("no data")
                 if rank == 1 and self._ahead:
                     wanted = min(number + self._ahead, len(all_of_them) - 1)
-                    assert self._changed.wait_for(lambda: self._furthest >= wanted, timeout=10)  # noqa: B023 - waits here
+                    assert self._changed.wait_for(lambda: self._furthest >= wanted, timeout=10)  # noqa: B023 - it is called at once
                 self.begun.append((rank, number))
                 self._changed.notify_all()
             yield batch

@@ -32,7 +32,7 @@ from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.federated import updates_out
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
-from gradbus.actors.federated.update_masks import ClientMasking, OwnPart
+from gradbus.actors.federated.update_masks import ClientMasking, MaskingAttempt
 from gradbus.actors.secure_aggregation.keys import Attempt, Roster, TooFewMembers, commitment
 from gradbus.actors.secure_aggregation.masked_values import MAGIC, size_of
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
@@ -430,11 +430,11 @@ def test_a_wrong_answer_is_noticed_and_another_one_asked_for() -> None:
 class Entered(ClientMasking):
     """Takes part in attempts from the point at which the shares have come, with its thread held by a test."""
 
-    def enter(self, client: MaskingClient) -> OwnPart:
-        self._own = OwnPart(client)
+    def enter(self, client: MaskingClient) -> MaskingAttempt:
+        self._own = MaskingAttempt(client)
         return self._own
 
-    async def make_masks(self, own: OwnPart) -> None:
+    async def make_masks(self, own: MaskingAttempt) -> None:
         await self._make_masks(own, 10)
 
     async def hold_thread(self, until: threading.Event) -> None:

@@ -67,7 +67,9 @@ class Stranger:
         head = looked_at[:-4]  # behind which there are zeros
 
         def write_over(room: memoryview) -> None:
+            # `write_made` has both in one piece of memory, which DDS sends.
             begin = ct.addressof(ct.c_char.from_buffer(room)) - len(head)
+            assert ct.string_at(begin, len(head)) == head
             ct.memmove(begin, sample, len(sample))
 
         entity, sertype = libddsc.handle_of(writer.entity), libddsc.sertype_of(writer.entity)

@@ -328,7 +328,7 @@ def test_calls_of_one_name_are_matched_by_their_number() -> None:
 
 def test_messages_to_one_rank_do_not_part_the_counts_of_those_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only so many names are counted, and a rank that sends much has more of them than those that it sends little."""
-    monkeypatch.setattr(engine, "MAX_NAMES", 8)
+    monkeypatch.setattr(engine, "MAX_COUNTED_NAMES", 8)
     monkeypatch.setattr(engine, "MIN_PAIR_NAMES", 2)
     net = net_of(3)
 

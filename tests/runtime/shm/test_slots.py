@@ -229,7 +229,7 @@ def test_a_copy_that_is_interrupted_leaves_the_slot_free() -> None:
 def test_a_forked_child_does_not_give_back_what_its_parent_holds() -> None:
     ranks = Ranks()
     frame = get(ranks, put(ranks, 1))
-    lock, held, over = ranks.shared[1].slots._lock, threading.Event(), threading.Event()  # noqa: SLF001 - see below
+    lock, held, over = ranks.shared[1].slots._lock, threading.Event(), threading.Event()  # noqa: SLF001 - another thread holds it at the fork
 
     def hold() -> None:
         with lock:
