@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bus_helpers import writer_of
 from dds_domains import new_domain
 from other_payloads import send_instead
 
@@ -48,7 +49,7 @@ class Attacker:
 
     async def raw(self, kind: type[Any], fields: tuple[Any, ...], data: bytes) -> None:
         """Any bytes in a sample of this topic."""
-        self._bus._writers[kind].write(fields, (data,))  # noqa: SLF001 - a bus sends only what is right
+        writer_of(self._bus, kind).write(fields, (data,))
 
     async def spray(self, run_id: int, victim: int) -> None:
         """Garbage, damaged frames, frames of every identity, and control messages that lie."""

@@ -40,8 +40,8 @@ def test_no_client_by_itself_keeps_the_way_to_the_others_full(
         await scene.downlink.publish_full(0)
         for time in range(2, 30):
             scene.need(0, 1 if seqs else 0, seqs)
-            await scene.bus.until(lambda time=time: len(scene.bus.sent) == min(time, 9))  # type: ignore[misc]
-            await resent()
+            assert await resent() == (time <= 9)
+            assert len(scene.bus.sent) == min(time, 9)
         assert sum(message.size for message in scene.bus.sent) == 9 * 4 * DIM
         scene.need(0, 1, [3], client_id=1)  # others get what they miss
         await scene.bus.until(lambda: len(scene.bus.sent) == 10)

@@ -220,7 +220,7 @@ class FailsSometimes(NoopTask):
 
 
 class EmptyPool(TrainingPool[Any]):
-    """A pool that starts no processes."""
+    """A pool that starts no processes. A test adds what is none: publicly a pool has but those that it has started."""
 
     async def open(self, client_id: int, num_clients: int) -> None: ...
 
@@ -236,7 +236,8 @@ class EmptyPool(TrainingPool[Any]):
 
 
 class CommandedHost(ClientHost):
-    """A host without a controller: the parts of a round are called by a test, and all of its clients are asked."""
+    """A host without a controller: the parts of a round are called by a test, and all of its clients are asked. In
+    public a host runs whole rounds alone, in which no test chooses what comes first."""
 
     def command(self, command: TrainCmd) -> None:
         self._session.asked = lambda _: frozenset({0, 1})  # type: ignore[method-assign]

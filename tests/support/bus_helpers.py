@@ -40,7 +40,8 @@ async def reads(bus: Bus, kind: type[Any], count: int = 1) -> None:
 def readers_in_dds(bus: Bus, kind: type[Any]) -> int:
     """The readers that DDS matches with the bus's writer of the topic: also those that are no members'."""
     writer = writer_of(bus, kind)
-    return int(getattr(writer, "_matched", writer.matched))  # that which encrypts counts others
+    # One that encrypts shows the number of members' readers alone: no public name has that of all.
+    return int(getattr(writer, "_matched", writer.matched))
 
 
 def topics_of(bus: Bus) -> list[str]:

@@ -39,9 +39,9 @@ class Hall:
         for node in self.nodes:
             self.meet(node)
 
-    def new_controller(self, allowed: AllowList) -> Admission:
+    def new_controller(self, allowed: AllowList, label: str = "desk:1") -> Admission:
         """A start of the controller."""
-        return Admission(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s)
+        return Admission(JOB, SERVER, allowed, label=label, now_s=self.now_s)
 
     def meet(self, node: JoinClient) -> None:
         """The node hears that the controller is there."""
@@ -103,8 +103,8 @@ class RankHall(Hall):
         self._decryptors: dict[tuple[bytes, str], StreamDecryptor] = {}
         super().__init__(*nodes, allowed=allowed)
 
-    def new_controller(self, allowed: AllowList) -> Admission:
-        return Admission(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s, ranks=RankKeys(JOB))
+    def new_controller(self, allowed: AllowList, label: str = "desk:1") -> Admission:
+        return Admission(JOB, SERVER, allowed, label=label, now_s=self.now_s, ranks=RankKeys(JOB))
 
     def keys(self, party: JoinClient | Admission) -> RankKeys:
         assert party.ranks is not None

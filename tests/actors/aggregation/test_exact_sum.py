@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -307,8 +309,12 @@ def test_both_ways_to_round_give_the_same_integers(values: list[float]) -> None:
     block = DenseBlock(0, torch.tensor([*values, *halves], dtype=torch.float64) / 2.0**30)
     update: Any = SimpleNamespace(is_delta=True, blocks=lambda elems: [block])
     found = []
-    for bound in (2.0**50, 2.0**62):  # it says which way is taken
-        ((_, integers),) = GridRounding().blocks(update, torch.empty(0), 1, bound)
+    # The bound says which way is taken, and nothing public whether it was: with another limit both might be one.
+    for bound, way in ((math.nextafter(2.0**51, 0.0), "_round_small"), (2.0**62, "_round")):
+        rounding = GridRounding()
+        with mock.patch.object(rounding, way, wraps=getattr(rounding, way)) as taken:
+            ((_, integers),) = rounding.blocks(update, torch.empty(0), 1, bound)
+        assert taken.call_count == 1
         found.append(integers.tolist())
     assert found[0] == found[1]
 

@@ -844,9 +844,9 @@ class SharedStates:
         groups: dict[Algorithm, str] = {}  # the newest of each rank
 
         async def begin_and_note(worker: ElasticWorker, group: Any, generation: int) -> None:
-            await begin(worker, group, generation)
             algorithm = training_of(worker).algorithm
             groups[algorithm] = group.name
+            await begin(worker, group, generation)
             self._note(group.name, worker._stepper.ended_exchanges, algorithm)  # noqa: SLF001 - no report has them
             state = algorithm.shared_state() | algorithm.own_state()
             kept = {name: tensor.clone() for name, tensor in state.items()}

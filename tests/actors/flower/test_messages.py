@@ -73,7 +73,8 @@ class Hub(MessageHub):
 
 
 class DrivenHub(Hub):
-    """A hub that does not run: a test gives it the messages of node 0, and its beats."""
+    """A hub that does not run: a test gives it the messages of node 0, and its beats. One that runs takes them from the
+    bus and the clock: by public calls none comes at a moment that a test chooses."""
 
     def hello(self, number: int, now_s: float) -> None:
         hello = Hello(PROTOCOL, 0, 0, True, self._identity.incarnation, "training", 1, -1, "host-a:1", -1)
@@ -326,6 +327,8 @@ def test_however_many_instructions_are_open_each_is_named_before_nodes_give_it_u
     beats = [set[int]()]
 
     class Naming(DrivenHub):
+        """Notes what each beat names: on the bus nothing tells to which beat an announcement belongs."""
+
         async def _name(self, instruction: Any) -> None:
             beats[-1].add(instruction.number)
 

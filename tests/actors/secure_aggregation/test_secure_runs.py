@@ -322,7 +322,7 @@ def test_a_client_that_is_late_in_a_second_attempt_takes_part_in_the_next_round(
         return await unmask(attempt)
 
     class Late(Client):
-        """Offers its first update only once the next round has begun."""
+        """Offers its first update only once the next round has begun: its session alone knows when that is for it."""
 
         def __init__(self, bus: Any, *arguments: Any, **options: Any) -> None:
             async def late(identity: Identity, body: Any) -> None:
@@ -428,7 +428,8 @@ def test_a_wrong_answer_is_noticed_and_another_one_asked_for() -> None:
 
 
 class Entered(ClientMasking):
-    """Takes part in attempts from the point at which the shares have come, with its thread held by a test."""
+    """Takes part in attempts from the point at which the shares have come, with its thread held by a test. Public calls
+    begin with the keys, and masks are made by a task that no test could hold."""
 
     def enter(self, client: MaskingClient) -> MaskingAttempt:
         self._own = MaskingAttempt(client)

@@ -30,7 +30,7 @@ from gradbus.experiments.run import status
 from gradbus.experiments.run.status import Observer, lines_of, observe, settings_of
 from gradbus.models import NoopTask
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.dds.topics import BestEffortControl
+from gradbus.runtime.dds.topics import TOPICS, BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.wire import control
@@ -302,7 +302,7 @@ def test_nobody_waits_for_the_one_that_looks_on() -> None:
                 assert reader.get_qos()[Policy.Reliability] == Policy.Reliability.BestEffort
                 bus.open_writer(Control)
                 await bus.matched(lambda: bus.matched_readers(Control) == 1, timeout_s=10.0)
-                assert watching._writers == {}  # noqa: SLF001 - it has none that others could match
+                assert not any(map(watching.writes, TOPICS))  # it has none that others could match
 
     asyncio.run(main())
 

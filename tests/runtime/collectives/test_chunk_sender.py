@@ -222,12 +222,12 @@ def test_nothing_reads_the_payload_when_it_is_called_off(ranks: Ranks, is_shared
     del payload.data, slots
     samples = payload.sender.samples(lambda: False)
     next(samples)
-    assert True not in [one() is None for one in read]
+    assert all(one() is not None for one in read)
     payload.sender.cancel()
     assert list(samples) == []
     assert not payload.sender.advance()
     assert (payload.sent, payload.outcomes) == ([], [])
-    assert False not in [one() is None for one in read]
+    assert all(one() is None for one in read)
 
 
 # Whoever waits sends meanwhile

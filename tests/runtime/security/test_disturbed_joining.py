@@ -197,7 +197,7 @@ def test_confirms_that_a_stranger_makes_with_the_tag_of_the_true_one_are_checked
 def started_after(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> Admission:
     """A second start of the controller, however soon it came after the first one."""
     monkeypatch.setattr(admission, "new_incarnation", lambda: hall.controller.start + 1)
-    return Admission(JOB, SERVER, LIST, label="desk:2", now_s=hall.now_s)
+    return hall.new_controller(LIST, label="desk:2")
 
 
 def test_recordings_of_beacons_do_not_hide_the_controller_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
