@@ -224,7 +224,7 @@ class WeightExchange:
         self._programs.run(self._algorithm.exchange(bucket, one.step))
 
     def all_are(self, is_finite: bool) -> bool:
-        """Whether it is so on all ranks that exchange this shard."""
+        """Return whether it is true on every rank that exchanges this shard that its weights are finite."""
         return bool(self._programs.all_reduce("finite", torch.tensor([float(is_finite)]), "min"))
 
     def _apply(self, until: int | None) -> None:

@@ -132,7 +132,7 @@ def _refuse(*_: object) -> int:
 
 
 def handle_of(entity: Any) -> int:
-    """What the library knows an entity of the binding by, a dds_entity_t."""
+    """Return the handle (a dds_entity_t) that the library has for an entity of the binding."""
     handle: int = entity._ref  # noqa: SLF001 - the binding has no public name for it
     return handle
 

@@ -140,7 +140,7 @@ class LivenessChallenge:
         self._thread.add_periodic(Periodic(self._announce))
 
     def _look_for_acknowledgements(self) -> bool:
-        """Whether to look again soon. What is lost on the way is sent again by DDS, but only when that has noticed."""
+        """Return whether to look again soon. DDS sends a lost sample again, but only once it has noticed the loss."""
         if not self._writer.is_acknowledged and time.monotonic() < self._acknowledged_by_s:
             return True
         self._is_waiting, self._acknowledged = False, self._sent
