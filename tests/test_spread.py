@@ -14,10 +14,14 @@ class Worker:
     """Notes which files it is given, and runs nothing."""
 
     shutting_down = False
+    done = 0
 
     def __init__(self, number: int) -> None:
         self.gateway = SimpleNamespace(id=f"gw{number}")
         self.files: list[str] = []
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
 
     def send_runtest_some(self, numbers: list[int]) -> None:
         self.files += [TESTS[number].partition(".")[0] for number in numbers]
@@ -53,3 +57,41 @@ def test_a_worker_in_place_of_one_of_two_that_has_crashed_takes_files_from_the_f
     spread.add_node_collection(new, TESTS)
     spread.schedule()
     assert new.files[0] == "f", "the first that waits; those of the crashed worker are at the end"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_a_crashed_worker_has_left_is_run_by_the_others_but_not_the_test_that_it_crashed_in(
+    count: int, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytestconfig.option, "tx", [f"{count}*popen"])
+    spread = FromBothEnds(pytestconfig)
+    workers = [Worker(number) for number in range(count)]
+    for worker in workers:
+        spread.add_node(worker)
+        spread.add_node_collection(worker, TESTS)
+    spread.schedule()
+
+    def run_one(worker: Worker) -> bool:
+        """As a worker does: its last test waits for another one, or for the end."""
+        if len(worker.files) - worker.done < (1 if worker.shutting_down else 2):
+            return False
+        worker.done += 1
+        spread.mark_test_complete(worker, TESTS.index(f"{worker.files[worker.done - 1]}.py::test"))
+        return True
+
+    crashes = workers.pop()
+    assert run_one(crashes)
+    finished, crashed = crashes.files[:2]
+    assert spread.remove_node(crashes) == f"{crashed}.py::test"
+    workers.append(Worker(count))
+    spread.add_node(workers[-1])
+    spread.add_node_collection(workers[-1], TESTS)
+    spread.schedule()
+    while any([run_one(worker) for worker in workers]):
+        if spread.tests_finished:
+            for worker in workers:
+                worker.shutdown()
+    assert spread.tests_finished
+    assert not spread.has_pending
+    run = [file for worker in workers for file in worker.files]
+    assert sorted(run) == sorted(set("abcdefgh") - {finished, crashed})

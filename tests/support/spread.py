@@ -1,4 +1,4 @@
-"""Which worker of pytest-xdist runs which files of tests, where there are more than two of them."""
+"""Which worker of pytest-xdist runs which files of tests, also after one of them has crashed."""
 
 from __future__ import annotations
 
@@ -22,3 +22,26 @@ class FromBothEnds(LoadFileScheduling):
         if self.nodes.index(node) >= FROM_THE_FRONT:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
+
+    def _reschedule(self, node: Any) -> None:
+        super()._reschedule(node)
+        # A worker begins its last test only when it has another one, or knows that there is none.
+        if self.workqueue and self._pending_of(self.assigned_work[node]) == 1:
+            super()._reschedule(node)
+
+    def remove_node(self, node: Any) -> Any:
+        """Give what a worker has left to the others, but for the test that it has crashed in.
+
+        xdist 3.8 gives back all files that the worker ever had. Who gets one with nothing left to run waits for ever:
+        the run did not end.
+        """
+        files = self.assigned_work[node]
+        left = [(file, test) for file, tests in files.items() for test, is_done in tests.items() if not is_done]
+        if not left:
+            return super().remove_node(node)
+        file, crashed = left[0]  # files, and tests in them, are in the order in which they run
+        files[file][crashed] = True
+        for name in [name for name, tests in files.items() if all(tests.values())]:
+            del files[name]
+        super().remove_node(node)
+        return crashed
