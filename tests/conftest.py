@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import memory_maps
 import pytest
@@ -47,6 +48,23 @@ sys.dont_write_bytecode = False
 # A shell that starts this in the background has it ignore Ctrl-C, and with it what is started here to be stopped by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_undo = pytest.MonkeyPatch.undo
+
+
+def _undo_keeping(patch: pytest.MonkeyPatch) -> None:
+    """Undo, and only then let go of what was in place meanwhile.
+
+    Python 3.11 and 3.12 forget what they know of a class (its version tag) only after a value of it is replaced. Where
+    the former value goes with that, and something of its closure ends in Python code, a thread that calls the method
+    just then calls what is half gone: a segmentation fault. Python 3.13 has this mended.
+    """
+    in_place = [vars(owner).get(name) for owner, name, _ in patch._setattr if isinstance(owner, type)]  # noqa: SLF001 - no other list of them
+    _undo(patch)
+    del in_place
+
+
+pytest.MonkeyPatch.undo = _undo_keeping  # type: ignore[method-assign]
 
 
 def pytest_unconfigure() -> None:
@@ -89,10 +107,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     atexit.register(gc.unfreeze)  # else libraries complain at the end of what was never freed
 
 
+_crash_report: TextIO | None = None  # of a worker: where its threads stood
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["GRADBUS_TESTS_TURNS"] = _HOME.name  # for the workers, if this process starts some
 elif _folder := os.environ.pop("GRADBUS_TESTS_TURNS", ""):
     turns.of_this_worker = turns.Turns(Path(_folder))
+    _crash_report = Path(_folder, f"crash-{os.environ['PYTEST_XDIST_WORKER']}").open("w")  # noqa: SIM115 - kept to the end
+
+
+@pytest.hookimpl(trylast=True)  # pytest's own has it written to the terminal, in the midst of the dots
+def pytest_configure() -> None:
+    if _crash_report is not None:
+        faulthandler.enable(_crash_report)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show where a worker has crashed, which may be hours of output ago."""
+    for report in sorted(Path(_HOME.name).glob("crash-*")):
+        if text := report.read_text():
+            terminalreporter.section(report.name)
+            terminalreporter.write(text)
 
 
 def _is_alone(item: pytest.Item | None) -> bool:

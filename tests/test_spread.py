@@ -87,7 +87,7 @@ def test_what_a_crashed_worker_has_left_is_run_by_the_others_but_not_the_test_th
     spread.add_node(workers[-1])
     spread.add_node_collection(workers[-1], TESTS)
     spread.schedule()
-    while any([run_one(worker) for worker in workers]):
+    while sum(run_one(worker) for worker in workers):
         if spread.tests_finished:
             for worker in workers:
                 worker.shutdown()

@@ -9,7 +9,8 @@ import random
 # From domain 101 on, ports of a domain are among those that the system gives to anybody.
 _ALL = range(1, 100)
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# One more: a worker that replaces one which has crashed has a new number.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) + 1
 _MINE = _ALL[_WORKER % _WORKERS :: _WORKERS]
 
 # In another order each time: somebody else may run tests on this machine, too.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class Ranks:
                     one.attach(rank, other.place)
         for rank, one in enumerate(self.shared):
             one.admit([other for other in range(world) if other != rank], _taker(self.take, rank))
+        weakref.finalize(self, _close, [one.mailbox for one in self.shared])
 
     def mailbox(self, rank: int) -> Mailbox:
         """The mailbox of a rank."""
@@ -53,6 +55,13 @@ class Ranks:
     def set_attention(self, rank: int, word: int) -> None:
         """Have senders find a rank in this state."""
         self.layout.attention(self.memory(rank))[0] = word
+
+
+def _close(mailboxes: Sequence[Mailbox | None]) -> None:
+    """End their threads, which would read letters until the process ends."""
+    threads = [mailbox.close() for mailbox in mailboxes if mailbox is not None]
+    for thread in filter(None, threads):
+        thread.join(10.0)
 
 
 def _taker(take: list[Callable[[Frame], None]], rank: int) -> Callable[[Frame], None]:
