@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -60,8 +61,9 @@ class Ranks:
 def _close(mailboxes: Sequence[Mailbox | None]) -> None:
     """End their threads, which would read letters until the process ends."""
     threads = [mailbox.close() for mailbox in mailboxes if mailbox is not None]
-    for thread in filter(None, threads):
-        thread.join(10.0)
+    for thread in threads:
+        if thread is not None and thread is not threading.current_thread():  # which may have dropped the ranks last
+            thread.join(10.0)
 
 
 def _taker(take: list[Callable[[Frame], None]], rank: int) -> Callable[[Frame], None]:
