@@ -128,7 +128,7 @@ test: $(STAMP)  ## run every test, with WORKERS=3
 	$(BIN)/pytest $(SPREAD) $(ARGS); code=$$?; echo $$code > build/tests-ended; exit $$code
 
 # A test of deadlines may fail where other work has the machine for seconds. It passes by itself, or it has failed; more than three are no accident,
-# nor is a run that did not come to its end (pytest's exit code 1: tests have failed, and nothing else).
+# nor is a run that did not come to its end, or in which a worker has crashed (pytest's exit code 1: tests have failed, and nothing else).
 test-again: $(STAMP)  ## after `make test`: the tests that failed, three at most, by themselves
 	@test "$$(cat build/tests-ended 2>/dev/null)" = 1 || { echo "make test-again: make test has not come to its end" >&2; exit 1; }
 	@$(BIN)/python -c 'import json, sys; failed = list(json.load(open(".pytest_cache/v/cache/lastfailed"))); \

@@ -121,8 +121,25 @@ def pytest_configure() -> None:
         faulthandler.enable(_crash_report)
 
 
+_crashed_workers: list[str] = []
+
+
+@pytest.hookimpl(optionalhook=True)  # nobody calls it without pytest-xdist
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Note that a worker has crashed; at its regular end there is no error."""
+    if error:
+        _crashed_workers.append(node.gateway.id)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Have a run in which a worker has crashed end otherwise than one with failed tests: no busy machine does that, so
+    `make test-again` must not pass over it."""
+    if _crashed_workers:
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show where a worker has crashed, which may be hours of output ago."""
+    """Show at the end where a worker has crashed."""
     for report in sorted(Path(_HOME.name).glob("crash-*")):
         if text := report.read_text():
             terminalreporter.section(report.name)

@@ -1,4 +1,4 @@
-"""What tests put into classes for a while, which threads may call meanwhile."""
+"""``monkeypatch`` on classes whose methods other threads call: what it has put there is destroyed last."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 
-def test_what_was_put_into_a_class_goes_when_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_put_into_a_class_is_destroyed_when_all_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     class Target:

@@ -27,49 +27,48 @@ class Worker:
         self.files += [TESTS[number].partition(".")[0] for number in numbers]
 
 
-@pytest.mark.parametrize(("count", "first"), [(2, ["ac", "bd"]), (3, ["ac", "bd", "hg"])])
-def test_two_workers_take_files_from_the_front_and_a_third_from_the_end(
-    count: int, first: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pytestconfig.option, "tx", [f"{count}*popen"])
-    spread = FromBothEnds(pytestconfig)
+def scheduled(count: int, config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> tuple[FromBothEnds, list[Worker]]:
+    """A run with so many workers, all of which have been given their first files."""
+    monkeypatch.setattr(config.option, "tx", [f"{count}*popen"])
+    spread = FromBothEnds(config)
     workers = [Worker(number) for number in range(count)]
     for worker in workers:
         spread.add_node(worker)
         spread.add_node_collection(worker, TESTS)
     spread.schedule()
+    return spread, workers
+
+
+def replaced(spread: FromBothEnds, number: int) -> Worker:
+    """A worker in place of one that has crashed, which has been given its first files."""
+    worker = Worker(number)
+    spread.add_node(worker)
+    spread.add_node_collection(worker, TESTS)
+    spread.schedule()
+    return worker
+
+
+@pytest.mark.parametrize(("count", "first"), [(2, ["ac", "bd"]), (3, ["ac", "bd", "hg"])])
+def test_two_workers_take_files_from_the_front_and_a_third_from_the_end(
+    count: int, first: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, workers = scheduled(count, pytestconfig, monkeypatch)
     assert ["".join(worker.files[:2]) for worker in workers] == first
 
 
 def test_a_worker_in_place_of_one_of_two_that_has_crashed_takes_files_from_the_front(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pytestconfig.option, "tx", ["2*popen"])
-    spread = FromBothEnds(pytestconfig)
-    workers = [Worker(number) for number in range(2)]
-    for worker in workers:
-        spread.add_node(worker)
-        spread.add_node_collection(worker, TESTS)
-    spread.schedule()
+    spread, workers = scheduled(2, pytestconfig, monkeypatch)
     spread.remove_node(workers[0])
-    new = Worker(2)
-    spread.add_node(new)
-    spread.add_node_collection(new, TESTS)
-    spread.schedule()
-    assert new.files[0] == "f", "the first that waits; those of the crashed worker are at the end"
+    assert replaced(spread, 2).files[0] == "f", "the first that waits; those of the crashed worker are at the end"
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_what_a_crashed_worker_has_left_is_run_by_the_others_but_not_the_test_that_it_crashed_in(
     count: int, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pytestconfig.option, "tx", [f"{count}*popen"])
-    spread = FromBothEnds(pytestconfig)
-    workers = [Worker(number) for number in range(count)]
-    for worker in workers:
-        spread.add_node(worker)
-        spread.add_node_collection(worker, TESTS)
-    spread.schedule()
+    spread, workers = scheduled(count, pytestconfig, monkeypatch)
 
     def run_one(worker: Worker) -> bool:
         """As a worker does: its last test waits for another one, or for the end."""
@@ -83,10 +82,7 @@ def test_what_a_crashed_worker_has_left_is_run_by_the_others_but_not_the_test_th
     assert run_one(crashes)
     finished, crashed = crashes.files[:2]
     assert spread.remove_node(crashes) == f"{crashed}.py::test"
-    workers.append(Worker(count))
-    spread.add_node(workers[-1])
-    spread.add_node_collection(workers[-1], TESTS)
-    spread.schedule()
+    workers.append(replaced(spread, count))
     while sum(run_one(worker) for worker in workers):
         if spread.tests_finished:
             for worker in workers:
