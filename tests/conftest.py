@@ -70,6 +70,9 @@ pytest.MonkeyPatch.undo = _undo_keeping  # type: ignore[method-assign]
 def pytest_unconfigure() -> None:
     if turns.of_this_worker is not None:
         turns.of_this_worker.close()
+    if _crash_report is not None:
+        faulthandler.disable()
+        _crash_report.close()
     _HOME.cleanup()
 
 
