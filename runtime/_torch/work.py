@@ -472,7 +472,7 @@ class WorkQueue:
                 work.expire()
             elif work.undelivered and work.until_s + RESCUE_S < now_s:
                 # The thread is stuck in a callback that waits for a future of this thread's: end that wait.
-                ClosingThread(work.deliver, "gradbus-torch-rescue").start()
+                ClosingThread(work.deliver, name="gradbus-torch-rescue").start()
         if self.stalls is not None:
             self.stalls.look(self.engine.waiting)
 

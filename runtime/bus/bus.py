@@ -361,7 +361,7 @@ class Bus:
             self._sender.stop()
             self._thread.stop()
             finished: asyncio.Future[int] = self._loop.create_future()
-            ClosingThread(partial(self._shut_down, finished, list(self._ports)), "gradbus-close").start()
+            ClosingThread(partial(self._shut_down, finished, list(self._ports)), name="gradbus-close").start()
             # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
             await asyncio.wait([finished], timeout=5.0)
 

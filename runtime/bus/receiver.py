@@ -238,7 +238,7 @@ class Receiver:
                     then()
 
         # Not here: it takes up to some seconds, and this may be the thread of an event loop that waits inline.
-        deletion = ClosingThread(delete, "gradbus-delete")
+        deletion = ClosingThread(delete, name="gradbus-delete")
         self._deletions = [*(one for one in self._deletions if one.is_running()), deletion]
         deletion.start()
 

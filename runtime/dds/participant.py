@@ -541,7 +541,7 @@ def delete_together(readers: Sequence[Reader], writers: Sequence[Writer]) -> Non
 def _delete_at_once(endpoints: Sequence[Reader | Writer]) -> None:
     """Delete readers or writers, each on a thread of its own. No executor does it: that refuses work while the
     interpreter ends, which is when some programs close their last bus."""
-    threads = [ClosingThread(one.delete, "gradbus-delete") for one in endpoints]
+    threads = [ClosingThread(one.delete, name="gradbus-delete") for one in endpoints]
     for thread in threads:
         thread.start()
     for thread in threads:

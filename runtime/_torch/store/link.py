@@ -190,7 +190,7 @@ class StoreLink:
     def _start_leaving(self, thread: background.BusThread, end: StoreEnd) -> None:
         end.end()
         try:
-            ClosingThread(partial(self._leave, thread, end), "gradbus-store-close", daemon=False).start()
+            ClosingThread(partial(self._leave, thread, end), name="gradbus-store-close", daemon=False).start()
         except RuntimeError:  # no thread can be had
             self.finished.set()
 
