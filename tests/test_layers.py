@@ -247,6 +247,13 @@ def commands_work_without_the_backend_of_torch(path: PurePosixPath, source: str)
     ]
 
 
+def task_groups_leave_no_cycle(path: PurePosixPath, source: str) -> list[str]:
+    """runtime/tasks.py says why. Examples and benchmarks are written as their users would write them."""
+    if path.parts[0] == "experiments":
+        return []
+    return [f"line {call.lineno}: {name}" for call, name in calls(source) if name.endswith("asyncio.TaskGroup")]
+
+
 def exceptions_from_the_linter_have_a_reason(_: PurePosixPath, source: str) -> list[str]:
     """On the line, or in a comment on the line above."""
     if "noqa" not in source.lower():  # to split a file into tokens takes long
@@ -287,6 +294,7 @@ RULES: list[Rule] = [
     what_comes_from_outside_is_read_within_limits,
     torchvision_is_lazy,
     commands_work_without_the_backend_of_torch,
+    task_groups_leave_no_cycle,
 ]
 
 
@@ -449,6 +457,7 @@ BAD = [
     (torchvision_is_lazy, "actors/federated/client.py", "def f():\n    import torchvision"),
     (commands_work_without_the_backend_of_torch, "experiments/run/commands.py", "def f():\n    import gradbus.torch"),
     (commands_work_without_the_backend_of_torch, "runtime/_front/__init__.py", "from gradbus.torch import register"),
+    (task_groups_leave_no_cycle, "actors/federated/client.py", "async with asyncio.TaskGroup() as group: ..."),
     (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
     (torchvision_is_lazy, "models/data.py", "from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "class A:\n    from torchvision import datasets"),
@@ -510,6 +519,7 @@ GOOD = [
     ),
     (torchvision_is_lazy, "models/data.py", "def f():\n    from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "if TYPE_CHECKING:\n    import torchvision"),
+    (task_groups_leave_no_cycle, "actors/federated/client.py", "from gradbus.runtime.tasks import TaskGroup"),
     (commands_work_without_the_backend_of_torch, "runtime/_torch/work.py", "from gradbus.torch.calls import Task"),
     (commands_work_without_the_backend_of_torch, "experiments/examples/local_updates.py", "import gradbus.torch"),
 ]
