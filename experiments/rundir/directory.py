@@ -448,6 +448,7 @@ def replaced(path: Path) -> Iterator[Path]:
     """Write the file that this yields; it takes the place of ``path`` at the end, or is gone if there was an error."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # somebody else's run directory may have a link there, to any file
         yield temporary
         temporary.replace(path)
     except BaseException:

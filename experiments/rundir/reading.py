@@ -93,8 +93,14 @@ class RunFiles:
 
 def kind_of(path: Path) -> Kind:
     """Which kind of run has left this directory. Raises ConfigError: none."""
+    return config_of(path)[0]
+
+
+def config_of(path: Path) -> tuple[Kind, Mapping[str, Any]]:
+    """The same, and the configuration of the run, as it was written; empty: it was not. Raises ConfigError."""
     _check_directory(path)
-    return _kind(path, _json_file(path / "config.json", [], ""))
+    config = _json_file(path / "config.json", [], "")
+    return _kind(path, config), config
 
 
 def _check_directory(path: Path) -> None:

@@ -53,6 +53,7 @@ def test_a_federated_run_of_an_earlier_version_goes_on(stored: Path, name: str, 
     newest = CheckpointStore.to_read(stored / name / "state").load_newest()
     assert newest is not None
     assert (newest.round_id, newest.meta["run_id"]) == (5, run_id)
+    assert not export(stored / name).unknown, "the checkpoints of today name everything"
     for client in range(golden_runs.CLIENTS):
         assert CheckpointStore.to_read(stored / f"{name}-clients" / f"client-{client}").rounds() == [3, 4, 5]
 
@@ -65,6 +66,7 @@ def test_ranks_of_an_earlier_version_go_on(stored: Path, name: str, domain: int)
     assert [report["epoch"] for report in after] == [0, 1, 2]
     assert [report["params_hash"] for report in after[:2]] == [report["params_hash"] for report in before]
     assert after[2]["loss"] < before[1]["loss"], "it goes on with the model that it had"
+    assert export(stored / name).is_whole
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -84,14 +86,58 @@ def test_the_journals_of_an_earlier_version_are_checked(stored: Path, name: str,
     assert "left out" not in done.out
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_model_of_an_earlier_version_is_exported(stored: Path, name: str) -> None:
-    loaded = load_file(export(stored / name).path)
+def is_one_of_the_run(tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether the tensors are those of a trained model in their dtypes."""
     like = GoldenModel().state_dict()
-    assert loaded.keys() == like.keys()
-    assert all(loaded[key].dtype == like[key].dtype for key in like)
-    assert not torch.equal(loaded["first.weight"], like["first.weight"])
+    return all(tensors[name].dtype == like[name].dtype for name in tensors) and not torch.equal(
+        tensors["first.weight"], like["first.weight"]
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_model_of_an_earlier_version_is_built_and_exported(stored: Path, name: str) -> None:
+    done = export(stored / name, trust=True)
+    loaded = load_file(done.path)
+    assert loaded.keys() == GoldenModel().state_dict().keys()
+    assert is_one_of_the_run(loaded)
     assert torch.equal(loaded["first.weight"], loaded["last.weight"])
+    GoldenModel().load_state_dict(loaded)
+    assert "strict" not in done.text
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_checkpoint_of_an_earlier_version_has_is_exported_without_the_model(stored: Path, name: str) -> None:
+    whole = load_file(export(stored / name, stored / "whole.safetensors", trust=True).path)
+    done = export(stored / name)
+    loaded = load_file(done.path)
+    assert is_one_of_the_run({key: tensor for key, tensor in loaded.items() if key != "scratch"})
+    assert all(torch.equal(whole[key], tensor) for key, tensor in loaded.items() if key != "scratch")
+    of_federated = {"frozen.weight", "frozen.bias", "norm.num_batches_tracked", "last.weight"}
+    not_there = {"federated": of_federated, "personal": of_federated | {"head.weight", "head.bias"}}
+    assert whole.keys() - loaded.keys() == not_there.get(name, {"last.weight"})
+    assert "second names of tied weights" in done.text
+    assert ("20 values of frozen parameters, which are saved without their names" in done.text) == (name in not_there)
+    assert ("tensors that federated.share leaves at the clients" in done.text) == (name == "personal")
+    assert "--trust would build the model for the rest, which runs the code that config.json names\n" in done.text
+    assert done.text.endswith(", strict=False)")
+
+
+def test_the_model_of_a_client_of_an_earlier_version_is_exported(stored: Path) -> None:
+    client = stored / "personal-clients" / "client-1"
+    whole = load_file(export(stored / "personal", stored / "whole.safetensors", client=client, trust=True).path)
+    done = export(stored / "personal", client=client)
+    loaded = load_file(done.path)
+    assert torch.equal(loaded["head.weight"], whole["head.weight"])
+    assert loaded["head.weight"].dtype == torch.bfloat16
+    assert ", 3 of them of client-1\n" in done.text, "the counter of batch norm is one of them"
+    assert "federated.share" not in done.text
+
+
+def test_the_best_model_of_an_earlier_version_is_exported(stored: Path) -> None:
+    done = export(stored / "federated", best=True)
+    whole = load_file(export(stored / "federated", stored / "whole.safetensors", best=True, trust=True).path)
+    assert all(torch.equal(whole[key], tensor) for key, tensor in load_file(done.path).items())
+    assert f"after round {done.number}, the minimum of eval_loss" in done.text
 
 
 def test_keys_and_lists_of_an_earlier_version_are_read(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:

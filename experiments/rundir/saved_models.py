@@ -1,0 +1,177 @@
+"""The checkpoints of a run directory, and the models in them, from safetensors and JSON alone.
+
+A run directory is data: none of the code that its ``config.json`` names is imported or run here, and no place outside
+of it is read. :mod:`.trusted_model` does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradbus.actors.data_parallel.saved_state import saved_state as state_of_ranks
+from gradbus.actors.data_parallel.state import SavedRank
+from gradbus.actors.federated.best_model import SavedBest, place_of
+from gradbus.actors.federated.client_state import SavedClient, own_tensors
+from gradbus.actors.federated.saved_state import saved_state as state_of_rounds
+from gradbus.actors.federated.state import SavedRun
+from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers
+from gradbus.actors.parameter_server.state import newest_version
+from gradbus.experiments.rundir.reading import Kind, config_of
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.saved_state import SavedState
+
+_SECTIONS: dict[Kind, str] = {"federated": "federated", "parallel": "parallel"}
+_UNITS: dict[Kind, str] = {"federated": "round", "parallel": "step"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundModel:
+    """The checkpoint that a model is taken from.
+
+    Attributes:
+        run: the directory of the run. kind: of the run.
+        checkpoints: one; of parameter servers, one of each. beside: where the frozen parameters of a federated run are.
+    """
+
+    run: Path
+    kind: Kind
+    checkpoints: Sequence[Checkpoint]
+    beside: CheckpointStore
+    of_servers: bool = False
+
+    @property
+    def number(self) -> int:
+        """The round, or step, after which it was saved."""
+        return self.checkpoints[0].round_id
+
+    @property
+    def unit(self) -> str:
+        """What ``number`` counts."""
+        return _UNITS[self.kind]
+
+
+class RunCheckpoints:
+    """The places of a run's checkpoints."""
+
+    def __init__(self, run: Path, *, trust: bool) -> None:
+        """``trust``: also read where its ``config.json`` says, outside of ``run``. Raises ConfigError: it is no run."""
+        self.run = run
+        self.kind, self._config = config_of(run)
+        self._trust = trust
+        named = self.setting("dir", str) or self.setting("state_dir", str, group="")  # of earlier versions
+        self._named = None if not named or "\0" in named else Path(named)
+
+    def setting(self, key: str, kind: type, *, group: str = "checkpoint") -> Any:
+        """A setting of the checkpoints as ``config.json`` has it; None: it has none of this kind."""
+        found: Any = self._config.get(_SECTIONS[self.kind])
+        for step in (group, key) if group else (key,):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return found if isinstance(found, kind) else None
+
+    def best(self) -> FoundModel:
+        """The best model of a federated run. Raises ConfigError, CheckpointError: there is none."""
+        if self.kind != "federated":
+            raise ConfigError(
+                f"--best is for federated runs, with federated.checkpoint.keep_best; {self.run} is of ranks"
+            )
+        hint = "" if self.setting("keep_best", str) else ": the run has no federated.checkpoint.keep_best"
+        place = self._place("", lambda state: place_of(state), "no best model in", hint)
+        checkpoint = CheckpointStore.to_read(place_of(place)).load_newest(SavedBest.of)
+        assert checkpoint is not None
+        return FoundModel(self.run, self.kind, [checkpoint], CheckpointStore.to_read(place))
+
+    def newest(self, number: int | None) -> FoundModel:
+        """The newest checkpoint, or that of round or step ``number``. Raises CheckpointError: there is none."""
+        hint = ": the run has ended before its first one, or its checkpoints were moved away"
+        if self.kind == "parallel" and (place := self._servers()) is not None:
+            version = newest_version(place, number)
+            return FoundModel(self.run, self.kind, version, CheckpointStore.to_read(place), of_servers=True)
+        is_federated = self.kind == "federated"
+        check: Callable[[Checkpoint], object] = SavedRun.of if is_federated else SavedRank.of
+        place = self._place("" if is_federated else "rank-0", lambda state: state, "no checkpoint in", hint)
+        store = CheckpointStore.to_read(place)
+        if number is not None and number not in store.rounds():
+            raise CheckpointError(f"{place} has no checkpoint of {number}, it has those of {store.rounds()}")
+        checkpoint = store.load_newest(check) if number is None else store.load(number, check)
+        assert checkpoint is not None
+        return FoundModel(self.run, self.kind, [checkpoint], store)
+
+    def _servers(self) -> Path | None:
+        return next((place for place in self._places() if any(place.glob("server-*/round-*.json"))), None)
+
+    def _places(self) -> list[Path]:
+        """Where checkpoints may be: ``state`` in the run directory, and where the settings say."""
+        places = [self.run / "state", *([] if self._named is None else [self._named])]
+        return [place for place in places if self._trust or self._is_inside(place)]
+
+    def _is_inside(self, place: Path) -> bool:
+        try:
+            return place.resolve().is_relative_to(self.run.resolve())
+        except (OSError, RuntimeError):  # links in a circle, a name that is too long
+            return False
+
+    def _place(self, folder: str, of: Callable[[Path], Path], what: str, hint: str) -> Path:
+        """The first place that has checkpoints, with ``folder`` in it. Raises CheckpointError: none has."""
+        places = [place / folder for place in self._places()]
+        for place in places:
+            if (self._trust or self._is_inside(of(place))) and any(of(place).glob("round-*.json")):
+                return place
+        searched = " nor in ".join(dict.fromkeys(str(of(place)) for place in places)) or str(self.run)
+        if self._named is not None and not self._trust and not self._is_inside(self._named):
+            hint = (
+                f". Its config.json names another place, {str(self._named)[:200]!r}, outside of the run directory: "
+                f"--trust would read it, and run the code that config.json names"
+            )
+        raise CheckpointError(f"{what} {searched}{hint}")
+
+
+def checkpoint_of_client(client: Path, run_id: str, round_id: int, *, exactly: bool) -> Checkpoint:
+    """The state of a client that goes with a model.
+
+    Args:
+        client: the directory of its states.
+        round_id: of the shared part. The client's newest state that is not newer is taken, and, unless ``exactly``,
+            else its newest one: in asynchronous runs its numbers are not those of rounds.
+
+    Raises:
+        ConfigError: there is no such directory.
+        CheckpointError: it has none, or those of another run, or keeps no tensors of the model.
+    """
+    if not client.is_dir():
+        raise ConfigError(f"{client} is no directory. Name that of a client, in its client.state_dir: .../client-3")
+    store = CheckpointStore.to_read(client)
+    rounds = store.rounds()
+    until = max((known for known in rounds if known <= round_id), default=None)
+    if until is None and exactly and rounds:
+        raise CheckpointError(
+            f"{client} has no state as old as the model of round {round_id}, it has those of {rounds}: a client keeps "
+            f"its last three. Export one of these rounds, or leave --client out"
+        )
+    checkpoint = store.load_newest(SavedClient.of) if until is None else store.load(until, SavedClient.of)
+    if checkpoint is None or SavedClient.of(checkpoint).run_id != run_id:
+        raise CheckpointError(f"{client} has no state of run {run_id}. Name the directory that its clients have used")
+    if not own_tensors(checkpoint.tensors):
+        raise CheckpointError(
+            f"{client} keeps no tensors of the model: nothing of it is personal (federated.share), and its rule trains "
+            f"no model of its own. Leave --client out"
+        )
+    return checkpoint
+
+
+def state_of(found: FoundModel, client: Checkpoint | None) -> SavedState:
+    """The model as named tensors. Raises CheckpointError: the checkpoint, or the client's, does not fit together."""
+    try:
+        if found.of_servers:
+            return state_of_servers(found.checkpoints)
+        (checkpoint,) = found.checkpoints
+        if found.kind == "federated":
+            return state_of_rounds(checkpoint, found.beside.load_constant, client)
+        return state_of_ranks(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"checkpoint of {found.unit} {found.number} in {found.beside.directory}: {error}"
+        ) from None
