@@ -28,7 +28,7 @@ class FlatModel:
         frozen: 64-bit hash over the frozen values as float32; 0: there are none.
         table: name, dtype and shape of each exchanged tensor, in the order of the vector. frozen_table: of the others.
         personal: each personal tensor, in the module's order.
-        names: what names of the module's state are tied, or have no saved values, for :class:`.StateNames`.
+        names: what names of the module's state are tied, or have no saved values, for ``StateNames`` of a checkpoint.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
 
@@ -97,7 +97,8 @@ class FlatModel:
         self._note_frozen()
 
     def _note_names(self, state: Mapping[str, object]) -> None:
-        """Note which names of the state are not those of saved tensors, as plain data of :class:`.StateNames`."""
+        """Note which names of the state are not those of saved tensors, as plain data for ``StateNames`` of a
+        checkpoint."""
         saved = {*self._places, *(spec.name for spec in self.personal)}
         tied = {spec.name: spec.first for spec in self.specs if spec.first != spec.name}
         unsaved = [name for name in state if name not in saved and name not in tied]

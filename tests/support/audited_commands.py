@@ -81,8 +81,8 @@ class Audit:
 
         A library may look for a package that is not installed; nothing else may import what is no package's.
         """
-        is_known = name.partition(".")[0] in _KNOWN
-        if self.on and not is_known and not _is_of_library(_caller_outside_of_stdlib(sys._getframe(1))):  # noqa: SLF001
+        caller = sys._getframe(1)  # noqa: SLF001 - no other way to the caller
+        if self.on and name.partition(".")[0] not in _KNOWN and not _is_of_library(_caller_outside_of_stdlib(caller)):
             self.found.append(f"import: {name}")
 
 
