@@ -90,7 +90,7 @@ class SavedState:
         sizes = [size_of(name, shape) for name, _, shape in rows]
         if sum(sizes) != vector.numel():
             raise CheckpointError(f"{vector.numel():,} values, but the table has {sum(sizes):,}: it is damaged")
-        for (name, dtype, shape), part in zip(rows, vector.reshape(-1).split(sizes), strict=True):
+        for (name, dtype, shape), part in zip(rows, torch.split(vector.reshape(-1), sizes), strict=True):
             self.add(name, part.view(shape).to(float_dtype(name, dtype), copy=True))
 
     def finish(self, names: StateNames) -> None:

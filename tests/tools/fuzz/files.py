@@ -158,7 +158,7 @@ class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.frozen, self.first = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
-        self.last, self.norm, self.half = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1, dtype=torch.bfloat16)
+        self.last, self.norm, self.low = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1, dtype=torch.bfloat16)
         self.last.weight = self.first.weight
 
 
