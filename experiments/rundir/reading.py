@@ -93,14 +93,8 @@ class RunFiles:
 
 def kind_of(path: Path) -> Kind:
     """Which kind of run has left this directory. Raises ConfigError: none."""
-    return config_of(path)[0]
-
-
-def config_of(path: Path) -> tuple[Kind, Mapping[str, Any]]:
-    """The same, and the configuration of the run, as it was written; empty: it was not. Raises ConfigError."""
     _check_directory(path)
-    config = _json_file(path / "config.json", [], "")
-    return _kind(path, config), config
+    return _kind(path, _json_file(path / "config.json", [], ""))
 
 
 def _check_directory(path: Path) -> None:

@@ -19,9 +19,10 @@ from gradbus.actors.federated.saved_state import saved_state as state_of_rounds
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers
 from gradbus.actors.parameter_server.state import newest_version
-from gradbus.experiments.rundir.reading import Kind, config_of
+from gradbus.experiments.rundir.reading import MAX_FILE_BYTES, Kind, kind_of
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.saved_state import SavedState
 
 _SECTIONS: dict[Kind, str] = {"federated": "federated", "parallel": "parallel"}
@@ -60,7 +61,7 @@ class RunCheckpoints:
     def __init__(self, run: Path, *, trust: bool) -> None:
         """``trust``: also read where its ``config.json`` says, outside of ``run``. Raises ConfigError: it is no run."""
         self.run = run
-        self.kind, self._config = config_of(run)
+        self.kind, self._config = kind_of(run), _config_in(run)
         self._trust = trust
         named = self.setting("dir", str) or self.setting("state_dir", str, group="")  # of earlier versions
         self._named = None if not named or "\0" in named else Path(named)
@@ -127,6 +128,15 @@ class RunCheckpoints:
                 f"--trust would read it, and run the code that config.json names"
             )
         raise CheckpointError(f"{what} {searched}{hint}")
+
+
+def _config_in(run: Path) -> Mapping[str, Any]:
+    """The configuration of a run as it was written, unchecked; {}: it was not, or cannot be read."""
+    try:
+        found = parse_json(read_text(run / "config.json", MAX_FILE_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def checkpoint_of_client(client: Path, run_id: str, round_id: int, *, exactly: bool) -> Checkpoint:

@@ -16,6 +16,8 @@ import pytest
 from audited_commands import Outcome
 from dds_domains import new_domain
 
+from gradbus.runtime.testing.journal import weights_name
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 STORED = Path(__file__).resolve().parents[2] / "golden" / "directories"
@@ -40,7 +42,19 @@ def hostile(run: Path, to: Path, task: dict[str, Any]) -> Path:
         config["task"] |= {key: value for key, value in task.items() if key != "train_fn"}
         config["parallel"] |= {key: {"name": "evil_module:A"} for key in ("algorithm", "optimizer", "schedule")}
     (to / "config.json").write_text(json.dumps(config))
+    for journal in (to / "history").glob("controller.jsonl"):
+        _name_a_strategy(journal)
     return to
+
+
+def _name_a_strategy(journal: Path) -> None:
+    """Have a journal with payloads say that its rounds are of somebody's own strategy, for `check` to compute again."""
+    opening, *events = (json.loads(line) for line in journal.read_text().splitlines())
+    opening["federated"]["strategy"] = {"name": "evil_module:Strategy"}
+    journal.write_text("".join(json.dumps(event) + "\n" for event in (opening, *events)))
+    payloads = journal.parent / "payloads"
+    payloads.mkdir()
+    (payloads / weights_name(int(opening["run"], 16), opening["round"])).write_bytes(bytes(4 * opening["dim"]))
 
 
 @pytest.fixture(scope="module")
