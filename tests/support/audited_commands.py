@@ -9,6 +9,7 @@ RESULTS is a list of :class:`Outcome` as JSON. An audit hook cannot be removed: 
 from __future__ import annotations
 
 import contextlib
+import http
 import http.client
 import importlib.metadata
 import io
@@ -136,7 +137,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def _fetch_all(folder: Path) -> int:
-    """Fetch the list, the page of each run, and all that these link to. Returns 1: a page could not be made."""
+    """Fetch the list, the page of each run, and its first figure. Returns 1: one of them cannot be had."""
     from gradbus.experiments.dashboard.server import serving
 
     failed = 0
@@ -150,13 +151,14 @@ def _fetch_all(folder: Path) -> int:
             answer = connection.getresponse()
             text = answer.read().decode(errors="replace")
             connection.close()
-            failed |= answer.status >= 500
+            failed |= answer.status != http.HTTPStatus.OK
             seen.add(path)
             links = {f"{address.path}{link}" for link in re.findall(r'(?:href|src)="(runs/[^"]+)"', text)}
             if path.endswith("/") and path != address.path:
-                links |= {f"{path}{link}" for link in re.findall(r'(?:data-src|src)="(figures/[^"]+)"', text)}
+                figures = re.findall(r'data-figure="([^"]+)" data-version="([^"]+)"', text)
+                links |= {f"{path}figures/{name}?theme=light&version={version}" for name, version in figures[:1]}
             waiting += sorted(links - seen)
-    print(f"{len(seen)} pages")
+    print(f"{len(seen)} pages, {sum('/figures/' in path for path in seen)} figures")
     return failed
 
 
