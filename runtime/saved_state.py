@@ -34,7 +34,7 @@ Names = Annotated[list[str], Field(max_length=MAX_TENSORS)]
 
 
 class StateNames(Meta):
-    """The names in ``model.state_dict()``, where they are others than those of the tensors in a checkpoint.
+    """Says where the names in ``model.state_dict()`` differ from those of the tensors in a checkpoint.
 
     Attributes:
         tied: names of tensors that have another name before, with that one. Tied weights are saved once.
@@ -48,7 +48,8 @@ class StateNames(Meta):
 
     @classmethod
     def of_model(cls, model: nn.Module) -> dict[str, Any]:
-        """The names of a model of which parameters and buffers are saved under their first names, as plain data."""
+        """Return the names of a model of which parameters and buffers are saved under their first names, as plain
+        data."""
         first = {id(one): name for name, one in (*model.named_parameters(), *model.named_buffers())}
         state = model.state_dict(keep_vars=True)
         names = {name: first.get(id(value)) for name, value in state.items()}
@@ -61,13 +62,13 @@ class StateNames(Meta):
 
 @dataclass(slots=True)
 class SavedState:
-    """The state of a model, as far as a checkpoint has it.
+    """Holds the state of a model, as far as a checkpoint has it.
 
     Attributes:
         tensors: by name, in their own dtypes, each in memory of its own.
         personal: names of tensors that each client has its own values of, whether they are in ``tensors`` or not.
         left_out: names in the model's state that the checkpoint has no values of.
-        unknown: what of the model a checkpoint of an earlier version does not tell: sentences without a full stop.
+        unknown: what of the model a checkpoint of an earlier version lacks: parts of a sentence.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -114,19 +115,19 @@ class SavedState:
 
 
 def float_dtype(name: str, dtype: str) -> torch.dtype:
-    """The dtype of this name. Raises CheckpointError: it is none of floats; the text has the tensor's ``name``."""
+    """Return the dtype of this name. Raises CheckpointError, with the tensor's ``name``: it is none of floats."""
     if dtype not in _FLOAT_DTYPES:
         raise CheckpointError(f"{name[:80]!r} has dtype {dtype[:40]!r}, expected one of {', '.join(_FLOATS)}")
     return _FLOAT_DTYPES[dtype]
 
 
 def size_of(name: str, shape: list[int]) -> int:
-    """The elements of a tensor. Raises CheckpointError: no tensor has that shape."""
+    """Return how many elements a tensor has. Raises CheckpointError: no tensor has that shape."""
     if math.prod(max(1, one) for one in shape) > _MAX_ELEMENTS:
         raise CheckpointError(f"{name[:80]!r} has the impossible shape {str(shape)[:80]}: it is damaged")
     return math.prod(shape)
 
 
 def own_copies(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Copies of the tensors whose names begin so, by the rest of their names."""
+    """Return copies of the tensors whose names begin so, by the rest of their names."""
     return {name.removeprefix(prefix): one.clone() for name, one in tensors.items() if name.startswith(prefix)}

@@ -13,7 +13,7 @@ _PARAMETER = "parameter/"
 
 
 def saved_state(checkpoint: Checkpoint) -> SavedState:
-    """The state that a checkpoint has. Raises CheckpointError: tensors of the model are missing, or are others."""
+    """Return the state that a checkpoint has. Raises CheckpointError: tensors are missing, or of another model."""
     saved, state = SavedRank.of(checkpoint), SavedState()
     for prefix in (_PARAMETER, BUFFER):
         for name, tensor in own_copies(checkpoint.tensors, prefix).items():
@@ -38,7 +38,7 @@ def finish(state: SavedState, names: StateNames | None) -> None:
     """Name the tensors as the model's state does. ``names``: None: of an earlier version, which has not saved them."""
     if names is None:
         state.unknown.append(
-            "the second names of tied weights, and which buffers are not persistent and so not of the state, if the "
+            "the second names of tied weights (left out), and which buffers are not persistent (not left out), if the "
             "model has any"
         )
     state.finish(names or StateNames())

@@ -18,7 +18,7 @@ Load = Callable[[str], Mapping[str, Tensor]]
 
 
 def saved_state(checkpoint: Checkpoint, load: Load, client: Checkpoint | None = None) -> SavedState:
-    """The state that a checkpoint has.
+    """Return the state that a checkpoint has.
 
     Args:
         load: a file beside the checkpoints by name: ``CheckpointStore.load_constant``.
@@ -37,10 +37,10 @@ def saved_state(checkpoint: Checkpoint, load: Load, client: Checkpoint | None = 
         _take_own(state, saved, client)
     if saved.names is None:
         state.unknown.append(
-            "the second names of tied weights, and buffers that are not exchanged, if the model has any"
+            "the second names of tied weights and the buffers that are not exchanged, if the model has any (left out)"
         )
         if saved.sharing.has_patterns and client is None:
-            state.unknown.append("tensors that federated.share leaves at the clients")
+            state.unknown.append("the tensors that federated.share leaves at the clients (left out)")
     state.finish(saved.names or StateNames())
     return state
 
@@ -52,7 +52,7 @@ def _add_frozen(state: SavedState, saved: SavedRun, load: Load) -> None:
     if vector is None or vector.dtype != torch.float32 or f"{hash_of(vector):016x}" != saved.frozen:
         raise CheckpointError(f"frozen-{saved.frozen}.safetensors holds other values than its name says")
     if saved.names is None:
-        state.unknown.append(f"{vector.numel():,} values of frozen parameters, which are saved without their names")
+        state.unknown.append(f"the names of frozen parameters (their {vector.numel():,} values are left out)")
     else:
         state.add_vector(vector, saved.frozen_tensors)
 
@@ -66,7 +66,9 @@ def _take_own(state: SavedState, saved: SavedRun, client: Checkpoint) -> None:
         # A checkpoint of an earlier version does not name what is personal.
         shape, dtype = known.get(name, (None if saved.names else list(tensor.shape), tensor.dtype))
         if shape != list(tensor.shape):
-            raise CheckpointError(f"a client keeps {name!r} of shape {tuple(tensor.shape)}, which the model has not")
+            raise CheckpointError(
+                f"a client keeps {name[:80]!r} of shape {tuple(tensor.shape)}, which the model has not"
+            )
         state.tensors.pop(name, None)
         state.add(name, tensor.to(dtype, copy=True))
     state.left_out += [name for name in state.personal if name not in own]

@@ -17,7 +17,7 @@ from gradbus.runtime.saved_state import BUFFER, SavedState, own_copies, size_of
 
 
 def saved_state(checkpoints: Sequence[Checkpoint]) -> SavedState:
-    """The state of a version. The buffers are those of the first worker.
+    """Return the state of a version. The buffers are those of the first worker.
 
     Args:
         checkpoints: of all of its servers, server 0's first.
@@ -45,7 +45,7 @@ def saved_state(checkpoints: Sequence[Checkpoint]) -> SavedState:
 
 
 def _joined(checkpoints: Sequence[Checkpoint], all_saved: Sequence[SavedServer]) -> dict[str, Tensor]:
-    """The trained parameters, each of the parts that one or more servers have of it."""
+    """Return the trained parameters, each of the parts that one or more servers have of it."""
     parts: dict[str, list[tuple[SavedPart, Tensor]]] = {}
     for checkpoint, saved in zip(checkpoints, all_saved, strict=True):
         for part in saved.pieces:
@@ -63,7 +63,7 @@ def _values_of(checkpoint: Checkpoint, part: SavedPart) -> Tensor:
 
 
 def _joined_parts(name: str, parts: list[tuple[SavedPart, Tensor]]) -> Tensor:
-    """One tensor of all its parts, which must follow each other from its first entry to its last."""
+    """Join a tensor of all its parts, which must follow each other from its first entry to its last."""
     parts.sort(key=lambda one: one[0].start)
     stops = [0, *(part.stop for part, _ in parts)]
     shape = list(parts[0][0].shape)

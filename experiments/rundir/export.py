@@ -44,7 +44,7 @@ class Exported:
         unit, number: the round or step after which the model was saved. tensors: how many there are. why: that one.
         personal: names of tensors that are not the run's. client: whose they are; empty: each client has its own.
         absent: those of ``personal``, left_out: other names of the model's state, that are not in the file.
-        unknown: what else may not be in it, as sentences without a full stop.
+        unknown: what a checkpoint of an earlier version lacks, as parts of a sentence.
     """
 
     path: Path
@@ -92,7 +92,8 @@ class Exported:
             )
         if self.left_out:
             lines.append(f"left out, as the checkpoint has no values of them: {_some(self.left_out)}")
-        lines += [f"left out, as a checkpoint of this earlier version does not keep it: {one}" for one in self.unknown]
+        if self.unknown:
+            lines.append(f"saved by an earlier version, whose checkpoints lack {'; '.join(self.unknown)}")
         return [*lines, TRUST_WARNING] if lines else []
 
     @property

@@ -25,13 +25,12 @@ from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.saved_state import SavedState
 
-_SECTIONS: dict[Kind, str] = {"federated": "federated", "parallel": "parallel"}
 _UNITS: dict[Kind, str] = {"federated": "round", "parallel": "step"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundModel:
-    """The checkpoint that a model is taken from.
+    """Holds the checkpoint that a model is taken from.
 
     Attributes:
         run: the directory of the run. kind: of the run.
@@ -56,7 +55,7 @@ class FoundModel:
 
 
 class RunCheckpoints:
-    """The places of a run's checkpoints."""
+    """Finds the checkpoints of a run."""
 
     def __init__(self, run: Path, *, trust: bool) -> None:
         """``trust``: also read where its ``config.json`` says, outside of ``run``. Raises ConfigError: it is no run."""
@@ -67,14 +66,14 @@ class RunCheckpoints:
         self._named = None if not named or "\0" in named else Path(named)
 
     def setting(self, key: str, kind: type, *, group: str = "checkpoint") -> Any:
-        """A setting of the checkpoints as ``config.json`` has it; None: it has none of this kind."""
-        found: Any = self._config.get(_SECTIONS[self.kind])
+        """Return a setting of the checkpoints as ``config.json`` has it; None: it has none of this kind."""
+        found: Any = self._config.get(self.kind)  # the section has the name of the kind
         for step in (group, key) if group else (key,):
             found = found.get(step) if isinstance(found, Mapping) else None
         return found if isinstance(found, kind) else None
 
     def best(self) -> FoundModel:
-        """The best model of a federated run. Raises ConfigError, CheckpointError: there is none."""
+        """Return the best model of a federated run. Raises ConfigError, CheckpointError: there is none."""
         if self.kind != "federated":
             raise ConfigError(
                 f"--best is for federated runs, with federated.checkpoint.keep_best; {self.run} is of ranks"
@@ -86,7 +85,7 @@ class RunCheckpoints:
         return FoundModel(self.run, self.kind, [checkpoint], CheckpointStore.to_read(place))
 
     def newest(self, number: int | None) -> FoundModel:
-        """The newest checkpoint, or that of round or step ``number``. Raises CheckpointError: there is none."""
+        """Return the newest checkpoint, or that of round or step ``number``. Raises CheckpointError: there is none."""
         hint = ": the run has ended before its first one, or its checkpoints were moved away"
         if self.kind == "parallel" and (place := self._servers()) is not None:
             version = newest_version(place, number)
@@ -102,10 +101,19 @@ class RunCheckpoints:
         return FoundModel(self.run, self.kind, [checkpoint], store)
 
     def _servers(self) -> Path | None:
-        return next((place for place in self._places() if any(place.glob("server-*/round-*.json"))), None)
+        """Return where the parameter servers have their checkpoints; None: the run has none."""
+        section = self._config.get("parameter_server")
+        count = section.get("servers") if isinstance(section, Mapping) else None
+        if count == 0:
+            return None
+        for place in self._places():
+            folders = list(place.glob("server-*"))
+            if any(place.glob("server-*/round-*.json")) and (self._trust or all(map(self._is_inside, folders))):
+                return place
+        return self.run / "state" if count else None
 
     def _places(self) -> list[Path]:
-        """Where checkpoints may be: ``state`` in the run directory, and where the settings say."""
+        """Return where checkpoints may be: ``state`` in the run directory, and where the settings say."""
         places = [self.run / "state", *([] if self._named is None else [self._named])]
         return [place for place in places if self._trust or self._is_inside(place)]
 
@@ -116,7 +124,7 @@ class RunCheckpoints:
             return False
 
     def _place(self, folder: str, of: Callable[[Path], Path], what: str, hint: str) -> Path:
-        """The first place that has checkpoints, with ``folder`` in it. Raises CheckpointError: none has."""
+        """Return the first place that has checkpoints, with ``folder`` in it. Raises CheckpointError: none has."""
         places = [place / folder for place in self._places()]
         for place in places:
             if (self._trust or self._is_inside(of(place))) and any(of(place).glob("round-*.json")):
@@ -131,7 +139,7 @@ class RunCheckpoints:
 
 
 def _config_in(run: Path) -> Mapping[str, Any]:
-    """The configuration of a run as it was written, unchecked; {}: it was not, or cannot be read."""
+    """Return the configuration of a run as it was written, unchecked; {}: it was not, or cannot be read."""
     try:
         found = parse_json(read_text(run / "config.json", MAX_FILE_BYTES))
     except (OSError, ValueError):
@@ -140,7 +148,7 @@ def _config_in(run: Path) -> Mapping[str, Any]:
 
 
 def checkpoint_of_client(client: Path, run_id: str, round_id: int, *, exactly: bool) -> Checkpoint:
-    """The state of a client that goes with a model.
+    """Return the state of a client that goes with a model.
 
     Args:
         client: the directory of its states.
@@ -173,7 +181,7 @@ def checkpoint_of_client(client: Path, run_id: str, round_id: int, *, exactly: b
 
 
 def state_of(found: FoundModel, client: Checkpoint | None) -> SavedState:
-    """The model as named tensors. Raises CheckpointError: the checkpoint, or the client's, does not fit together."""
+    """Return the model as named tensors. Raises CheckpointError: the checkpoint, or the client's, does not fit."""
     try:
         if found.of_servers:
             return state_of_servers(found.checkpoints)

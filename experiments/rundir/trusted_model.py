@@ -20,7 +20,7 @@ from gradbus.runtime.saved_state import SavedState
 
 
 def built_state(found: FoundModel, client: Checkpoint | None) -> SavedState:
-    """The state of the model that the task of a run builds, set to a checkpoint.
+    """Return the state of the model that the task of a run builds, set to a checkpoint.
 
     Personal tensors are those of ``client``, else as ``build_model`` gives them.
 
@@ -47,12 +47,12 @@ def built_state(found: FoundModel, client: Checkpoint | None) -> SavedState:
 
 
 def _on_cpu(task: TaskSettings) -> TaskSettings:
-    """The machine that exports need not have the device that trained."""
+    """Move the model to the CPU: the machine that exports need not have the device that trained."""
     return task.model_copy(update={"device": "cpu"})
 
 
 def _personal_names(model: nn.Module, saved: SavedRun) -> list[str]:
-    """Names of the tensors that the run has no values of, in the order of the model."""
+    """Return the names of the tensors that the run has no values of, in the order of the model."""
     specs = specs_of(model)
     found = divide(specs, saved.sharing).personal
     return [spec.name for spec in specs if spec.name in found and spec.dtype.is_floating_point]

@@ -255,6 +255,13 @@ def test_a_place_outside_of_the_run_directory_is_read_only_with_trust(runs: Path
     (run / "state").symlink_to(state)
     with pytest.raises(CheckpointError, match="outside of the run"):
         export(run)
+    for name, folder in (("ranks", "rank-0"), ("servers", "server-0")):
+        linked = changed(runs / name, tmp_path / name, lambda meta, tensors: None, folder)
+        assert export(linked).is_whole
+        (linked / "state" / folder).rename(tmp_path / folder)
+        (linked / "state" / folder).symlink_to(tmp_path / folder)
+        with pytest.raises(CheckpointError, match="no checkpoint in"):
+            export(linked)
 
 
 def test_a_client_of_another_model_is_refused(runs: Path, tmp_path: Path) -> None:
