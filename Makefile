@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable check lint format typecheck wheel smoke \
+.PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian setup-oldest nightly check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations setup-flower setup-flower-simulation test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
 	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak lock clean distclean
 
@@ -135,6 +135,54 @@ test-again: $(STAMP)  ## after `make test`: the tests that failed, three at most
 		print(*(f"once more, by itself: {name}" for name in failed), sep="\n"); sys.exit(not 0 < len(failed) <= 3)'
 	$(BIN)/pytest --last-failed --last-failed-no-failures none
 
+# What shows that an environment works: both paradigms, then the parts that everything else stands on.
+SLICE ?= tests/runtime/wire tests/codecs tests/runtime/bus tests/runtime/collectives tests/actors/test_flows.py tests/actors/test_flows_in_process.py \
+	tests/test_standard_bases.py
+test-slice: $(STAMP)  ## demo, run-ddp and the tests of what everything else stands on: make test-slice SLICE="tests/codecs"
+	$(BIN)/gradbus demo --rounds 2 --data glyphs --no-live
+	$(BIN)/gradbus run -n 2 -- experiments/configs/ddp.conf.json --set task.data=glyphs --set parallel.epochs=1 --no-live
+	@$(MAKE) --no-print-directory test ARGS='$(SLICE)' || $(MAKE) --no-print-directory test-again
+
+# Both ends of what pyproject.toml allows. Each in an environment of its own, of 6 GB.
+DISK_GB := 20
+HAS_DISK = test "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -ge $$(($(DISK_GB) * 1024 * 1024))
+NO_DISK = echo "NOT RUN: $@, less than $(DISK_GB) GB of disk are free"
+# A number, such as 3.13, is looked for on PATH, then among pyenv's versions. A program that does not start is none: pyenv puts such ones on PATH.
+find_python = $(if $(filter 3.%,$(1)),$(shell for python in python$(1) $$(ls -d "$$HOME"/.pyenv/versions/$(1).*/bin/python$(1) 2>/dev/null | sort -V); do \
+	"$$python" -c '' 2>/dev/null && command -v "$$python" && break; done),$(1))
+
+test-python: FOUND = $(call find_python,$(PYTHON))
+test-python:  ## a slice of the tests, demo and run-ddp under another Python: make test-python PYTHON=3.13
+	@if ! $(HAS_DISK); then $(NO_DISK); \
+	elif [ -z "$(FOUND)" ]; then echo "NOT RUN: $@ $(PYTHON), there is no python$(PYTHON) on PATH, nor among pyenv's versions"; \
+	else $(MAKE) --no-print-directory setup test-slice PYTHON=$(FOUND) VENV=.venv-python-$(notdir $(PYTHON)); fi
+
+# The lowest versions that pyproject.toml names, which only uv can choose. What these need in turn is the newest.
+OLDEST := .venv-oldest
+OLDEST_STAMP := $(OLDEST)/.set-up-oldest
+setup-oldest: $(OLDEST_STAMP)  ## the environment of make test-oldest
+$(OLDEST_STAMP): FOUND = $(call find_python,3.11)
+$(OLDEST_STAMP): pyproject.toml
+	@if [ ! -x $(OLDEST)/bin/python ]; then "$(FOUND)" -m venv $(OLDEST); fi
+	@uv="$(or $(UV_NOW),$(OLDEST)/bin/uv)"; \
+	if ! $$uv --version >/dev/null 2>&1; then $(OLDEST)/bin/python -m pip install -q --disable-pip-version-check uv; fi && \
+	$(UV_ENV) $$uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[dev]' || { \
+		echo "make $@: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
+	@touch $@ $(OLDEST)/.set-up
+
+test-oldest:  ## the same with the lowest versions that pyproject.toml allows, under Python 3.11
+	@if ! $(HAS_DISK); then $(NO_DISK); \
+	elif [ -z "$(call find_python,3.11)" ]; then echo "NOT RUN: $@, there is no python3.11 on PATH, nor among pyenv's versions"; \
+	else $(MAKE) --no-print-directory setup-oldest && $(MAKE) --no-print-directory test-slice VENV=$(OLDEST) LOCKED=; fi
+
+DEBIAN ?= trixie
+test-debian:  ## the slice and what depends on libc, in a root of Debian: make test-debian DEBIAN=trixie
+	@bash tests/tools/debian.sh $(DEBIAN) make setup test-slice LOCKED=1 SLICE='$(SLICE) tests/runtime/test_keep_memory.py tests/runtime/shm'
+
+# Results go into docs/nightly.md. The programs need no package: any Python will do.
+nightly: $(STAMP)  ## what takes longer than .ci/run, part by part: make nightly PART=debian-trixie; docs/nightly.md has the parts
+	@$(TOOL) nightly $(PART) $(ARGS)
+
 # Not those that need a process's end noticed sooner than its lease ends.
 test-portable: $(STAMP)  ## both paradigms and torch.distributed without what only Linux or x86-64 has
 	GRADBUS_PORTABLE=1 $(BIN)/pytest $(SPREAD) -k "not killed and not dies and not dead" $(ARGS) \
@@ -152,6 +200,7 @@ soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something break
 
 check: lint typecheck  ## formatting, lint, strict types and the fast tests
 	$(BIN)/pytest $(SPREAD) -m "not slow" $(ARGS)
+	@$(TOOL) nightly --stale
 
 lint: $(STAMP)  ## formatting and lint alone
 	$(BIN)/ruff format --check
@@ -169,7 +218,7 @@ typecheck: $(STAMP)  ## strict types
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
 		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* .
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m call_profile -m golden_runs -m pauses
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m call_profile -m golden_runs -m nightly -m pauses
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/
@@ -349,4 +398,4 @@ clean:  ## remove what building and testing left behind
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## the same, and .venv too
-	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER_VENV) $(FLOWER_VENV)-*
+	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER_VENV) $(FLOWER_VENV)-* $(OLDEST) .venv-python-*

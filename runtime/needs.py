@@ -16,7 +16,7 @@ _FOLDER = re.compile(r"[/\\](?:site|dist)-packages[/\\]([A-Za-z0-9_]+)")
 
 
 def requirements() -> dict[str, str]:
-    """Return what gradbus is built on, as it asks for it: ``{"torch": "torch>=2.14"}``, extras too. By project name."""
+    """Return what gradbus is built on, as it asks for it: ``{"torch": "torch>=2.6"}``, extras too. By project name."""
     try:
         lines = requires("gradbus") or []
     except PackageNotFoundError:  # run from the tree by a tool

@@ -4,9 +4,44 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_ASYNCIO_EXIT = asyncio.TaskGroup.__aexit__.__code__
+
+
+class TaskGroup(asyncio.TaskGroup):
+    """A task group of asyncio that leaves no reference cycle when it is cancelled or raises.
+
+    In Python 3.11 and the first releases of 3.12 and 3.13, the frame of ``asyncio.TaskGroup.__aexit__`` holds the error
+    that it raises, whose traceback holds the frame. With it the traceback holds the frames of all callers, and so their
+    local variables: models, and payloads in shared memory, until the garbage collector runs.
+    """
+
+    async def __aexit__(
+        self, et: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            await super().__aexit__(et, exc, tb)
+        except BaseException as error:
+            error.__traceback__ = _without_exit(error.__traceback__)
+            raise
+        finally:
+            del et, exc, tb  # this frame is in the traceback, too
+
+
+def _without_exit(traceback: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames of asyncio's ``__aexit__``."""
+    kept: list[TracebackType] = []
+    while traceback is not None:
+        if traceback.tb_frame.f_code is not _ASYNCIO_EXIT:
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    following = None
+    for one in reversed(kept):
+        following = TracebackType(following, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return following
 
 
 async def items_of(

@@ -55,6 +55,7 @@ RUNTIME_ORDER = (
 # Files that still import each other in a ring, also inside functions and for types alone. This set may only shrink.
 IN_A_RING: set[str] = set()
 READ_THEIR_OWN = ("experiments/bench",)
+NEED_THE_TORCH_BACKEND = {"experiments/bench", "experiments/examples"}
 NOQA = re.compile(r"#\s*(ruff:\s*)?noqa(:\s*[A-Z]+\d+([,\s]\s*[A-Z]+\d+)*)?(?P<reason>.*)", re.IGNORECASE)
 
 Rule = Callable[[PurePosixPath, str], list[str]]
@@ -235,6 +236,24 @@ def torchvision_is_lazy(path: PurePosixPath, source: str) -> list[str]:
             return [f"line {item.line}: {item.name} in {layer}" for item in found]
 
 
+def commands_work_without_the_backend_of_torch(path: PurePosixPath, source: str) -> list[str]:
+    """gradbus.torch needs a newer torch than everything else: only what measures or shows it imports it."""
+    if layer_of(path) == "torch" or str(path.parent) in NEED_THE_TORCH_BACKEND:
+        return []
+    return [
+        f"line {item.line}: {item.name}"
+        for item in imports(path, source)
+        if item.name == "gradbus.torch" or item.name.startswith("gradbus.torch.")
+    ]
+
+
+def task_groups_leave_no_cycle(path: PurePosixPath, source: str) -> list[str]:
+    """runtime/tasks.py says why. Examples and benchmarks are written as their users would write them."""
+    if path.parts[0] == "experiments":
+        return []
+    return [f"line {call.lineno}: {name}" for call, name in calls(source) if name.endswith("asyncio.TaskGroup")]
+
+
 def exceptions_from_the_linter_have_a_reason(_: PurePosixPath, source: str) -> list[str]:
     """On the line, or in a comment on the line above."""
     if "noqa" not in source.lower():  # to split a file into tokens takes long
@@ -274,6 +293,8 @@ RULES: list[Rule] = [
     nothing_runs_foreign_code,
     what_comes_from_outside_is_read_within_limits,
     torchvision_is_lazy,
+    commands_work_without_the_backend_of_torch,
+    task_groups_leave_no_cycle,
 ]
 
 
@@ -434,6 +455,9 @@ BAD = [
     (what_comes_from_outside_is_read_within_limits, "models/mnist_files.py", "gzip.decompress(data)"),
     (what_comes_from_outside_is_read_within_limits, "codecs/s4.py", "zstandard.ZstdDecompressor().decompress(x)"),
     (torchvision_is_lazy, "actors/federated/client.py", "def f():\n    import torchvision"),
+    (commands_work_without_the_backend_of_torch, "experiments/run/commands.py", "def f():\n    import gradbus.torch"),
+    (commands_work_without_the_backend_of_torch, "runtime/_front/__init__.py", "from gradbus.torch import register"),
+    (task_groups_leave_no_cycle, "actors/federated/client.py", "async with asyncio.TaskGroup() as group: ..."),
     (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
     (torchvision_is_lazy, "models/data.py", "from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "class A:\n    from torchvision import datasets"),
@@ -495,6 +519,9 @@ GOOD = [
     ),
     (torchvision_is_lazy, "models/data.py", "def f():\n    from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "if TYPE_CHECKING:\n    import torchvision"),
+    (task_groups_leave_no_cycle, "actors/federated/client.py", "from gradbus.runtime.tasks import TaskGroup"),
+    (commands_work_without_the_backend_of_torch, "runtime/_torch/work.py", "from gradbus.torch.calls import Task"),
+    (commands_work_without_the_backend_of_torch, "experiments/examples/local_updates.py", "import gradbus.torch"),
 ]
 
 

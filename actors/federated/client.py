@@ -46,7 +46,7 @@ from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.plain_text import plain_line, plain_text
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
@@ -197,7 +197,7 @@ class Client:
             self._session.begin()
             with self._bus.subscribe(TrainCmd, Control, only=self._concerns) as inbox:
                 self._bus.open_writer(ClientUpdate)
-                async with asyncio.TaskGroup() as group:
+                async with TaskGroup() as group:
                     self._models.begin(group)
                     listening = listen(inbox, lambda message: self._handle(message, group))
                     helpers = [
@@ -229,7 +229,7 @@ class Client:
             return message.sender == CONTROLLER and getattr(message.body, "to", self.client_id) == self.client_id
         return not isinstance(message, PeerGone)
 
-    def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
+    def _handle(self, message: Message, group: TaskGroup) -> None:
         match message:
             case TrainCmd():
                 if self._session.take(message) and self._session.repeats is None:
@@ -282,7 +282,7 @@ class Client:
         except ConfigError as error:
             raise JoinRefused(str(error)) from None
 
-    def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
+    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         current, me = self._session, (self._identity.sender, self._identity.incarnation)
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
@@ -316,7 +316,7 @@ class Client:
             case _:
                 pass
 
-    def _take_terms(self, terms: RoundTerms, group: asyncio.TaskGroup) -> None:
+    def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
         current = self._session
         if current.terms is not None and (terms.round_id, terms.attempt) < (
             current.terms.round_id, current.terms.attempt,
@@ -342,7 +342,7 @@ class Client:
 
     # Work
 
-    async def _work(self, group: asyncio.TaskGroup) -> None:
+    async def _work(self, group: TaskGroup) -> None:
         current, replica = self._session, self._models.replica
         while True:
             self._changed.clear()
@@ -369,7 +369,7 @@ class Client:
             else:
                 await self._fetch_for(welcome, command)
 
-    async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
+    async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
         await self._compute.run(self._training.prepare, welcome.num_clients)
 
@@ -406,7 +406,7 @@ class Client:
             f"the controller of job {self._bus.job!r}", began_s=self._session.seen_s, misconfiguration=misconfiguration
         )
 
-    async def _answered(self, welcome: Welcome, group: asyncio.TaskGroup) -> bool:
+    async def _answered(self, welcome: Welcome, group: TaskGroup) -> bool:
         """Do what is asked beside training; whether there was anything."""
         if (request := self._session.model_request) is not None:
             await self._answers.show_model(welcome, request)
@@ -420,14 +420,12 @@ class Client:
             return True
         return False
 
-    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: asyncio.TaskGroup) -> None:
+    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: TaskGroup) -> None:
         """Evaluate a model on the data of this client, and send the result. A request that is repeated gets the same
         result again."""
         await self._answers.evaluate(welcome, request, group)
 
-    async def _train_and_send(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
-    ) -> None:
+    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         current, round_id, session = self._session, command.round_id, self._session.incarnation
         failure: Exception | None = None
         began_s, sent_before = time.monotonic(), self._sender.bytes_up

@@ -69,7 +69,7 @@ from gradbus.runtime.errors import TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
-from gradbus.runtime.tasks import items_of
+from gradbus.runtime.tasks import TaskGroup, items_of
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import MaskAnswer, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
@@ -330,7 +330,7 @@ class Controller:
         stack.callback(self._best.close)
         began_after = state.round_id
         inbox = stack.enter_context(self._bus.subscribe(ClientUpdate, Control))
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             helpers = [
                 group.create_task(self._dispatcher.run(inbox, group), name="dispatcher"),
                 group.create_task(self._receiver.run(), name="update-receiver"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.config.federated import OF_CLIENTS, FederatedConfig, split_metric
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import TaskGroup, single_error
 
 _NAMED = 5  # tensors in a text
 
@@ -142,7 +141,7 @@ class ModelEvaluation:
             return await self._by_controller(round_id)
         self._progress.phase = "evaluating"
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 clients = group.create_task(self._evaluator.after_round(round_id), name="evaluation-by-clients")
                 found = await self._by_controller(round_id)
         except BaseExceptionGroup as errors:

@@ -43,7 +43,7 @@ from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.tasks import items_of, single_error
+from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Message, TrainCmd
@@ -126,7 +126,7 @@ class SiteMember(Client):
     def _describe(self, matched: bool) -> Hello:
         return replace(super()._describe(matched), site=True, masks=False, grids=False)
 
-    def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
+    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         if isinstance(body, Status) and self.controller is not None:
             self.controller.progress.rounds = body.rounds
         super()._on_controller(session, body, group)
@@ -134,7 +134,7 @@ class SiteMember(Client):
     def _take_request(self, request: EvaluationRequest | LocalModelRequest) -> None:
         pass  # a site has no data; a Controller of sites asks none
 
-    def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
+    def _handle(self, message: Message, group: TaskGroup) -> None:
         try:
             super()._handle(message, group)
         except TrainingFailed as error:
@@ -142,7 +142,7 @@ class SiteMember(Client):
                 raise
             self.controller.end(error)  # which ends the clients of this site, then this member
 
-    async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
+    async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
         """Start the Controller of this site, and wait for its clients."""
         if welcome.frozen:
             if await self._models.lacks_frozen(welcome):
@@ -159,7 +159,7 @@ class SiteMember(Client):
             self._session.controller_timeout_s = self._upstream.alone_after_s
         self._session.begin()
 
-    async def _work(self, group: asyncio.TaskGroup) -> None:
+    async def _work(self, group: TaskGroup) -> None:
         await super()._work(group)
         if (controller := self.controller) is None:
             return
@@ -191,9 +191,7 @@ class SiteMember(Client):
             await self._take_newest(self.controller)  # before its command: the site's clients get it earlier
         await super()._wait(min(timeout_s, self._session.controller_timeout_s / 4))  # to notice in time that it is lost
 
-    async def _train_and_send(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
-    ) -> None:
+    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         controller = self.controller
         assert controller is not None, "it is started before this site is ready"
         await self._take_newest(controller)
@@ -358,7 +356,7 @@ class Site:
         config = config.replaced("checkpoint.init_path", directory / f"round-{round_id:06d}.safetensors")
         config = config.replaced("checkpoint.resume", True)  # rounds alone after this round are of one run
         controller = RelayingController(self._bus, self._task, config, terms=terms, frozen=frozen, command=command)
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             rounds = group.create_task(self._alone(controller), name="site-alone")
             await _until_heard(self._above)
             rounds.cancel()

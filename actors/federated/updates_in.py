@@ -41,6 +41,7 @@ from gradbus.runtime.errors import FrameError, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
+from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.journal import update_name
 from gradbus.runtime.wire.control import Body, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
@@ -396,7 +397,7 @@ class UpdateReceiver:
 
     async def run(self) -> None:
         """Add complete updates, one after the other; request missing frames. Runs until cancelled."""
-        async with asyncio.TaskGroup() as receipts:
+        async with TaskGroup() as receipts:
             while True:
                 try:
                     async with asyncio.timeout(self._uploads.repair_period_s):
@@ -442,7 +443,7 @@ class UpdateReceiver:
         self._drop(transfer.key)
         self._requests[update.client_id] = update
 
-    async def _fold(self, transfer: _IncomingUpdate, receipts: asyncio.TaskGroup) -> None:
+    async def _fold(self, transfer: _IncomingUpdate, receipts: TaskGroup) -> None:
         """Add an update to the sum, and have its receipt sent while the next one is added."""
         update, round_ = transfer.source, self._round
         if round_ is None or self._transfers.get(transfer.key) is not transfer:

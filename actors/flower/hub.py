@@ -39,7 +39,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigEr
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.wire.control import (
     Body,
     Hello,
@@ -229,7 +229,7 @@ class MessageHub:
             with bus.subscribe(Control, ClientUpdate) as inbox:
                 bus.open_writer(ModelBlob)
                 bus.open_writer(TrainCmd)  # nothing is sent there: by it, others see that the job has a controller
-                async with asyncio.TaskGroup() as group:
+                async with TaskGroup() as group:
                     group.create_task(self._listen(inbox, group), name="hub-listen")
                     group.create_task(self._repair(), name="hub-repair")
                     self.started.set()
@@ -305,7 +305,7 @@ class MessageHub:
 
     # Messages
 
-    async def _listen(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
+    async def _listen(self, inbox: Subscription, group: TaskGroup) -> None:
         while True:
             try:
                 message = await inbox.get()
@@ -323,7 +323,7 @@ class MessageHub:
                 case _:
                     pass
 
-    async def _on_control(self, message: Control, group: asyncio.TaskGroup) -> None:
+    async def _on_control(self, message: Control, group: TaskGroup) -> None:
         node, incarnation, body = message.sender, message.incarnation, message.body
         match body:
             case Hello():
@@ -456,7 +456,7 @@ class MessageHub:
 
     # Replies in
 
-    async def _on_request(self, sender: Identity, request: UploadRequest, group: asyncio.TaskGroup) -> None:
+    async def _on_request(self, sender: Identity, request: UploadRequest, group: TaskGroup) -> None:
         key = reply_key(self.run_id, request.round_id, *_of(sender))
         if request.transfer != key.transfer:
             return
@@ -510,7 +510,7 @@ class MessageHub:
             upload.progress_s = upload.asked_s = time.monotonic()
             await self._uploads.grant(upload)
 
-    def _on_frame(self, message: ClientUpdate, group: asyncio.TaskGroup) -> None:
+    def _on_frame(self, message: ClientUpdate, group: TaskGroup) -> None:
         try:
             upload = self._uploads.feed(message)
         except FrameError as error:
@@ -546,7 +546,7 @@ class MessageHub:
 
     # Instructions over DDS
 
-    def _on_model_request(self, node: int, need: ModelRequest, group: asyncio.TaskGroup) -> None:
+    def _on_model_request(self, node: int, need: ModelRequest, group: TaskGroup) -> None:
         instruction = self._open.get(need.round_id)
         if instruction is None or node not in instruction.awaited:
             return

@@ -42,7 +42,7 @@ from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import (
     PROTOCOL,
@@ -171,7 +171,7 @@ class MessageNode:
         try:
             with bus.subscribe(Control, only=self._concerns) as inbox:
                 bus.open_writer(ClientUpdate)
-                async with asyncio.TaskGroup() as group:
+                async with TaskGroup() as group:
                     helpers = [
                         group.create_task(self._listen(inbox, group), name=f"node-{self.partition}-listen"),
                         group.create_task(self._heartbeat(), name=f"node-{self.partition}-heartbeat"),
@@ -200,7 +200,7 @@ class MessageNode:
             and getattr(message.body, "to", self.partition) == self.partition
         )
 
-    async def _listen(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
+    async def _listen(self, inbox: Subscription, group: TaskGroup) -> None:
         while True:
             try:
                 message = await inbox.get()
@@ -215,7 +215,7 @@ class MessageNode:
                 continue
             self._changed.set()
 
-    def _on_hub(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
+    def _on_hub(self, session: int, body: Any, group: TaskGroup) -> None:
         current, me = self._session, (self.partition, self._identity.incarnation)
         match body:
             case Welcome() if (body.to, body.incarnation) == me:

@@ -36,6 +36,7 @@ from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CollectiveError, CollectiveTimeout, PeerLost, TrainingDiverged
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.saved_state import StateNames
+from gradbus.runtime.tasks import TaskGroup
 
 REQUEST, REPLY = "parameter_server/request", "parameter_server/reply"
 MAX_NAME_CHARS = 64  # of a meeting
@@ -137,7 +138,7 @@ class ParameterServer:
         try:
             await self._open()
             try:
-                async with asyncio.TaskGroup() as tasks:
+                async with TaskGroup() as tasks:
                     for rank in range(self._roles.workers):
                         tasks.create_task(self._serve(rank), name=f"worker {rank}")
             except ExceptionGroup as group:

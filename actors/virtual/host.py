@@ -45,6 +45,7 @@ from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line, plain_text
+from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.wire.control import (
     EvaluationRequest,
     EvaluationResult,
@@ -198,7 +199,7 @@ class ClientHost(Client):
         to = getattr(message.body, "to", self._identity.sender)
         return message.sender == CONTROLLER and (to == self._identity.sender or has_id(self._ids, to))
 
-    def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
+    def _handle(self, message: Message, group: TaskGroup) -> None:
         super()._handle(message, group)
         work = self._evaluating
         if work is not None and not self._session.wants_result(work.request, self._evaluating_session):
@@ -210,7 +211,7 @@ class ClientHost(Client):
             for sender in self._sending.values():
                 sender.interrupt()
 
-    def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
+    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         if isinstance(body, ANSWERS):
             sender = self._sending.get(body.to)
             if sender is not None and body.incarnation == self._identity.incarnation:
@@ -224,11 +225,11 @@ class ClientHost(Client):
 
     # RoundWork
 
-    async def _prepare(self, welcome: Welcome, group: asyncio.TaskGroup) -> None:
+    async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
         await self._pool.open(self.client_id, welcome.num_clients)
         self._repeating = group.create_task(self._repeat_failures(welcome.heartbeat_s), name="host-failures")
 
-    async def _work(self, group: asyncio.TaskGroup) -> None:
+    async def _work(self, group: TaskGroup) -> None:
         try:
             await super()._work(group)
         finally:
@@ -251,9 +252,7 @@ class ClientHost(Client):
         is_superseded = session != current.incarnation or current.superseded(command)
         return not is_superseded and bool(current.to_train(command))
 
-    async def _train_and_send(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
-    ) -> None:
+    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         current = self._session
         self._commanded = command, current.incarnation
         order = sorted(current.to_train(command))
@@ -274,7 +273,7 @@ class ClientHost(Client):
             check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
         try:
-            async with asyncio.TaskGroup() as trainings:
+            async with TaskGroup() as trainings:
                 for number in range(min(self._pool.size, asked)):
                     trainings.create_task(self._train_some(work, queue, room, trainings), name=f"host-train-{number}")
         finally:
@@ -286,7 +285,7 @@ class ClientHost(Client):
         )  # fmt: skip
 
     async def _train_some(
-        self, work: RoundWork, queue: deque[tuple[int, int]], room: asyncio.Semaphore, group: asyncio.TaskGroup
+        self, work: RoundWork, queue: deque[tuple[int, int]], room: asyncio.Semaphore, group: TaskGroup
     ) -> None:
         """Train clients of the queue until there are none. Each comes with the number of processes that have died in
         its training."""
@@ -359,7 +358,7 @@ class ClientHost(Client):
 
     # Evaluation
 
-    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: asyncio.TaskGroup) -> None:
+    async def _evaluate(self, welcome: Welcome, request: EvaluationRequest, group: TaskGroup) -> None:
         """Have the processes evaluate a model on the data of each client that is named, and send the results as they
         come. Those that are there already are sent again."""
         session = self._session.incarnation
@@ -383,7 +382,7 @@ class ClientHost(Client):
         left_s = max(0.0, self._session.evaluation_until_s - time.monotonic())
         deadline = asyncio.get_running_loop().call_later(left_s, self._pool.stop, work)
         try:
-            async with asyncio.TaskGroup() as evaluations:
+            async with TaskGroup() as evaluations:
                 for number in range(min(self._pool.size, len(queue))):
                     name = f"host-evaluate-{number}"
                     evaluations.create_task(self._evaluate_some(work, queue, results), name=name)

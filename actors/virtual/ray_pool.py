@@ -47,7 +47,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.private_folder import scratch_folder
 from gradbus.runtime.shm.shared_payload import PayloadMemory
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import TaskGroup, single_error
 
 LOCAL = "local"  # in place of an address: a cluster for this run, on this machine
 START_S = 120.0  # a process and its imports, on a machine that has not run them before
@@ -282,7 +282,7 @@ class RayPool(TrainingPool[RayProcess]):
     async def open(self, client_id: int, num_clients: int) -> None:
         self._of = client_id, num_clients
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 started = [group.create_task(self._start()) for _ in range(self.size - len(self._all))]
         except BaseExceptionGroup as errors:
             raise single_error(errors) from None

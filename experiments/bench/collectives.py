@@ -26,6 +26,7 @@ from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.processes import TRANSPORTS, BenchRank, Transport, run_ranks
 from gradbus.experiments.bench.results import Measurement, join_all, measurement
 from gradbus.experiments.bench.timing import KIB, MIB, block, memory_bytes, reset_peak, size_text, slowest_ms, timed
+from gradbus.runtime.torch_compat import available_accelerator
 
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 64 * MIB)
 REPEATS = 15  # of 0.12 s each: with 7 of them the median of the ratios moved by 15 % from run to run
@@ -263,7 +264,7 @@ def measure_device(
 ) -> Iterator[Measurement]:
     """Time an all_reduce of two ranks that share the first accelerator, or ``device``, beside the same on the CPU."""
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        accelerator = available_accelerator()
         if accelerator is None:
             print("gpu: skipped, as torch finds no accelerator on this machine", file=sys.stderr)
             return

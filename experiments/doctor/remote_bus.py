@@ -19,6 +19,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.wire.messages import Control, Message, ModelBlob
 
 _ANNOUNCE_S = 0.1
@@ -78,7 +79,7 @@ class PeerMeasurements:
         """Until cancelled."""
         with bus.subscribe(Control, ModelBlob) as inbox:
             link = Link(bus, self.number, inbox)
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 group.create_task(self._announce(bus, link), name="doctor-here")
                 group.create_task(self._measure_all(link), name="doctor-measure")
                 while True:
@@ -129,7 +130,7 @@ class PeerMeasurements:
             pass
         return None
 
-    def _on_frame(self, message: Message, link: Link, group: asyncio.TaskGroup) -> None:
+    def _on_frame(self, message: Message, link: Link, group: TaskGroup) -> None:
         if not isinstance(message, ModelBlob):
             return
         frame = message.frame

@@ -60,7 +60,8 @@ def launch_run(
     """Run ``gradbus run``. Returns the exit code of the launch.
 
     Args:
-        arguments: of ``gradbus worker``, for every rank. options: the same, parsed.
+        arguments: of ``gradbus worker``, for every rank. options: the same, parsed. Paths may be texts: typer before
+            0.29 converts them only when it calls the function of a command.
         ranks: their number; None: that of the configuration.
 
     Raises:
@@ -82,7 +83,7 @@ def plan(
     overrides = settings_of(
         options["overrides"], insecure=bool(options.get("insecure")), run_dir=options.get("run_dir")
     )
-    file = load(WorkerFile, options["config"], overrides=overrides, data_root=options["data_root"])
+    file = load(WorkerFile, Path(options["config"]), overrides=overrides, data_root=options["data_root"])
     check(file.bus, rank=0)  # the others have the same key file, and join rank 0
     world = _world(file, ranks, elastic)
     job = None if "job" in file.bus.model_fields_set else f"{file.bus.job}-{secrets.token_hex(4)}"

@@ -25,6 +25,7 @@ from gradbus.experiments.launch.first_failure import RankExit, first_failure
 from gradbus.experiments.launch.output import LineSplitter, OutputWriter, Tail, prefix
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.forks import die_with_parent
+from gradbus.runtime.tasks import TaskGroup
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the end of its terminal", signal.SIGPIPE: "the end of its reader"}
@@ -198,7 +199,7 @@ class Launcher:
                     await rank.start(self._launch, out, err)
             for writer in {out, err}:  # not before: the ranks are forked, and a thread may hold a lock meanwhile
                 writer.start()
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 running = [rank for rank in self._ranks if rank.running]
                 watchers = [group.create_task(self._watch(rank, out, err)) for rank in running]
                 await self._supervise(say)

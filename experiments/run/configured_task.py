@@ -28,6 +28,7 @@ from gradbus.experiments.run.lifecycle import stopping
 from gradbus.experiments.run.sample_ids import with_ids
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.torch_compat import available_accelerator
 
 
 class _Configured:
@@ -179,7 +180,7 @@ def _stop_if_asked(*_: Any) -> None:
 def local_device(name: str, local_rank: str) -> str:
     """The device of a rank: its own of several of a machine, in turn, where ``name`` is that of torch's accelerator and
     has no number. ``local_rank``: the variable LOCAL_RANK, or ""."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = available_accelerator()
     if accelerator is None or name != accelerator.type or not local_rank.isdecimal():
         return name
     return f"{name}:{int(local_rank) % torch.accelerator.device_count()}"

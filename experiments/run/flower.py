@@ -20,7 +20,7 @@ from gradbus.runtime.config.settings import Positive, Settings, load_settings
 from gradbus.runtime.errors import ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.user_errors import traceback_with_place
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ async def run_server(file: FlowerFile, app: FlowerApp, server_app: Any, override
         )  # fmt: skip
         grid = BusGrid(hub, bus.memory, asyncio.get_running_loop(), Run.create_empty(run_id))
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 serving = group.create_task(hub.run(), name="hub")
                 await hub.started.wait()
                 log.info("waiting for nodes", job=bus.job, run=f"{run_id:016x}")

@@ -17,6 +17,8 @@ The functions here are for those who come from Horovod. Calls are matched by nam
     dds.broadcast_parameters(model.state_dict(), root_rank=0)
 
 They are loaded when first used.
+
+torch 2.14 or newer is required, and with an older one the import fails; all other packages of gradbus work with 2.6.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradbus.torch.register import register, register_scheme
+import torch
+
+from gradbus.torch.register import check_version, register, register_scheme
 
 if TYPE_CHECKING:
     from gradbus.torch.algorithm_hook import AlgorithmHook, with_algorithm
@@ -92,6 +96,7 @@ __all__ = [
 ]
 
 
+check_version(torch.__version__)
 register_scheme()
 
 

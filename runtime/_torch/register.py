@@ -24,25 +24,25 @@ def register() -> None:
     torch calls this through the entry point; calling it again has no effect.
 
     Raises:
-        RuntimeError: this torch cannot have it; the text names the remedy.
+        ImportError: this torch is too old; the text names the remedy. RuntimeError: it has no torch.distributed.
     """
-    check(torch.__version__, torch.distributed.is_available())
+    check_version(torch.__version__)
+    if not torch.distributed.is_available():
+        raise RuntimeError(f"backend {NAME!r} needs torch.distributed, which this torch was built without")
     import torch.distributed as dist
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
-def check(version: str, has_distributed: bool) -> None:
-    """Raises RuntimeError: a torch of this version, with or without torch.distributed, cannot have the backend."""
+def check_version(version: str) -> None:
+    """Raise ImportError if a torch of this version cannot have the backend. `import gradbus.torch` begins with this."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and (int(found[1]), int(found[2])) < OLDEST:
-        raise RuntimeError(
+        raise ImportError(
             f"backend {NAME!r} needs torch {OLDEST[0]}.{OLDEST[1]} or newer, this is {version}, which takes no backend "
             f"written in Python. Upgrade torch, or use gradbus.join_group, which works with it"
         )
-    if not has_distributed:
-        raise RuntimeError(f"backend {NAME!r} needs torch.distributed, which this torch was built without")
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -34,6 +34,7 @@ from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
 from gradbus.runtime import forks
+from gradbus.runtime.closing_thread import ClosingThread
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.status import StallLog
@@ -471,7 +472,7 @@ class WorkQueue:
                 work.expire()
             elif work.undelivered and work.until_s + RESCUE_S < now_s:
                 # The thread is stuck in a callback that waits for a future of this thread's: end that wait.
-                threading.Thread(target=work.deliver, name="gradbus-torch-rescue", daemon=True).start()
+                ClosingThread(work.deliver, name="gradbus-torch-rescue").start()
         if self.stalls is not None:
             self.stalls.look(self.engine.waiting)
 

@@ -96,8 +96,13 @@ class BusThread:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+        runner = asyncio.Runner(loop_factory=lambda: self._loop)
+        try:
             runner.run(self._hold())
+        finally:
+            # To end the executor, asyncio starts a thread, which Python 3.12 refuses while the interpreter ends.
+            with contextlib.suppress(RuntimeError):
+                runner.close()
 
     async def _hold(self) -> None:
         settings = self._settings

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import astuple
@@ -32,6 +31,7 @@ from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.bus.receiver import Channel, Receiver
 from gradbus.runtime.bus.sender import Job, Sample, Sender
 from gradbus.runtime.bus.subscription import Subscription, Subscriptions
+from gradbus.runtime.closing_thread import ClosingThread
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.network import NetworkConfig, Profile
@@ -361,9 +361,7 @@ class Bus:
             self._sender.stop()
             self._thread.stop()
             finished: asyncio.Future[int] = self._loop.create_future()
-            threading.Thread(
-                target=self._shut_down, args=(finished, list(self._ports)), name="gradbus-close", daemon=True
-            ).start()
+            ClosingThread(partial(self._shut_down, finished, list(self._ports)), name="gradbus-close").start()
             # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
             await asyncio.wait([finished], timeout=5.0)
 

@@ -6,6 +6,7 @@ without holding up the others.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -47,17 +48,38 @@ class Job:
             self.cancelled = True
 
 
-class Sender(threading.Thread):
-    """One thread for the jobs of a bus. Who submits bounds their number: the bus by its slots, a group by its pending
-    collectives."""
+class Sender:
+    """The jobs of a bus, and the thread that writes them. Who submits bounds their number: the bus by its slots, a
+    group by its pending collectives.
+
+    :meth:`step` is one turn of that work. In production the thread that :meth:`start` starts calls it; any other driver
+    may call it in place of the thread, and :meth:`finish` after the last step.
+    """
 
     def __init__(self) -> None:
-        super().__init__(name="gradbus-write", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradbus-write", daemon=True)
         self._jobs: deque[Job] = deque()
+        self._pauses: dict[Job, Pause] = {}  # of those that had nothing to write, since something was written
         self._wakeup = threading.Condition()
         self._stop_flag = False
-        self._woken = False
+        self._woken = False  # a job that pauses may have something to write now
         self.sent_bytes: Counter[str] = Counter()
+
+    # The thread
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, for so long."""
+        self._thread.join(timeout_s)
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs."""
+        return self._thread.is_alive()
+
+    # From any thread
 
     def submit(self, job: Job) -> None:
         """Add a job. Raises BusClosed after :meth:`stop`."""
@@ -83,46 +105,73 @@ class Sender(threading.Thread):
     def idle(self) -> bool:
         return not self._jobs
 
-    def run(self) -> None:
-        pauses: dict[Job, Pause] = {}  # of those that had nothing to write, since something was written
-        while True:
-            with self._wakeup:
-                if pauses and len(pauses) >= len(self._jobs) and not self._stop_flag:
-                    if not self._woken:
-                        longest_s = max(pauses.values())  # many must not take more time to ask than one
-                        self._wakeup.wait(max(longest_s, min(sum(pauses.values()), _LAP_S)))
-                    self._woken = False
-                    pauses.clear()
-                while not self._jobs and not self._stop_flag:
-                    self._wakeup.wait()
-                if self._stop_flag:
-                    break
-                job = self._jobs[0]
-            finished = True
-            try:
-                with job.writing:
-                    pause_s = None if job.cancelled else self._step(job)
-                finished = pause_s is None
-                if pause_s:
-                    pauses[job] = pause_s
-                else:
-                    pauses.clear()
-                outcome: int | Exception = job.written_bytes
-            except Exception as error:
-                finished, outcome = True, error
-                pauses.clear()
-            with self._wakeup:
-                self._jobs.popleft()
-                if not finished:
-                    self._jobs.append(job)
-            if finished:
-                job.finished(outcome)
-            del job  # and with it the payload, which may be large, while the thread sleeps
+    # On the thread
+
+    def step(self) -> float:
+        """Write one sample of the job whose turn it is.
+
+        One thread at a time may call it: a driver calls it in place of :meth:`start`.
+
+        Returns:
+            Seconds until something is due: 0 if a job may have more to write, the pause if all of them pause, infinite
+            if there is none. :meth:`submit` and :meth:`wake` make a step due at once, :meth:`stop` the end.
+        """
+        with self._wakeup:
+            if not self._jobs or self._stop_flag:
+                return math.inf
+            if len(self._pauses) >= len(self._jobs):  # and they are over
+                self._woken = False
+                self._pauses.clear()
+            job = self._jobs[0]
+        finished = True
+        try:
+            with job.writing:
+                pause_s = None if job.cancelled else self._write_sample(job)
+            finished = pause_s is None
+            if pause_s:
+                self._pauses[job] = pause_s
+            else:
+                self._pauses.clear()
+            outcome: int | Exception = job.written_bytes
+        except Exception as error:
+            finished, outcome = True, error
+            self._pauses.clear()
+        with self._wakeup:
+            self._jobs.popleft()
+            if not finished:
+                self._jobs.append(job)
+            due_in_s = self._due_in_s()
+        if finished:
+            job.finished(outcome)
+        return due_in_s
+
+    def _due_in_s(self) -> float:
+        if not self._jobs:
+            return math.inf
+        if self._woken or len(self._pauses) < len(self._jobs):
+            return 0.0
+        longest_s = max(self._pauses.values())  # many must not take more time to ask than one
+        return max(longest_s, min(sum(self._pauses.values()), _LAP_S))
+
+    def finish(self) -> None:
+        """Fail the jobs that are left with BusClosed: after the last step, on the thread that has called it."""
         for job in self._jobs:
             job.finished(BusClosed("the bus was closed before all was sent"))
         self._jobs.clear()
 
-    def _step(self, job: Job) -> Pause | None:
+    def _run(self) -> None:
+        while not self._stop_flag:
+            if self.step():  # no job is held here, nor its payload, which may be large, while the thread sleeps
+                self._sleep()
+        self.finish()
+
+    def _sleep(self) -> None:
+        with self._wakeup:
+            pause_s = self._due_in_s()  # a job may have come, or news for one that pauses
+            if pause_s and not self._stop_flag:
+                self._wakeup.wait(None if pause_s == math.inf else pause_s)
+
+    def _write_sample(self, job: Job) -> Pause | None:
         """Write one sample of the job. Returns how long it need not be asked again: 0, it has more to write; None, it
         has nothing more at all."""
         sample = job.pending if job.pending is not None else next(job.samples, None)

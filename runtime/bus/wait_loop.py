@@ -1,5 +1,8 @@
 """Who waits in DDS for news: a thread of its own, or a thread that waits for what the news bring.
 
+:meth:`WaitLoop.step` is one turn of that work. In production the thread that :meth:`WaitLoop.start` starts calls it;
+any other driver may call it in place of the thread, and :meth:`WaitLoop.finish` after the last step.
+
 Not a listener: a Python callback on Cyclone's own thread needs the GIL, and together with a writer that waits for
 acknowledgements while it holds the GIL this is a deadlock.
 """
@@ -26,8 +29,12 @@ INLINE_SLEEP_S = 0.2  # the longest sleep inline: signals are handled in between
 IDLE_S = 1.0  # the longest sleep of the thread
 
 
-class WaitLoop(threading.Thread):
-    """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time."""
+class WaitLoop:
+    """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time.
+
+    It holds its thread rather than being one: a subclass of :class:`threading.Thread` shares the names of its private
+    attributes with Python's own, which change from release to release.
+    """
 
     def __init__(
         self, waiter: WaitSet, handle: Callable[[list[int], float], bool], *, failed: Callable[[], None],
@@ -38,7 +45,7 @@ class WaitLoop(threading.Thread):
             what is left is reported again. Returns whether there was anything to do.
         failed: called when the loop cannot go on, see ``fault``. ended: called once at the end, on the thread.
         """
-        super().__init__(name="gradbus-receive", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradbus-receive", daemon=True)
         self._waiter = waiter
         self._handle = handle
         self._failed = failed
@@ -56,6 +63,25 @@ class WaitLoop(threading.Thread):
         self._due_s = math.inf
         self.stopping = False
         self.fault: BaseException | None = None
+
+    # The thread
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, for so long."""
+        self._thread.join(timeout_s)
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def ident(self) -> int | None:
+        """Number of the thread, as :func:`threading.get_ident` returns it there; None before its start."""
+        return self._thread.ident
 
     # From any thread
 
@@ -156,7 +182,28 @@ class WaitLoop(threading.Thread):
         periodic.due_s = min(periodic.due_s, time.monotonic() + seconds)
         self._due_s = min(self._due_s, periodic.due_s)
 
-    def run(self) -> None:
+    def step(self, timeout_s: float = 0.0) -> float:
+        """Wait for news, handle them, and make the periodic calls that are due.
+
+        One thread at a time may call it: a driver calls it in place of :meth:`start`.
+
+        Args:
+            timeout_s: the longest wait for news, which ends sooner when a periodic call is due.
+
+        Returns:
+            Seconds until something is due: 0 if there were news, as there may be more, else until the next periodic
+            call, ``IDLE_S`` at most. News and :meth:`wake` make a step due at once.
+        """
+        if self._turn(timeout_s) or self._new_calls:
+            return 0.0
+        return min(IDLE_S, max(0.0, self._due_s - time.monotonic()))
+
+    def finish(self) -> None:
+        """Let go of the periodic calls and report the end: after the last step, on the thread that has called it."""
+        self._calls, self._new_calls, self._due_s = [], deque(), math.inf  # they hold what they are methods of
+        self._ended()
+
+    def _run(self) -> None:
         backoff_s = BACKOFF_S
         try:
             while not self.stopping:
@@ -174,14 +221,13 @@ class WaitLoop(threading.Thread):
                 backoff_s, self._backs_off = BACKOFF_S, False
                 with self._polling:
                     self._is_asked = False
-                    self._turn(IDLE_S)
+                    self.step(IDLE_S)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._polling.acquire(timeout=2 * INLINE_SLEEP_S)  # for good: DDS may be closed when this has ended
-            self._calls, self._new_calls = [], deque()  # they hold what they are methods of
-            self._ended()
+            self.finish()
 
     def _turn(self, timeout_s: float, until_s: float = math.inf) -> bool:
         """Wait for news and handle them, until then at most. Returns whether there were any."""

@@ -28,6 +28,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, CollectiveError, C
 from gradbus.runtime.in_network.encoding import MAX_WORLD
 from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.tasks import TaskGroup
 
 MAX_RETRY_FACTOR = 32  # by which the time until workers look for aggregators again grows at most
 JOIN_AGAIN_S = 60.0  # one try
@@ -197,7 +198,7 @@ class InNetworkSum:
     ) -> tuple[Tensor, bool]:
         total, first = torch.empty_like(blocks), session.protocol.end
         traffic.add(session.streams, -1)
-        async with asyncio.TaskGroup() as meanwhile:
+        async with TaskGroup() as meanwhile:
             own = meanwhile.create_task(self._checksum(blocks))
             known = await session.add(blocks, total)
         traffic.add(session.streams)

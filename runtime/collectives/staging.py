@@ -7,7 +7,7 @@ been given to do meanwhile goes on beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,11 +15,12 @@ from torch import Tensor
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket, views_of
 from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.torch_compat import available_accelerator, copy_stream
 
 
 def can_be_staged(tensor: Tensor) -> bool:
     """Whether its device is the CPU, or what torch calls the current accelerator: that has streams, and pins memory."""
-    accelerator = None if tensor.is_cpu else torch.accelerator.current_accelerator()
+    accelerator = None if tensor.is_cpu else available_accelerator()
     return tensor.is_cpu or (accelerator is not None and tensor.device.type == accelerator.type)
 
 
@@ -29,7 +30,7 @@ def check_devices(algorithm: str, parameters: Mapping[str, Tensor]) -> None:
         if not can_be_staged(parameter):
             raise ConfigError(
                 f"{algorithm}: parameter {name} is on {parameter.device}, expected on the CPU, or on the accelerator "
-                f"that torch uses ({torch.accelerator.current_accelerator() or 'here is none'})"
+                f"that torch uses ({available_accelerator() or 'here is none'})"
             )
 
 
@@ -71,13 +72,7 @@ def copier(into: Tensor, host: Tensor) -> Callable[[], object]:
 
 
 def _copy(into: Tensor, source: Tensor, device: torch.device, ready: torch.Event) -> None:
-    stream = _stream(device)
-    stream.wait_event(ready)
-    with stream:
+    with copy_stream(device) as stream:
+        stream.wait_event(ready)
         into.copy_(source, non_blocking=True)
     stream.synchronize()
-
-
-@lru_cache(maxsize=64)
-def _stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)

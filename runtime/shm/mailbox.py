@@ -160,7 +160,7 @@ class Mailbox:
         self._sleeper = self.sleeper()
         self._thread = MailboxThread(self, name)
         self._attention[0] = AFTER["open"]
-        self._thread.start()
+        self._thread.thread.start()
 
     def close(self) -> threading.Thread | None:
         """Take no more messages. Returns the thread, which ends soon."""
@@ -173,7 +173,7 @@ class Mailbox:
             thread.stop()
             self._attention[0] = AFTER["stop"]
         futex.wake(self._attention_at)
-        return thread
+        return thread.thread
 
     # Out
 
@@ -457,15 +457,16 @@ class Sleeper:
         self.nap_s = min(2 * self.nap_s, SLEEP_S)
 
 
-class MailboxThread(threading.Thread):
-    """Reads the messages of a rank while no thread polls.
+class MailboxThread:
+    """Reads the messages of a rank while no thread polls, on a thread that it holds.
 
     Attributes:
+        thread: that thread; :meth:`Mailbox.open` starts it.
         on_duty: whether it reads, or sleeps until there is something to read.
     """
 
     def __init__(self, mailbox: Mailbox, name: str) -> None:
-        super().__init__(name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._mailbox = mailbox
         self._wanted = threading.Event()
         self._stop_flag = False
@@ -482,7 +483,7 @@ class MailboxThread(threading.Thread):
         if not self.on_duty or self._polls != self._mailbox.polls:
             self._wanted.set()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         mailbox, sleeper = self._mailbox, self._mailbox.sleeper()
         while not self._stop_flag:
             self.on_duty = True

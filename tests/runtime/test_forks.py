@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backend_support import needs_torch_backend
 from commands import Forked
 from dds_domains import new_domain
 
@@ -64,6 +65,7 @@ def test_a_child_that_begins_in_a_coroutine_ends_and_the_parent_goes_on(of_the_b
     assert of_the_bus["after a coroutine"]["works"]
 
 
+@needs_torch_backend
 def test_children_of_a_rank_of_torch_distributed_end_and_workers_load_data_for_it() -> None:
     domain = new_domain()
     program = start("torch_backend", 0, domain)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from backend_support import require_torch_backend
 from patience import PATIENT_S
 from ranks import Ranks
 
@@ -60,9 +61,11 @@ class RankLocation:
 
 
 class SceneRanks(Ranks):
-    """The ranks of one scene: a function of a file in tests/torch_backend, ``scene(place)``, in each process."""
+    """The ranks of one scene: a function of a file in tests/torch_backend, ``scene(place)``, in each process. The test
+    is skipped if torch is too old for gradbus.torch."""
 
     def __init__(self, file: str, scene: str, world: int = 2, backend: str = "dds", **options: Any) -> None:
+        require_torch_backend()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
         super().__init__(run_forked, world, file=file, scene=scene, backend=backend, options=options, port=port)

@@ -7,6 +7,8 @@ import gc
 import importlib
 import os
 
+from backend_support import HAS_TORCH_BACKEND
+
 _PATH = "PYTHONPATH"
 _NAMES = (
     "_pytest.config",  # every child runs the script that the tests were started with, under another name
@@ -28,12 +30,12 @@ _NAMES = (
     "gradbus.runtime.bus.bus",
     "gradbus.runtime.collectives",
     "gradbus.runtime.security.identity.join_transport",
-    "gradbus.torch",
     "ddp_node",
     "federation_node",
     "group_node",
     "shared_scripts",
     "torch_node",
+    *(["gradbus.torch"] if HAS_TORCH_BACKEND else []),
 )
 
 for _name in _NAMES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from gradbus.torch import register
-from gradbus.torch.register import check
+from gradbus.torch.register import check_version
 
 
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
@@ -64,18 +66,26 @@ def test_registering_twice_does_no_harm() -> None:
     assert torch.distributed.is_backend_available("dds")
 
 
-@pytest.mark.parametrize("version", ["2.13.0+cpu", "1.9.1", "2.4.0a0"])
-def test_an_older_torch_is_told_in_one_line(version: str) -> None:
-    with pytest.raises(RuntimeError, match=r"needs torch 2\.14 or newer") as raised:
-        check(version, has_distributed=True)
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "1.9.1", "2.6.0+cu124", "2.4.0a0"])
+def test_with_an_older_torch_the_import_fails_and_registers_nothing(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.delitem(sys.modules, "gradbus.torch")
+    monkeypatch.setattr(sys.modules["gradbus.torch.register"], "register_scheme", pytest.fail)
+    with pytest.raises(ImportError, match=r"needs torch 2\.14 or newer, this is " + re.escape(version)) as raised:
+        importlib.import_module("gradbus.torch")
     assert "\n" not in str(raised.value)
+    with pytest.raises(ImportError, match=r"needs torch 2\.14"):
+        register()
 
 
-def test_a_torch_without_distributed_is_told() -> None:
+def test_a_torch_without_distributed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="built without"):
-        check("2.15.0", has_distributed=False)
+        register()
 
 
 def test_newer_versions_are_taken() -> None:
     for version in ("2.14.0", "2.15.0+cu132", "3.0.0"):
-        check(version, has_distributed=True)
+        check_version(version)

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
 from gradbus.runtime.bus import background
+from gradbus.runtime.closing_thread import ClosingThread
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.torch.store.address import Address
 from gradbus.torch.store.client import StoreClient
@@ -188,8 +190,8 @@ class StoreLink:
     def _start_leaving(self, thread: background.BusThread, end: StoreEnd) -> None:
         end.end()
         try:
-            threading.Thread(target=self._leave, args=(thread, end), name="gradbus-store-close").start()
-        except RuntimeError:  # the interpreter is ending
+            ClosingThread(partial(self._leave, thread, end), name="gradbus-store-close", daemon=False).start()
+        except RuntimeError:  # no thread can be had
             self.finished.set()
 
     def _leave(self, thread: background.BusThread, end: StoreEnd) -> None:

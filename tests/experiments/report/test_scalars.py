@@ -189,7 +189,7 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path: Path, monk
     with open_scalars(ControllerFile(), tmp_path) as none:
         assert none is None
     monkeypatch.setattr(builtins, "__import__", lacking)
-    with pytest.raises(ConfigError, match=r"No module named 'tensorboard'.*-m pip install 'tensorboard>=2.16'"):
+    with pytest.raises(ConfigError, match=r"No module named 'tensorboard'.*-m pip install 'tensorboard>=2\.16\.2'"):
         TensorBoard(tmp_path)
 
 

@@ -12,6 +12,7 @@ from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch import command
 from gradbus.experiments.launch.command import ElasticLaunch, plan
+from gradbus.experiments.run import configured_task
 from gradbus.experiments.run.configured_task import ConfiguredShardTask, local_device
 from gradbus.experiments.run.data_parallel import check_equal_facts
 from gradbus.experiments.run.rank_environment import RankPlace, find_number, find_place
@@ -130,6 +131,13 @@ def test_a_job_without_a_name_gets_its_own_in_every_launch(configs: Path) -> Non
     names = [planned.environment(rank)["GRADBUS_BUS__JOB"] for planned in (first, second) for rank in (0, 1)]
     assert names[0] == names[1] != names[2] == names[3]
     assert all(name.startswith("default-") for name in names)
+
+
+def test_paths_may_be_texts_as_typer_before_0_29_parses_them(configs: Path, tmp_path: Path) -> None:
+    folder, config = str(tmp_path / "run"), str(configs / "ddp.conf.json")
+    planned = launch([config], None, ElasticLaunch.parse("2:2", restarts=0), config=config, run_dir=folder)
+    assert planned.world == 2
+    assert "--run-dir" not in planned.command(0, False)  # the ranks need no other: one is given
 
 
 def test_elastic_ranks_get_their_bounds_one_run_directory_and_join_when_they_are_started_again(configs: Path) -> None:
@@ -277,7 +285,7 @@ def test_the_number_of_ranks_may_be_in_the_configuration(tmp_path: Path) -> None
 def test_ranks_of_a_machine_take_its_devices_in_turn(
     monkeypatch: pytest.MonkeyPatch, name: str, local_rank: str, wanted: str
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(configured_task, "available_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert local_device(name, local_rank) == wanted
 

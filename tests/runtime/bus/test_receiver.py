@@ -21,7 +21,7 @@ import gradbus
 from gradbus.runtime.bus import raw_endpoints, receiver
 from gradbus.runtime.bus import wait_loop as wait_loop_module
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.bus.wait_loop import WaitLoop
+from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
 from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed, PeerLost
@@ -230,6 +230,22 @@ def test_what_is_called_periodically_is_called_soon_then_at_its_pace_and_no_more
     assert calls[2] - calls[1] < 0.2  # it was asked for earlier
     assert len(calls) == 3
     assert once == [True]
+
+
+def test_a_driver_in_place_of_the_thread_is_told_when_the_next_step_is_due() -> None:
+    looks, calls, ended = Waits(news_at=2), list[str](), list[bool]()
+    loop = WaitLoop(
+        cast("Any", looks), lambda numbers, until_s: bool(numbers), failed=lambda: None,
+        ended=lambda: ended.append(True),
+    )  # fmt: skip
+    assert loop.step() == IDLE_S  # nothing is to be called
+    loop.add_periodic(Periodic(lambda: bool(calls.append("once")) or True, 0.5))
+    assert loop.step() == 0.0  # there were news
+    assert calls == ["once"]
+    assert 0.0 < loop.step() <= 0.5
+    assert calls == ["once"]
+    loop.finish()
+    assert (loop.step(), ended) == (IDLE_S, [True])  # it holds no periodic calls
 
 
 def test_frames_that_nobody_can_deal_with_are_counted_and_those_after_them_arrive(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -153,3 +154,51 @@ def test_a_sender_that_is_stopped_ends_the_jobs_that_pause_at_once() -> None:
     assert [type(outcome) for outcome in outcomes] == [BusClosed]
     with pytest.raises(BusClosed):
         sender.submit(Job(Recording(), samples("a", 1), outcomes.append, WAIT_S))  # type: ignore[arg-type]
+
+
+def steps(sender: Sender) -> list[float]:
+    """What a driver in place of the thread gets: the pauses, until there is nothing to write."""
+    found = [sender.step()]
+    while found[-1] != math.inf:
+        found.append(sender.step())
+    return found
+
+
+def test_a_driver_in_place_of_the_thread_writes_a_sample_a_step_and_is_told_when_the_next_is_due() -> None:
+    sender, writer, outcomes = Sender(), Recording(), list[int | Exception]()
+
+    def pausing() -> Iterator[Sample | Pause]:
+        yield from samples("a", 1)
+        yield 2.0
+        yield from samples("a", 1)
+
+    assert sender.step() == math.inf
+    sender.submit(Job(writer, pausing(), outcomes.append, WAIT_S))  # type: ignore[arg-type]
+    assert steps(sender) == [0.0, 2.0, 0.0, math.inf]
+    assert (writer.names, outcomes) == (["a", "a"], [2 * len(b"data")])
+
+
+def test_a_driver_may_wait_as_long_as_all_jobs_pause_unless_they_are_woken() -> None:
+    sender, writer = Sender(), Recording()
+
+    def waiting(pause_s: float) -> Iterator[Sample | Pause]:
+        while True:
+            yield pause_s
+
+    for pause_s in (3.0, 2.0):
+        sender.submit(Job(writer, waiting(pause_s), lambda _: None, WAIT_S))  # type: ignore[arg-type]
+    assert [sender.step() for _ in range(4)] == [0.0, 3.0, 0.0, 3.0]  # the second job is asked before anybody waits
+    sender.step()
+    sender.wake()
+    assert [sender.step() for _ in range(3)] == [0.0, 0.0, 3.0]  # both are asked again at once
+
+
+def test_a_driver_ends_the_jobs_that_are_left() -> None:
+    sender, outcomes = Sender(), list[int | Exception]()
+    sender.submit(Job(Recording(), samples("a", 2), outcomes.append, WAIT_S))  # type: ignore[arg-type]
+    assert sender.step() == 0.0
+    sender.stop()
+    assert sender.step() == math.inf
+    sender.finish()
+    assert [type(outcome) for outcome in outcomes] == [BusClosed]
+    assert sender.idle

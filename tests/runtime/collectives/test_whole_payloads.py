@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backend_support import needs_torch_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
@@ -32,7 +33,6 @@ from gradbus.runtime.collectives.tensors import as_bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, chunk_count
-from gradbus.torch.tensor_exchange import TensorExchange
 
 CHUNK_BYTES = 64
 NUMEL = 150  # of int32: ten chunks, and four in each of three shards
@@ -103,6 +103,8 @@ def sent(kind: type, rank: int) -> Operation:
 
 
 def exchanged(rank: int) -> Operation:
+    from gradbus.torch.tensor_exchange import TensorExchange
+
     into = {other: blank() for other in range(WORLD)}
     operation = TensorExchange("all_gather", rank, WORLD, to=vector(rank), into=into)
     operation.convert = lambda value: [into[other] for other in range(WORLD) if other != rank]
@@ -110,6 +112,8 @@ def exchanged(rank: int) -> Operation:
 
 
 def exchanged_from_root(rank: int) -> Operation:
+    from gradbus.torch.tensor_exchange import TensorExchange
+
     if rank == 1:
         return TensorExchange("broadcast 1", rank, WORLD, to=vector(1), receipts=True)
     into = blank()
@@ -281,7 +285,9 @@ def with_wrong_sizes(taken: Sequence[Frame], true: dict[Key, bytes], dice: rando
     return mine
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_torch_backend) if name.startswith("torch's") else name for name in CASES]
+)
 def test_what_ends_well_has_every_byte_and_what_is_passed_on_is_right(name: str) -> None:
     case = CASES[name]
     honest = frames_for(case)

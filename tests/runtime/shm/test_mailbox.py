@@ -363,7 +363,7 @@ def test_the_thread_sleeps_while_there_is_nothing_to_read(attended: Ranks) -> No
     wait_until(lambda: attended.attention(1) == ASLEEP)
     thread = attended.mailbox(1)._thread  # noqa: SLF001 - close() gives it, too, but only to end it
     assert thread is not None
-    clock = time.pthread_getcpuclockid(thread.ident or 0)
+    clock = time.pthread_getcpuclockid(thread.thread.ident or 0)
     before_s = time.clock_gettime(clock)
     time.sleep(0.2)
     assert time.clock_gettime(clock) - before_s < 0.02
@@ -424,7 +424,7 @@ def test_a_thread_that_fell_asleep_beside_a_visitor_is_woken_when_that_has_gone(
     sleep, is_polled, fell_asleep = Sleeper.sleep, threading.Event(), threading.Event()
 
     def late(sleeper: Any, timeout_s: float) -> None:
-        if isinstance(threading.current_thread(), module.MailboxThread) and not is_polled.is_set():
+        if threading.current_thread() is reader and not is_polled.is_set():
             is_polled.wait(WAIT_S)
             fell_asleep.set()
         sleep(sleeper, timeout_s)
@@ -432,6 +432,8 @@ def test_a_thread_that_fell_asleep_beside_a_visitor_is_woken_when_that_has_gone(
     monkeypatch.setattr(module, "IDLE_S", 2 * WAIT_S)
     ranks = Ranks()
     letters = ranks.mailbox(1)
+    assert letters._thread is not None  # noqa: SLF001 - as above
+    reader = letters._thread.thread  # noqa: SLF001 - as above
     wait_until(lambda: ranks.attention(1) == ASLEEP)
     monkeypatch.setattr(Sleeper, "sleep", late)
     assert send(ranks, 1)  # it reads this, and is about to sleep anew

@@ -132,7 +132,7 @@ def sender(s: State, rules: frozenset[str]) -> Moves:
 
 
 def thread(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - a table of steps
-    """:meth:`MailboxThread.run`."""
+    """:meth:`MailboxThread._run`."""
     match s.thread:
         case "begin":
             return [s._replace(thread="end lock") if s.stop else s._replace(thread="loop", on_duty=True)]

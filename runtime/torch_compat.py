@@ -1,0 +1,43 @@
+"""Calls to torch whose signature or behaviour differs between the versions that gradbus supports, 2.6 and newer.
+
+``gradbus.torch``, the backend of torch.distributed, requires a newer torch, and checks that by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+HAS_STREAM_CONTEXT = hasattr(torch.Stream, "__enter__")  # torch 2.6 has no such method
+
+
+def available_accelerator() -> torch.device | None:
+    """Return the accelerator of this machine, without an index; None if there is no usable one.
+
+    Newer versions of torch have ``current_accelerator(check_available=True)`` for this. In torch 2.6 the function lacks
+    that argument, and raises RuntimeError on a machine without an accelerator.
+    """
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+@contextlib.contextmanager
+def copy_stream(device: torch.device) -> Iterator[torch.Stream]:
+    """Enter a stream for copies to and from ``device``, on which the work of the block is queued.
+
+    The stream is separate from those that compute, so that copies overlap with kernels. torch 2.6 cannot enter a
+    ``torch.Stream``: there it is the current stream of the calling thread, and copies wait for its earlier kernels.
+    """
+    if not HAS_STREAM_CONTEXT:
+        yield torch.accelerator.current_stream(device)
+        return
+    stream = _stream(device)
+    with stream:
+        yield stream
+
+
+@lru_cache(maxsize=64)
+def _stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
