@@ -89,6 +89,13 @@ def open_to_append(path: Path, permissions: int = 0o666) -> int:
     return descriptor
 
 
+def clear_way(path: Path) -> None:
+    """Remove what has the name of a temporary file that is to be written: a link would lead the writer elsewhere, and a
+    pipe hold it up. Raises OSError: it is a folder, or cannot be removed."""
+    if os.path.lexists(path):
+        path.unlink()
+
+
 def open_named(path: Path, *, max_bytes: int | None = None) -> BinaryIO:
     """Open a regular file that the user has named, which may be a link; the caller closes it. Raises as
     :func:`open_inside`."""
@@ -138,24 +145,27 @@ def lines_inside(
             note(f"{name} has {what}: nothing behind is shown.")
 
 
-def names_inside(folder: Path, pattern: str, *, below: str | PurePath = "") -> list[str]:
+def names_inside(
+    folder: Path, pattern: str, *, below: str | PurePath = "", most: int | None = None
+) -> list[str]:  # fmt: skip
     """Return the names in a folder that fit a pattern such as ``profile-rank-*.jsonl``, sorted.
 
     Args:
         below: which folder inside of ``folder``; by default that itself.
+        most: entries that the folder may have; by default :data:`MAX_ENTRIES`.
 
     Raises:
-        FileRefused: it has more than :data:`MAX_ENTRIES` entries, or a part of ``below`` is a link.
+        FileRefused: it has more entries, or a part of ``below`` is a link.
         OSError: it is not there, or may not be listed.
     """
-    found = []
+    found, limit = [], MAX_ENTRIES if most is None else most
     with (
         _named(folder / below), _opened_folder(folder, PurePath(below), to_list=True) as descriptor,
         os.scandir(descriptor) as entries,
     ):  # fmt: skip
         for number, entry in enumerate(entries):
-            if number == MAX_ENTRIES:
-                raise FileRefused(folder / below, f"has more than {MAX_ENTRIES:,} entries, which no run makes")
+            if number == limit:
+                raise FileRefused(folder / below, f"has more than {limit:,} entries, which no run makes")
             if fnmatchcase(entry.name, pattern):
                 found.append(entry.name)
     return sorted(found)

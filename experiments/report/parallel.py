@@ -31,7 +31,7 @@ def page_of(run: RunFiles) -> Page:
     """The page on one run."""
     algorithm = algorithm_of(run)
     look = style.look_of(algorithm or "dense")
-    curve = draw.curve_of_epochs(run.epochs, look)
+    curve = draw.curve_of_epochs(run.epochs, look, run.spent)
     world = run.summary.get("world") or run.config.get("world") or len(run.profiles) or None
     what = "Data-parallel run" + (f", {world} ranks" if world else "") + (f", {algorithm}" if algorithm else "")
     return run_page(
