@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from gradbus.actors import EpochReport, RoundReport
-from gradbus.experiments.dashboard import following, server
+from gradbus.experiments.dashboard import following
 from gradbus.experiments.dashboard.drawings import Drawings
 from gradbus.experiments.dashboard.growing_file import GrowingFile
 from gradbus.experiments.dashboard.runs import Runs
@@ -202,20 +202,6 @@ def test_files_that_hold_nonsense_leave_the_page_as_it_was(runs: Path, dashboard
         file.write(b'{"round_id": "x"}\n\xff\xfe\n' + b"[" * 100_000 + b"\n{}\n")
     status, text = get(dashboard, "runs/first/body")
     assert (status, "2 of 5" in text) == (200, True)
-
-
-def test_no_more_than_so_many_connections_are_open(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = urlsplit(dashboard.url).port
-    waiting = []
-    for _ in range(server.MAX_CONNECTIONS):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/", headers={"Host": "localhost"})
-        connection.getresponse().read()  # it is served, and stays open
-        waiting.append(connection)
-    with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
-        get(dashboard, "")
-    for connection in waiting:
-        connection.close()
 
 
 def test_of_very_many_runs_the_newest_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
