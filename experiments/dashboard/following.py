@@ -218,7 +218,7 @@ class Following:
                 self._json[name] = (key, values if isinstance(values, dict) else {})
                 changed, self._refused[name] = True, ""
             except (OSError, ValueError) as error:
-                why = reason(error) if isinstance(error, OSError) else "it is no JSON"
+                why = reason(error) if isinstance(error, OSError) else f"it is no JSON ({error})"
                 why = "" if isinstance(error, FileNotFoundError) else why
                 changed |= self._json.pop(name, None) is not None or why != self._refused.get(name, "")
                 self._refused[name] = why

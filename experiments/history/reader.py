@@ -24,8 +24,15 @@ MAX_EVENTS = 2_000_000  # of all processes together: 200,000 rounds of eight cli
 MAX_JOURNAL_BYTES = 16 << 30  # of one process
 MAX_CUT_LINES = 100_000  # that are no events: a file with more is no journal
 MAX_PAYLOAD_BYTES = 16 << 30
-_WITH_TIMES = frozenset({"started", "failed", "ended"})  # of other events nothing asks when, and by which process
-_NOT_KEPT = frozenset({"time", "at_s", "pid"})
+_WHOLE = frozenset({"started", "failed", "ended"})
+_ASKED_FOR = {
+    name: intern(name)
+    for name in (
+        "event", "run", "round", "client", "clients", "incarnation", "transfer", "num_samples", "weight", "crc32",
+        "held_crc32", "accepted", "step", "steps", "hash", "loss", "metrics",
+    )
+}  # fmt: skip
+"""Entries of all other events that an invariant looks at: the rest would take most of the memory."""
 
 
 @dataclass(slots=True)
@@ -156,10 +163,13 @@ def _events(run: RunHistory, name: str) -> Iterator[Event]:
 
 
 def _compact(event: Event) -> Event:
-    """The event without what nothing asks for, and with names of entries that all events share."""
-    if event["event"] in _WITH_TIMES:
+    """The event without what nothing asks for, and with names that all events share."""
+    if event["event"] in _WHOLE:
         return event
-    return {intern(name): value for name, value in event.items() if name not in _NOT_KEPT}
+    kept = {_ASKED_FOR[name]: value for name, value in event.items() if name in _ASKED_FOR}
+    if isinstance(kept["event"], str):
+        kept["event"] = intern(kept["event"])
+    return kept
 
 
 def _starts(run: RunHistory, events: Iterator[Event]) -> list[Start]:

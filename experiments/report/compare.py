@@ -114,8 +114,7 @@ def _last(key: str) -> Callable[[RunFiles], float | None]:
 
 
 def _wall_s(run: RunFiles) -> float | None:
-    value = run.summary.get("wall_s")
-    return value if isinstance(value, int | float) else None
+    return run.number("wall_s")
 
 
 def _not_counted(run: RunFiles) -> float | None:

@@ -92,7 +92,7 @@ def tiles_of(run: RunFiles) -> list[Tile]:
     reports, whole = run.rounds, run.whole
     count, sums = whole.sums.rounds, whole.sums.sums
     clients = f"{len(whole.clients)}" + (" or more" if len(whole.clients) >= MAX_NAMES else "")
-    wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.summary.get("wall_s"), reports[-1].epsilon
+    wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.number("wall_s"), reports[-1].epsilon
     budget = run.setting("federated", "privacy.epsilon")
     allowed = f", of {budget:g} allowed" if isinstance(budget, int | float) else ""
     return [
@@ -121,7 +121,7 @@ def _notes(run: RunFiles) -> list[str]:
         notes.append(f"Of round {run.whole.gaps.text} there is no report.")
     if early := run.summary.get("ended_early"):
         notes.append(f"The run ended after round {last} of {wanted}: {early}.")
-    elif run.summary.get("outcome") == "done" and wanted and last < wanted:
+    elif run.summary.get("outcome") == "done" and isinstance(wanted, int) and last < wanted:
         notes.append(f"By its summary the run is done, but its last report is of round {last} of {wanted}.")
     never = run.summary.get("never_counted")
     named = [one for one in never if isinstance(one, dict)] if isinstance(never, list) else []

@@ -73,10 +73,10 @@ def tiles_of(run: RunFiles) -> list[Tile]:
         Tile("of it waiting", duration(last.wait_s_mean), "for others and the network"),
         Tile("sent per step", size(last.bytes_out_per_step), f"gradients, density {last.density:.3g}"),
     ]
-    sent, wall_s = (run.summary.get(key) for key in ("bytes_out", "wall_s"))
-    if isinstance(sent, int):
+    sent, wall_s = run.number("bytes_out"), run.number("wall_s")
+    if sent is not None:
         tiles.append(Tile("sent in all", size(sent), "by rank 0, with evaluation and saving"))
-    if isinstance(wall_s, int | float):
+    if wall_s is not None:
         eval_s = sum(profile.outside.get("eval_s", 0.0) for profile in run.profiles[:1])
         tiles.append(Tile("the run", duration(wall_s), f"of it evaluation {duration(eval_s)}"))
     return tiles

@@ -101,6 +101,11 @@ class RunFiles:
         data = str(self.summary.get("data") or "").split(" from ")[0]  # the rest is the place of the files
         return " on ".join(str(part) for part in (model, data) if part)
 
+    def number(self, key: str) -> float | None:
+        """One number of the summary; None: it has none."""
+        value = self.summary.get(key)
+        return value if isinstance(value, int | float) else None
+
     def setting(self, section: str, key: str, default: Any = None) -> Any:
         """One key of the configuration, such as ``rounds`` or ``codec.name``."""
         found: Any = self.config.get(section)
