@@ -16,8 +16,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -341,7 +342,7 @@ class CheckpointStore:
                 raise ValueError(f"{data_name} does not match its checksum")
             return Checkpoint(round_id, _tensors_in(file), found.meta)
 
-    def _open(self, name: str) -> BinaryIO:
+    def _open(self, name: str) -> BufferedReader:
         """Open a file of tensors. Raises OSError."""
         file = open_inside(self.place.root, self.place.below / name)
         try:
@@ -384,14 +385,14 @@ def _digest_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _tensors_in(file: BinaryIO) -> dict[str, Tensor]:
+def _tensors_in(file: BufferedReader) -> dict[str, Tensor]:
     """Load an open safetensors file, which is mapped into memory: by its descriptor, as another file may have taken its
     name. Raises ValueError or SafetensorError: it is none."""
     _check_header(file)
     return load_file(f"/dev/fd/{file.fileno()}")
 
 
-def _check_header(file: BinaryIO) -> None:
+def _check_header(file: BufferedReader) -> None:
     """Check that a safetensors file is as long as its header says, before it is read, hashed or mapped.
 
     The format: 8 bytes N, little-endian, N bytes of JSON, then the data, to whose ends ``data_offsets`` point.

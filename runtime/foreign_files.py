@@ -23,8 +23,8 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from io import BufferedReader
 from pathlib import Path, PurePath
-from typing import BinaryIO
 
 MAX_LINE_BYTES = 16 << 20  # a round with ten thousand clients has some 3 MB
 MAX_LINES_BYTES = 4 << 30  # of one file of lines
@@ -51,7 +51,7 @@ class FileRefused(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
-def open_inside(folder: Path, name: str | PurePath, *, max_bytes: int | None = None) -> BinaryIO:
+def open_inside(folder: Path, name: str | PurePath, *, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file below a folder for reading, in binary; the caller closes it.
 
     Args:
@@ -96,7 +96,7 @@ def clear_way(path: Path) -> None:
         path.unlink()
 
 
-def open_named(path: Path, *, max_bytes: int | None = None) -> BinaryIO:
+def open_named(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file that the user has named, which may be a link; the caller closes it. Raises as
     :func:`open_inside`."""
     _check_kind(path.stat(), path)
@@ -176,7 +176,7 @@ def is_there(folder: Path, name: str | PurePath) -> bool:
     return os.path.lexists(folder / name)
 
 
-def check_not_sparse(file: BinaryIO, path: PurePath) -> None:
+def check_not_sparse(file: BufferedReader, path: PurePath) -> None:
     """Raise FileRefused if nearly all of a large file is holes: it was made to look large, and reading it takes long.
 
     Files of weights may have some holes, where a backup has turned zeros into them.
@@ -236,7 +236,7 @@ def _why(mode: int, expected: str) -> str:
     return f"is {kind}, expected {expected}"
 
 
-def _checked(descriptor: int, path: PurePath, max_bytes: int | None) -> BinaryIO:
+def _checked(descriptor: int, path: PurePath, max_bytes: int | None) -> BufferedReader:
     """The open file, if it is what it must be. It may have become another one since it was looked at."""
     try:
         status = os.fstat(descriptor)
@@ -253,7 +253,7 @@ def _too_large(path: PurePath, num_bytes: int, max_bytes: int) -> FileRefused:
     return FileRefused(path, f"has {num_bytes:,} bytes, at most {max_bytes:,} are read: no run leaves so many there")
 
 
-def _first_hole(file: BinaryIO, size: int) -> int:
+def _first_hole(file: BufferedReader, size: int) -> int:
     """Where a file has its first hole; its size, if it has none or its file system does not tell."""
     try:
         return os.lseek(file.fileno(), 0, os.SEEK_HOLE) if size else 0

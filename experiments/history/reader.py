@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from sys import intern
-from typing import Any, BinaryIO
+from typing import Any
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.foreign_files import check_not_sparse, is_there, lines_inside, names_inside, open_inside
@@ -76,7 +77,7 @@ class RunHistory:
         """The folder of the journals."""
         return self.root / self.below
 
-    def open_payload(self, name: str) -> BinaryIO:
+    def open_payload(self, name: str) -> BufferedReader:
         """Open the bytes of an update or a model that a process has kept. Raises OSError: there are none that can be
         read."""
         place = Path(self.below, "payloads", name)

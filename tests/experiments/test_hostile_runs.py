@@ -17,6 +17,8 @@ from hostile_runs import HOSTILE, MODULE, Hostile, make
 
 from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.dashboard.server import serving
+from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.errors import CheckpointError
 
 MAX_CPU_S = 5.0
 """Of one command. The processor's time, as others use the machine, too; what hangs is ended by pytest's timeout."""
@@ -142,6 +144,16 @@ def test_commands_end_soon_run_nothing_and_say_what_is_wrong(
     check_each([name for name in commands if name != "export"], commands, run, hostile)
     if hostile.draws:
         asked(run, figures=True)
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE if re.search("state|checkpoint|weights|header", name)])
+def test_checkpoints_that_are_something_else_are_named(name: str, run_of: Callable[[Hostile], Path]) -> None:
+    hostile = HOSTILE[name]
+    run = run_of(hostile)
+    before_s = time.process_time()
+    with pytest.raises(CheckpointError, match=hostile.says["export"]):
+        CheckpointStore.to_read(run / "state", inside=run).load_newest()
+    assert time.process_time() - before_s < MAX_CPU_S
 
 
 @pytest.mark.skip(reason="to be enabled with the export that reads weights alone and runs nothing")
