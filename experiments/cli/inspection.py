@@ -117,6 +117,7 @@ def check(
     from gradbus.experiments.history.invariants import check as check_all
     from gradbus.experiments.history.invariants import table_of
     from gradbus.experiments.history.reader import read_history
+    from gradbus.experiments.history.replay import own_strategy
 
     run = read_history(run_dir)
     results = check_all(run)
@@ -125,6 +126,9 @@ def check(
         lines.append(f"{run.cut_short} lines are left out: cut short where a process was killed, or damaged")
     if run.without_start:
         lines.append(f"{run.without_start} events are left out: no start of their process was noted")
+    lines += run.left_out[:20]
+    if name := next(filter(None, (own_strategy(start.opening) for start in run.controller)), ""):
+        lines.append(f"rounds of the strategy {name[:100]} are not computed again: no code that a run names is run")
     print_text("".join(f"{plain_line(line)}\n" for line in lines))
     return ExitCode.HISTORY if any(result.violations for result in results) else ExitCode.OK
 
