@@ -25,6 +25,7 @@ from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Count, Hex64
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.foreign_files import names_inside
 from gradbus.runtime.saved_state import MAX_DIMENSIONS, StateNames
 
 FROZEN = "frozen/"  # before the names of parameters that are not trained
@@ -180,14 +181,38 @@ def check_servers(all_saved: Sequence[SavedServer]) -> None:
         raise CheckpointError(f"expected the checkpoints of servers 0 to {servers - 1}, got {str(found)[:200]}")
 
 
-def newest_version(directory: Path, number: int | None = None) -> list[Checkpoint]:
+def has_servers(directory: Path, *, inside: Path | None = None) -> bool:
+    """Return whether parameter servers have checkpoints below a state directory. ``inside``: as in
+    :meth:`.CheckpointStore.to_read`. Raises FileNotFoundError: there is no such directory; CheckpointError."""
+    return any(store.rounds() for store in _stores(directory, inside))
+
+
+def _stores(directory: Path, inside: Path | None) -> list[CheckpointStore]:
+    """Return the checkpoints of each server, server 0's first. Raises as :func:`has_servers`."""
+    root = directory if inside is None else inside
+    try:
+        names = names_inside(root, "server-*", below=directory.relative_to(root))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"state directory {directory} cannot be read: {error}") from None
+    names.sort(key=lambda name: (len(name), name))
+    return [CheckpointStore.to_read(directory / name, inside=inside) for name in names]
+
+
+def newest_version(directory: Path, number: int | None = None, *, inside: Path | None = None) -> list[Checkpoint]:
     """The newest version, or that of step ``number``, of all servers below a state directory, server 0's first.
+
+    Args:
+        inside: as in :meth:`.CheckpointStore.to_read`.
 
     Raises:
         CheckpointError: no version is there and whole on all servers.
     """
-    folders = sorted(directory.glob("server-*"), key=lambda folder: (len(folder.name), folder.name))
-    stores = [CheckpointStore.to_read(folder) for folder in folders]
+    try:
+        stores = _stores(directory, inside)
+    except FileNotFoundError:
+        stores = []
     steps = newest_common([store.rounds() for store in stores]) if stores else []
     if number is not None and number not in steps:
         raise CheckpointError(

@@ -432,7 +432,6 @@ def replaced(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.tmp")
     clear_way(temporary)
     try:
-        temporary.unlink(missing_ok=True)  # somebody else's run directory may have a link there, to any file
         yield temporary
         temporary.replace(path)
     except BaseException:

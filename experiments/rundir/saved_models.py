@@ -6,6 +6,7 @@ of it is read. :mod:`.trusted_model` does both.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,17 @@ from typing import Any
 
 from gradbus.actors.data_parallel.saved_state import saved_state as state_of_ranks
 from gradbus.actors.data_parallel.state import SavedRank
-from gradbus.actors.federated.best_model import SavedBest, place_of
+from gradbus.actors.federated.best_model import FOLDER, SavedBest
 from gradbus.actors.federated.client_state import SavedClient, own_tensors
 from gradbus.actors.federated.saved_state import saved_state as state_of_rounds
 from gradbus.actors.federated.state import SavedRun
 from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers
-from gradbus.actors.parameter_server.state import newest_version
+from gradbus.actors.parameter_server.state import has_servers, newest_version
 from gradbus.experiments.rundir.reading import MAX_FILE_BYTES, Kind, kind_of
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.errors import CheckpointError, ConfigError
-from gradbus.runtime.json_text import parse_json, read_text
+from gradbus.runtime.foreign_files import is_there, text_inside
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.saved_state import SavedState
 
 _UNITS: dict[Kind, str] = {"federated": "round", "parallel": "step"}
@@ -79,23 +81,23 @@ class RunCheckpoints:
                 f"--best is for federated runs, with federated.checkpoint.keep_best; {self.run} is of ranks"
             )
         hint = "" if self.setting("keep_best", str) else ": the run has no federated.checkpoint.keep_best"
-        place = self._place("", lambda state: place_of(state), "no best model in", hint)
-        checkpoint = CheckpointStore.to_read(place_of(place)).load_newest(SavedBest.of)
+        place = self._place(FOLDER, "no best model in", hint)
+        checkpoint = self._store(place / FOLDER).load_newest(SavedBest.of)
         assert checkpoint is not None
-        return FoundModel(self.run, self.kind, [checkpoint], CheckpointStore.to_read(place))
+        return FoundModel(self.run, self.kind, [checkpoint], self._store(place))
 
     def newest(self, number: int | None) -> FoundModel:
         """Return the newest checkpoint, or that of round or step ``number``. Raises CheckpointError: there is none."""
         hint = ": the run has ended before its first one, or its checkpoints were moved away"
         if self.kind == "parallel" and (place := self._servers()) is not None:
-            version = newest_version(place, number)
-            return FoundModel(self.run, self.kind, version, CheckpointStore.to_read(place), of_servers=True)
+            version = newest_version(place, number, inside=self._root(place))
+            return FoundModel(self.run, self.kind, version, self._store(place), of_servers=True)
         is_federated = self.kind == "federated"
         check: Callable[[Checkpoint], object] = SavedRun.of if is_federated else SavedRank.of
-        place = self._place("" if is_federated else "rank-0", lambda state: state, "no checkpoint in", hint)
-        store = CheckpointStore.to_read(place)
+        folder = "" if is_federated else "rank-0"
+        store = self._store(self._place(folder, "no checkpoint in", hint) / folder)
         if number is not None and number not in store.rounds():
-            raise CheckpointError(f"{place} has no checkpoint of {number}, it has those of {store.rounds()}")
+            raise CheckpointError(f"{store.directory} has no checkpoint of {number}, it has those of {store.rounds()}")
         checkpoint = store.load_newest(check) if number is None else store.load(number, check)
         assert checkpoint is not None
         return FoundModel(self.run, self.kind, [checkpoint], store)
@@ -107,30 +109,36 @@ class RunCheckpoints:
         if count == 0:
             return None
         for place in self._places():
-            folders = list(place.glob("server-*"))
-            if any(place.glob("server-*/round-*.json")) and (self._trust or all(map(self._is_inside, folders))):
-                return place
+            with contextlib.suppress(FileNotFoundError):
+                if has_servers(place, inside=self._root(place)):
+                    return place
         return self.run / "state" if count else None
+
+    def _root(self, place: Path) -> Path | None:
+        """Return the run directory, if the place is in it: no link below it is followed."""
+        return self.run if place.is_relative_to(self.run) else None
+
+    def _store(self, place: Path) -> CheckpointStore:
+        return CheckpointStore.to_read(place, inside=self._root(place))
 
     def _places(self) -> list[Path]:
         """Return where checkpoints may be: ``state`` in the run directory, and where the settings say."""
-        places = [self.run / "state", *([] if self._named is None else [self._named])]
-        return [place for place in places if self._trust or self._is_inside(place)]
-
-    def _is_inside(self, place: Path) -> bool:
+        if self._named is None:
+            return [self.run / "state"]
         try:
-            return place.resolve().is_relative_to(self.run.resolve())
-        except (OSError, RuntimeError):  # links in a circle, a name that is too long
-            return False
+            named = self.run / self._named.resolve().relative_to(self.run.resolve())
+        except (OSError, RuntimeError, ValueError):  # links in a circle, a name that is too long, or a place outside
+            return [self.run / "state", *([self._named] if self._trust else [])]
+        return [self.run / "state", named]
 
-    def _place(self, folder: str, of: Callable[[Path], Path], what: str, hint: str) -> Path:
-        """Return the first place that has checkpoints, with ``folder`` in it. Raises CheckpointError: none has."""
-        places = [place / folder for place in self._places()]
+    def _place(self, folder: str, what: str, hint: str) -> Path:
+        """Return the first place that has checkpoints, in a ``folder`` of it. Raises CheckpointError: none has."""
+        places = self._places()
         for place in places:
-            if (self._trust or self._is_inside(of(place))) and any(of(place).glob("round-*.json")):
+            if is_there(place, folder) and self._store(place / folder).rounds():
                 return place
-        searched = " nor in ".join(dict.fromkeys(str(of(place)) for place in places)) or str(self.run)
-        if self._named is not None and not self._trust and not self._is_inside(self._named):
+        searched = " nor in ".join(dict.fromkeys(str(place / folder) for place in places))
+        if self._named is not None and len(places) == 1:
             hint = (
                 f". Its config.json names another place, {str(self._named)[:200]!r}, outside of the run directory: "
                 f"--trust would read it, and run the code that config.json names"
@@ -139,11 +147,14 @@ class RunCheckpoints:
 
 
 def _config_in(run: Path) -> Mapping[str, Any]:
-    """Return the configuration of a run as it was written, unchecked; {}: it was not, or cannot be read."""
-    try:
-        found = parse_json(read_text(run / "config.json", MAX_FILE_BYTES))
-    except (OSError, ValueError):
+    """Return the configuration of a run as it was written, unchecked; {}: it was not. Raises ConfigError: it cannot be
+    read."""
+    if not is_there(run, "config.json"):
         return {}
+    try:
+        found = parse_json(text_inside(run, "config.json", MAX_FILE_BYTES))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run / 'config.json'} cannot be read: {error}. Restore it, or remove it") from None
     return found if isinstance(found, Mapping) else {}
 
 

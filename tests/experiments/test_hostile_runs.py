@@ -156,7 +156,6 @@ def test_checkpoints_that_are_something_else_are_named(name: str, run_of: Callab
     assert time.process_time() - before_s < MAX_CPU_S
 
 
-@pytest.mark.skip(reason="to be enabled with the export that reads weights alone and runs nothing")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_export_ends_soon_runs_nothing_and_says_what_is_wrong(
     name: str, run_of: Callable[[Hostile], Path], commands: dict[str, Callable[[Path], str]],
