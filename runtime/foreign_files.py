@@ -23,7 +23,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path, PurePath
 
 MAX_LINE_BYTES = 16 << 20  # a round with ten thousand clients has some 3 MB
@@ -243,7 +243,7 @@ def _checked(descriptor: int, path: PurePath, max_bytes: int | None) -> Buffered
         _check_kind(status, path)
         if max_bytes is not None and status.st_size > max_bytes:
             raise _too_large(path, status.st_size, max_bytes)
-        return os.fdopen(descriptor, "rb", buffering=_BUFFER_BYTES)
+        return BufferedReader(FileIO(descriptor), _BUFFER_BYTES)
     except BaseException:
         os.close(descriptor)
         raise

@@ -206,6 +206,7 @@ class WorkerDirectory(RunDirectory):
         self._unwritten: dict[int, str] = {}  # lines by epoch, of reports that could not be written
         if rank == 0:
             with _writing(path):
+                clear_way(path / _MARK)
                 (path / _MARK).write_text(secrets.token_hex(16))
 
     @classmethod

@@ -309,7 +309,9 @@ HOSTILE: dict[str, Hostile] = {
         ),
         _says("begin with a header of|checksum", "export"),
     ),
-    "settings nested a million times": Hostile(text("config.json", DEEP), _says("nested too deeply", *PAGES, "export")),
+    "settings nested a million times": Hostile(
+        text("config.json", DEEP), _says("nested too deeply|more than 262144 bytes", *PAGES, "export")
+    ),
     "rounds nested a million times": Hostile(more("rounds.jsonl", DEEP), _says("line 3 is left out", *REPORTS)),
     "journal nested a million times": Hostile(
         more("history/controller.jsonl", DEEP), _says("1 lines are left out", "check")
