@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import parse_json, read_text
+from gradbus.runtime.foreign_files import clear_way, text_inside
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.private_folder import make_private
 
@@ -97,7 +98,7 @@ class TrackedRun:
         self.run_id: str | None = None
         self.last_step: int | None = None
         with contextlib.suppress(OSError, ValueError):
-            found = parse_json(read_text(self._path, _MAX_NOTE_BYTES))
+            found = parse_json(text_inside(run_dir, self._path.name, _MAX_NOTE_BYTES))
             if isinstance(found, dict) and isinstance(found.get("run_id"), str):
                 self.run_id = found["run_id"]
                 last = found.get("last_step")
@@ -114,6 +115,7 @@ class TrackedRun:
         if step is not None:
             self.last_step = step if self.last_step is None else max(step, self.last_step)
         new = self._path.with_suffix(".new")
+        clear_way(new)
         new.write_text(json.dumps({"run_id": self.run_id, "last_step": self.last_step}))
         new.replace(self._path)
 

@@ -16,11 +16,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from gradbus.runtime.json_text import lines_of, parse_json
+from gradbus.runtime.foreign_files import lines_inside, open_to_append
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import make_private
 
 FORMAT = 1
+MAX_PROFILE_BYTES = 256 << 20  # of one rank, that are read
 
 log = get_logger("profile")
 
@@ -168,7 +170,7 @@ class LineFile:
         try:
             make_private(self.path.parent)
             # Unbuffered: bytes that a full disk refuses must not wait in a buffer, for close() to fail on them.
-            with open(self.path, "a+b", buffering=0) as file:
+            with os.fdopen(open_to_append(self.path), "a+b", buffering=0) as file:
                 if self._may_be_cut and file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
                     data = data if file.read(1) == b"\n" else b"\n" + data
@@ -191,7 +193,7 @@ def read_summary(path: Path) -> ProfileSummary | None:
         OSError: the file cannot be read.
     """
     rank, tally, summary = None, Tally(), None
-    for text in lines_of(path):
+    for text in lines_inside(path.parent, path.name, max_bytes=MAX_PROFILE_BYTES):
         try:
             line = parse_json(text)
             match line["kind"]:
