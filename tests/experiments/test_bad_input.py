@@ -179,6 +179,13 @@ def test_a_document_for_cyclone_that_is_not_closed_is_refused(invoke, configs, m
     assert "CYCLONEDDS_URI is not well-formed XML" in one_line(ended.err)
 
 
+def test_faults_in_another_form_are_answered_with_the_right_one(invoke, configs) -> None:
+    ended = invoke("client", configs / "client.conf.json", "--id", 0, "--set", "bus.faults=drop=0.02")
+    assert ended.code == 2
+    assert "bus.faults: fault 'drop=0.02': " in (line := one_line(ended.err))
+    assert "Write 'drop p=0.02'" in line
+
+
 def test_an_interface_that_does_not_exist_is_named_with_those_that_do(invoke, configs) -> None:
     ended = invoke("controller", configs / "controller.conf.json", "--set", "bus.interface=nope0")
     assert ended.code == 2
