@@ -60,6 +60,19 @@ def threads_of_gradbus() -> list[str]:
     return found
 
 
+def one_rank_keeps_the_store(place: RankLocation) -> list[Any]:
+    """The same address again and again, while a variable of one rank holds the stores of the groups before."""
+    results: list[Any] = []
+    kept = []
+    for number in range(4):
+        join(place, "kept", ("dds", "gloo")[number % 2])
+        if place.rank == number // 2:
+            kept.append(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - as torch's own functions do
+        results.append(use(place))
+        dist.destroy_process_group()
+    return [*results, len(kept)]
+
+
 def whole_lives(place: RankLocation) -> dict[str, Any]:
     """Groups of both backends, the same address again, and at last rank 0 just ends."""
     results: dict[str, Any] = {"dds": [], "gloo": []}
