@@ -21,7 +21,7 @@ from gradbus.experiments.rundir.directory import replaced
 from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.needs import install_line
+from gradbus.runtime.needs import how_to_install
 from gradbus.runtime.plain_text import plain_text
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ def need_extras() -> None:
     try:
         import jinja2  # noqa: F401 - only whether it is there
     except ImportError:
-        raise ConfigError(
-            f"a report needs jinja2, which is not installed: {install_line('jinja2', 'matplotlib')}"
-        ) from None
+        raise ConfigError(f"a report needs jinja2, which is not installed. {how_to_install('jinja2')}") from None
     style.need_matplotlib()
 
 

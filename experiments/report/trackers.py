@@ -22,7 +22,7 @@ from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.foreign_files import clear_way, text_inside
 from gradbus.runtime.json_text import parse_json
-from gradbus.runtime.needs import install_line
+from gradbus.runtime.needs import how_to_install
 from gradbus.runtime.private_folder import make_private
 
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /]", re.ASCII)  # of metrics in MLflow, which on Windows takes no colon, either
@@ -225,7 +225,7 @@ def _needed(option: str, project: str) -> Iterator[None]:
     except ImportError as error:
         package = project.replace("_", "-")
         raise ConfigError(
-            f"--{option} needs {package}, which cannot be imported here ({error}). Install it: {install_line(project)}"
+            f"--{option} needs {package}, which cannot be imported here ({error}). {how_to_install(project)}"
         ) from None
 
 

@@ -9,7 +9,6 @@ force. So a document from the user (``CYCLONEDDS_URI``) is parsed here first and
 
 from __future__ import annotations
 
-import difflib
 import functools
 import ipaddress
 import socket
@@ -23,6 +22,7 @@ from xml.etree import ElementTree as ET
 from gradbus.runtime.dds.spdp import discovery_ports
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.nearest import nearest
 
 if TYPE_CHECKING:
     from gradbus.runtime.config.bus import BusSettings
@@ -136,8 +136,8 @@ def check_interface(name: str) -> None:
     """Raise ConfigError if there is no such interface; the text lists those that there are."""
     known = interfaces()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        near = nearest(name, known)
+        hint = f"; did you mean {near!r}?" if near else "."
         raise ConfigError(f"network interface {name!r} does not exist here{hint} This machine has: {', '.join(known)}")
 
 
@@ -292,8 +292,8 @@ def _check_ascii(root: ET.Element, where: str) -> None:
 
 def _check_section(section: ET.Element, where: str) -> None:
     if section.tag not in _SECTIONS:
-        near = difflib.get_close_matches(section.tag, _SECTIONS, n=1)
-        hint = f"; did you mean <{near[0]}>?" if near else ""
+        near = nearest(section.tag, _SECTIONS)
+        hint = f"; did you mean <{near}>?" if near else ""
         raise ConfigError(f"{where}: unknown section <{section.tag}> below <Domain>{hint}")
     for element in section.iter():
         # Cyclone ignores capitals, and so must the check of what leaves the machine.
