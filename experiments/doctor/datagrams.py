@@ -74,6 +74,7 @@ class Datagrams:
     """Sends and receives while :meth:`run` does.
 
     Attributes:
+        peers: IPv4 addresses; the owner may add some.
         others: doctors by name. unreachable: why datagrams to an address cannot be sent, or are refused.
     """
 
@@ -91,8 +92,11 @@ class Datagrams:
             listening = undo.enter_context(self._bound())
             loop.add_reader(listening, self._read, listening)
             undo.callback(loop.remove_reader, listening)
-            asking = {peer: undo.enter_context(_connected(peer, self.identity.domain)) for peer in self.peers}
+            asking: dict[str, socket.socket] = {}
             while True:
+                for peer in self.peers:  # some are added as their names resolve
+                    if peer not in asking:
+                        asking[peer] = undo.enter_context(_connected(peer, self.identity.domain))
                 self._announce(listening)
                 for peer, probe in asking.items():  # a connected socket gets an error when it is refused
                     self._ask(peer, probe)

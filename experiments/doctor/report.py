@@ -60,6 +60,7 @@ def _on_the_bus(
     console: Console, settings: BusSettings, loop: LoopName, key_file: Path | None, wait_s: float | None, trusted: bool
 ) -> list[Finding]:
     from gradbus.experiments.doctor.local_bus import measure
+    from gradbus.experiments.doctor.peer_names import unresolved
     from gradbus.experiments.doctor.peers import JOB, look_for
     from gradbus.experiments.doctor.security import measurable, protected, security
 
@@ -77,6 +78,7 @@ def _on_the_bus(
             named = asked.model_copy(update={"job": name})
             print_line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
             findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=print_line), loop)
+        findings += unresolved(asked.peers)
     except (ConfigError, BusError) as error:
         findings.append(Finding("data bus", "cannot be opened", Severity.BAD, str(error)))
     return findings

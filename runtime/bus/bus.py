@@ -432,7 +432,8 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     check_job(job, domain)
     if not isinstance(network, NetworkConfig):
         network = NetworkConfig(
-            profile=network, interface=interface or LOOPBACK, peers=tuple(peers), lease_s=lease_s,
+            profile=network, interface=interface or LOOPBACK, lease_s=lease_s,
+            peers=peers if isinstance(peers, str) else tuple(peers),
             shared_memory=shared_memory,
         )  # fmt: skip
     injector = FaultInjector(faults) if faults else None

@@ -21,12 +21,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree as ET
 
 from gradbus.runtime.dds.discovery import Claim, own_addresses
-from gradbus.runtime.dds.missing_peers import address_of
+from gradbus.runtime.dds.missing_peers import own_address
 from gradbus.runtime.dds.spdp import goodbye, placeholder_of
-from gradbus.runtime.fast_paths import LOOPBACK
 
 _SEARCH_S = 0.05  # how long to look for a process behind a port
 _MAX_ADDRESSES = 4  # of one participant: it says itself where it is
@@ -54,7 +52,7 @@ class Exclusion:
             OSError: that cannot be found: no IPv4 address, or ports of another kind.
         """
         self._own = own
-        self._address = _own_address(document)
+        self._address = own_address(document)
         ports = [port for _, port in own_addresses(domain_id)]
         if not ports:
             raise OSError(f"this process does not listen on a port of discovery of domain {domain_id}")
@@ -88,18 +86,6 @@ class Exclusion:
     def close(self) -> None:
         """Let go of the socket."""
         self._socket.close()
-
-
-def _own_address(document: str) -> str:
-    interface = next(ET.fromstring(document).iter("NetworkInterface"), None)
-    given = {} if interface is None else interface.attrib
-    if given.get("address"):
-        return given["address"]
-    name = given.get("name", LOOPBACK)
-    address = "127.0.0.1" if name == LOOPBACK else address_of(name)
-    if address is None:
-        raise OSError(f"interface {name} has no IPv4 address")
-    return address
 
 
 def _udp_sockets() -> Iterator[_Socket]:

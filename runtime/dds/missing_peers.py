@@ -14,8 +14,11 @@ import struct
 import time
 from dataclasses import dataclass
 from typing import Any
+from xml.etree import ElementTree as ET
 
+from gradbus.runtime.dds.host_names import LOOKUPS, describe_missing
 from gradbus.runtime.dds.network import NetworkConfig, build_xml, interfaces, leaves_machine
+from gradbus.runtime.dds.peers import names_in
 from gradbus.runtime.fast_paths import LOOPBACK
 
 EVERY_S = 10.0
@@ -42,6 +45,20 @@ def address_of(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
+def own_address(document: str) -> str:
+    """Return the IPv4 address of this machine on the first interface of a configuration of Cyclone. Raises OSError: it
+    has none."""
+    interface = next(ET.fromstring(document).iter("NetworkInterface"), None)
+    given = {} if interface is None else interface.attrib
+    if given.get("address"):
+        return given["address"]
+    name = given.get("name", LOOPBACK)
+    address = "127.0.0.1" if name == LOOPBACK else address_of(name)
+    if address is None:
+        raise OSError(f"interface {name} has no IPv4 address")
+    return address
+
+
 def network_place() -> str:
     """The network that this process lives in, the same for all that can meet on its ``lo``; empty: unknown."""
     try:
@@ -59,6 +76,7 @@ class Reach:
         domain: of DDS. interface, peers, multicast: as it is set.
         leaves_machine: whether other machines can be reached at all.
         by_document: whether ``CYCLONEDDS_URI`` has a say in that.
+        names: host names among the peers of both.
     """
 
     domain: int
@@ -67,15 +85,22 @@ class Reach:
     multicast: bool
     leaves_machine: bool
     by_document: bool = False
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, domain: int, network: NetworkConfig) -> Reach:
         """The reach of a bus with this network. Raises ConfigError: that is wrong."""
         document = os.environ.get("CYCLONEDDS_URI")
+        merged = build_xml(network, user_document=document)
         return cls(
             domain=domain, interface=network.interface, peers=network.peers, multicast=network.multicast,
-            leaves_machine=leaves_machine(build_xml(network, user_document=document)), by_document=bool(document),
+            leaves_machine=leaves_machine(merged), by_document=bool(document), names=tuple(names_in(merged)),
         )  # fmt: skip
+
+    @property
+    def unresolved(self) -> str:
+        """Return a sentence about peers whose host names have no address yet; empty: none is known to have none."""
+        return describe_missing(LOOKUPS.reasons(self.names))
 
     def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
         """Return what to look at first while processes do not come, in a few words for a line that is repeated.
@@ -83,6 +108,9 @@ class Reach:
         Args:
             elsewhere: as for :meth:`advice`. one: it is one process that is missing.
         """
+        return _joined(self.unresolved, self._hint(elsewhere, one))
+
+    def _hint(self, elsewhere: bool | None, one: bool) -> str:
         start = "Start it" if one else "Start them"
         if elsewhere is False:
             return f"{start} on this machine, with the same job and domain {self.domain}"
@@ -101,6 +129,9 @@ class Reach:
         Args:
             elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.
         """
+        return _joined(self.unresolved, self._advice(elsewhere, one))
+
+    def _advice(self, elsewhere: bool | None, one: bool) -> str:
         document = ", and CYCLONEDDS_URI" if self.by_document else ""
         start, they, theirs = ("Start it", "it is", "its") if one else ("Start them", "they are", "theirs")
         if elsewhere is False:
@@ -128,6 +159,10 @@ class Reach:
             f"this machine ({at}), that bus.peers here has {theirs} ({', '.join(self.peers) or 'multicast'}), and that "
             f"UDP ports {port_range(self.domain)} pass the firewalls: 'gradbus doctor' on both sides finds it out"
         )
+
+
+def _joined(*sentences: str) -> str:
+    return ". ".join(sentence for sentence in sentences if sentence)
 
 
 class WaitLog:

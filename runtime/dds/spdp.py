@@ -25,6 +25,11 @@ def discovery_ports(domain_id: int) -> range:
     return range(first, first + 2 * 121, 2)
 
 
+def prefix_of(message: bytes) -> bytes:
+    """Return the GUID prefix of the participant that a message is from; empty: it is no RTPS message."""
+    return message[8 : 8 + PREFIX_BYTES] if message.startswith(b"RTPS") else b""
+
+
 def goodbye(prefix: bytes) -> bytes:
     """The message with which a participant leaves: it is disposed of and unregistered. ``prefix``: of its GUID."""
     status = _parameters((0x71, b"\0\0\0\3"))
