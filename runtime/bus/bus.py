@@ -36,6 +36,7 @@ from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.network import NetworkConfig, Profile
 from gradbus.runtime.dds.participant import Participant, Periodic, WaitSet, Writer
+from gradbus.runtime.dds.peers import check_peers
 from gradbus.runtime.dds.topics import READABLE, TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.fast_paths import LOOPBACK
@@ -431,9 +432,9 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     job = default_job() if job is None else job
     check_job(job, domain)
     if not isinstance(network, NetworkConfig):
+        check_peers(peers)  # one text is no list of them, but its characters would become one
         network = NetworkConfig(
-            profile=network, interface=interface or LOOPBACK, lease_s=lease_s,
-            peers=peers if isinstance(peers, str) else tuple(peers),
+            profile=network, interface=interface or LOOPBACK, peers=tuple(peers), lease_s=lease_s,
             shared_memory=shared_memory,
         )  # fmt: skip
     injector = FaultInjector(faults) if faults else None

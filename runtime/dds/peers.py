@@ -105,7 +105,7 @@ def check_peers(addresses: Sequence[str]) -> None:
     where = "peers (bus.peers)"
     if isinstance(addresses, str):  # its characters would be taken for addresses
         raise ConfigError(f"{where}: expected a list of addresses, got the text {addresses!r}. Write [{addresses!r}]")
-    if not isinstance(addresses, list | tuple):
+    if not isinstance(addresses, Sequence):
         raise ConfigError(f"{where}: expected a list of addresses, got {addresses!r}")
     if len(addresses) > MAX_PEERS:
         raise ConfigError(f"{where}: at most {MAX_PEERS} addresses, got {len(addresses)}. Use bus.multicast instead")
