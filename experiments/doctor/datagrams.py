@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradbus.runtime.dds.addresses import udp_socket
 from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.plain_text import plain_line
@@ -74,7 +75,7 @@ class Datagrams:
     """Sends and receives while :meth:`run` does.
 
     Attributes:
-        peers: IPv4 addresses; the owner may add some.
+        peers: IP addresses; the owner may add some.
         others: doctors by name. unreachable: why datagrams to an address cannot be sent, or are refused.
     """
 
@@ -108,8 +109,7 @@ class Datagrams:
 
     def _bound(self) -> socket.socket:
         for port in probe_ports(self.identity.domain):
-            bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            bound.setblocking(False)
+            bound = udp_socket(self.identity.address)
             try:
                 bound.bind(("", port))
             except OSError as error:
@@ -193,8 +193,7 @@ class Datagrams:
 
 @contextlib.contextmanager
 def _connected(peer: str, domain: int) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.setblocking(False)
+    with udp_socket(peer) as probe:
         with contextlib.suppress(OSError):  # sending raises the reason
             probe.connect((peer, probe_ports(domain)[0]))
         yield probe

@@ -16,7 +16,8 @@ from gradbus.experiments.doctor.machine import Finding, Severity, mtu_of
 from gradbus.experiments.doctor.peer_names import OtherMachines
 from gradbus.experiments.doctor.remote_bus import BusPeer, PeerMeasurements
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.dds.missing_peers import address_of, port_range
+from gradbus.runtime.dds.addresses import FAMILIES, address_of, uses_ipv6
+from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.dds.network import DATAGRAM_BYTES, NetworkConfig
 from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key
@@ -42,8 +43,9 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
     Raises:
         ConfigError, BusError: the bus cannot be opened.
     """
-    address = address_of(settings.interface) or ""
-    others = OtherMachines(settings.peers, address)
+    ipv6 = uses_ipv6(document_of(settings))
+    address = address_of(settings.interface, ipv6=ipv6) or ""
+    others = OtherMachines(settings.peers, address, FAMILIES[ipv6])
     await others.resolve()
     peers = others.addresses
     if settings.security == "identity":  # only a controller admits other nodes, and the measurement is no secret

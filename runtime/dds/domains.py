@@ -22,12 +22,12 @@ from cyclonedds.domain import Domain
 
 from gradbus.runtime import forks
 from gradbus.runtime.dds import libddsc, peer_processes
+from gradbus.runtime.dds.addresses import FAMILIES, own_address, uses_ipv6
 from gradbus.runtime.dds.discovery import Announcer, Discovery, keep_to_loopback, make_participant
 from gradbus.runtime.dds.exclusion import Exclusion
 from gradbus.runtime.dds.host_names import FIRST_LOOKUP_S, LOOKUPS
 from gradbus.runtime.dds.late_peers import LatePeers
 from gradbus.runtime.dds.log_sink import dds_log
-from gradbus.runtime.dds.missing_peers import own_address
 from gradbus.runtime.dds.network import leaves_machine
 from gradbus.runtime.dds.peers import names_in, with_addresses
 from gradbus.runtime.dds.spdp import PREFIX_BYTES
@@ -104,7 +104,7 @@ def acquire(domain_id: int, xml: str, partition: str) -> SharedParticipant:
     names = names_in(xml)
     addresses: dict[str, tuple[str, ...]] = {}
     if names and domain_id not in _domains:  # before the lock: it takes a second where a name server does not answer
-        addresses = LOOKUPS.look_up(names, FIRST_LOOKUP_S)
+        addresses = LOOKUPS.look_up(names, FIRST_LOOKUP_S, FAMILIES[uses_ipv6(xml)])
     with _lock:
         domain = _open(domain_id, xml, addresses)
         try:

@@ -59,8 +59,8 @@ def _most_participants(element: ET.Element) -> str:
 
 
 def _transport(element: ET.Element) -> str:
-    if _text(element).casefold() not in ("udp", "default", ""):
-        return f"{_text(element)!r}: gradbus uses UDP over IPv4 alone, 'udp'. Leave the element out"
+    if _text(element).casefold() not in ("udp", "udp6", "default", ""):
+        return f"{_text(element)!r}: gradbus uses UDP alone, 'udp' or 'udp6'. Leave the element out"
     return ""
 
 

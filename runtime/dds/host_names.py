@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gradbus.runtime import forks
@@ -24,12 +24,15 @@ MAX_ADDRESSES = 4  # of one name
 _NO_ANSWER = "no answer yet"
 
 
+_Key = tuple[str, socket.AddressFamily]
+
+
 @dataclass(slots=True)
 class _Name:
     """What is known of a name.
 
     Attributes:
-        addresses: IPv4, of the last look-up that found some. reason: why the last one found none; empty: it did.
+        addresses: of the last look-up that found some. reason: why the last one found none; empty: it did.
         is_asked: a look-up has been asked for and has not ended. asked_s: since when none has found an address, by
             ``time.monotonic``. due_s: the earliest time of the next.
     """
@@ -45,46 +48,53 @@ class HostNames:
     """The look-ups of a process: one at a time for each name, and a bounded number for all."""
 
     def __init__(self) -> None:
-        self._names: dict[str, _Name] = {}
-        self._queue: deque[str] = deque()
+        self._names: dict[_Key, _Name] = {}
+        self._queue: deque[_Key] = deque()
         self._threads = 0
         self._ended = threading.Condition()
 
-    def look_up(self, names: Collection[str], timeout_s: float) -> dict[str, tuple[str, ...]]:
+    def look_up(
+        self, names: Iterable[str], timeout_s: float, family: socket.AddressFamily = socket.AF_INET
+    ) -> dict[str, tuple[str, ...]]:
         """Look names up side by side. Blocks for at most ``timeout_s``; what takes longer goes on.
 
         Returns:
-            IPv4 addresses, by name; names without one are left out.
+            Addresses of that family, by name; names without one are left out.
         """
-        self._ask(names)
+        known = self._known(names, family)
+        self._ask(known)
         with self._ended:
-            self._ended.wait_for(lambda: not any(self._names[name].is_asked for name in names), timeout_s)
-            return {name: self._names[name].addresses for name in names if not self._names[name].reason}
+            self._ended.wait_for(lambda: not any(one.is_asked for one in known.values()), timeout_s)
+            return {name: one.addresses for (name, _), one in known.items() if not one.reason}
 
-    def retry(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    def retry(self, names: Iterable[str], family: socket.AddressFamily = socket.AF_INET) -> dict[str, tuple[str, ...]]:
         """Return the addresses of those names that have some, and look the others up again if it is time. Does not
         wait."""
-        names = list(names)
+        known = self._known(names, family)
         now_s = time.monotonic()
         with self._ended:
-            known = {name: self._names.setdefault(name, _Name()) for name in names}
-            due = [name for name, one in known.items() if one.reason and not one.is_asked and now_s >= one.due_s]
+            due = {key: one for key, one in known.items() if one.reason and not one.is_asked and now_s >= one.due_s}
+            found = {name: one.addresses for (name, _), one in known.items() if not one.reason}
         self._ask(due)
-        return {name: one.addresses for name, one in known.items() if not one.reason}
+        return found
 
-    def reasons(self, names: Iterable[str]) -> dict[str, str]:
+    def reasons(self, names: Iterable[str], family: socket.AddressFamily = socket.AF_INET) -> dict[str, str]:
         """Return why names have no address, for those that were looked up and have none."""
         with self._ended:
-            return {name: one.reason for name in names if (one := self._names.get(name)) is not None and one.reason}
+            known = {name: self._names.get((name, family)) for name in names}
+            return {name: one.reason for name, one in known.items() if one is not None and one.reason}
 
-    def _ask(self, names: Collection[str]) -> None:
+    def _known(self, names: Iterable[str], family: socket.AddressFamily) -> dict[_Key, _Name]:
         with self._ended:
-            for name in names:
-                one = self._names.setdefault(name, _Name())
+            return {(name, family): self._names.setdefault((name, family), _Name()) for name in names}
+
+    def _ask(self, names: Mapping[_Key, _Name]) -> None:
+        with self._ended:
+            for key, one in names.items():
                 if not one.is_asked:
                     one.is_asked = True
                     one.missing_since_s = one.missing_since_s or time.monotonic()
-                    self._queue.append(name)
+                    self._queue.append(key)
             wanted = min(len(self._queue), MAX_LOOKUPS - self._threads)
             self._threads += wanted
         for _ in range(wanted):
@@ -101,10 +111,10 @@ class HostNames:
                 if not self._queue:
                     self._threads -= 1
                     return
-                name = self._queue.popleft()
-            addresses, reason = _addresses_of(name)
+                key = self._queue.popleft()
+            addresses, reason = _addresses_of(*key)
             with self._ended:
-                self._note(self._names[name], addresses, reason)
+                self._note(self._names[key], addresses, reason)
                 self._ended.notify_all()
 
     def _note(self, one: _Name, addresses: tuple[str, ...], reason: str) -> None:
@@ -117,16 +127,17 @@ class HostNames:
             one.due_s = now_s + min(max((now_s - one.missing_since_s) / 4, least_s), most_s)
 
 
-def _addresses_of(name: str) -> tuple[tuple[str, ...], str]:
-    """Return the IPv4 addresses of a name; or none, and why."""
+def _addresses_of(name: str, family: socket.AddressFamily) -> tuple[tuple[str, ...], str]:
+    """Return the addresses of a name, of one family; or none, and why."""
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(name, None, family, socket.SOCK_DGRAM)
     except OSError as error:
         return (), (error.strerror or str(error)).lower()
     except Exception as error:  # a name that the codec of the standard library refuses, no more memory
         return (), str(error)
-    addresses = tuple(dict.fromkeys(str(place[0]) for *_, place in found))[:MAX_ADDRESSES]
-    return addresses, "" if addresses else "it has no IPv4 address"
+    places = dict.fromkeys(str(place[0]) for *_, place in found)
+    addresses = tuple(one for one in places if "%" not in one)[:MAX_ADDRESSES]  # a zone is of one link
+    return addresses, "" if addresses else "it has no address"
 
 
 def describe_missing(reasons: Mapping[str, str]) -> str:

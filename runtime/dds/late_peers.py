@@ -13,12 +13,12 @@ each of these one datagram goes to each port, however many come.
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from gradbus.runtime.dds.addresses import family_of, udp_socket, with_port
 from gradbus.runtime.dds.host_names import LOOKUPS
 from gradbus.runtime.dds.network import SEARCH_S
 from gradbus.runtime.dds.spdp import discovery_ports, prefix_of
@@ -63,7 +63,8 @@ class LatePeers:
         self._sending: Iterator[tuple[bytes, tuple[str, int]]] = iter(())  # what is left of a round of announcements
         self._due_s = 0.0  # the next round
         self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._family = family_of(own_address)
+        self._socket = udp_socket(own_address)
         try:
             self._socket.bind((own_address, 0))
         except BaseException:
@@ -75,8 +76,8 @@ class LatePeers:
     @property
     def relay(self) -> str:
         """The address and port of the relay, as a peer of Cyclone."""
-        address, port = self._socket.getsockname()
-        return f"{address}:{port}"
+        address, port, *_ = self._socket.getsockname()
+        return with_port(address, port)
 
     def add_participant(self, prefix: bytes) -> None:
         """Forward the announcements of one more participant of this process. ``prefix``: of its GUID."""
@@ -89,7 +90,7 @@ class LatePeers:
             if self._has_warned:
                 return
             self._has_warned = True
-            reasons = LOOKUPS.reasons(self._waiting)
+            reasons = LOOKUPS.reasons(self._waiting, self._family)
         for name, reason in list(reasons.items())[:_MOST_LINES]:
             with contextlib.suppress(Exception):  # its stream is the host's
                 log.warning("peer not resolved", peer=name, reason=reason, effect="starts without it, and looks again")
@@ -100,7 +101,7 @@ class LatePeers:
             if not self._is_open:
                 return
             now_s = time.monotonic()
-            found = LOOKUPS.retry(self._waiting)
+            found = LOOKUPS.retry(self._waiting, self._family)
             for name, addresses in found.items():
                 ports = self._waiting.pop(name)
                 self._targets += [_Target(address, ports, now_s) for address in addresses]

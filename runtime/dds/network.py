@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree as ET
 
 from gradbus.runtime.dds.fatal_values import check_fatal_values
-from gradbus.runtime.dds.peers import check_peers, expand_peers, peers_in
+from gradbus.runtime.dds.peers import PeerAddress, check_peers, choose_transport, expand_peers, parse_peer, peers_in
 from gradbus.runtime.dds.spdp import discovery_ports
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
@@ -173,10 +173,12 @@ def build_xml(config: NetworkConfig, *, domain_id: int = 0, user_document: str |
         ConfigError: the interface does not exist, or the user's document is not a well-formed Cyclone document.
     """
     loopback = config.profile == "loopback"
-    tree = _base(config, loopback, domain_id)
-    if user_document and user_document.strip():
-        _merge(tree, _parse_user(user_document))
-    expand_peers(tree, "CYCLONEDDS_URI")
+    user = _parse_user(user_document) if user_document and user_document.strip() else None
+    tree = _base(config, loopback, domain_id, "127.0.0.1" if user is None or not _asks_for_ipv6(user) else "::1")
+    if user is not None:
+        _merge(tree, user)
+    expand_peers(tree, "CYCLONEDDS_URI")  # ours have been checked
+    choose_transport(tree, "peers (bus.peers)" if user is None else "CYCLONEDDS_URI and peers (bus.peers)")
     for element in tree.iter("NetworkInterface"):
         name = element.get("name")
         if name:
@@ -203,7 +205,12 @@ def _is_here(host: str) -> bool:
         return False
 
 
-def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0) -> ET.Element:
+def _asks_for_ipv6(user: ET.Element) -> bool:
+    return any((element.text or "").strip().casefold() == "udp6" for element in user.iter("Transport"))
+
+
+def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0, this_machine: str = "127.0.0.1") -> ET.Element:
+    """``this_machine``: the peer where none is given and no other machine can be reached."""
     multicast = "true" if config.multicast else "false"
     document = ET.Element("CycloneDDS")
     domain = ET.SubElement(document, "Domain", Id="any")
@@ -231,15 +238,16 @@ def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0) -> ET.Eleme
             "DiscoveredLocatorPruneDelay": "inf",
         },
     )
-    peers = config.peers or (() if config.multicast else ("127.0.0.1",) if config.interface == LOOPBACK else ())
+    peers = config.peers or (() if config.multicast else (this_machine,) if config.interface == LOOPBACK else ())
     if peers:
         element = ET.SubElement(discovery, "Peers")
         for address in peers:
-            first = address
-            if ":" not in address:  # else it has a port, the only one
-                ET.SubElement(element, "Peer", Address=address)
-                first = f"{address}:{discovery_ports(domain_id)[0]}"
-            ET.SubElement(element, "Peer", Address=first, PruneDelay="inf")
+            peer = parse_peer(address, "peers (bus.peers)")
+            first = peer
+            if peer.port is None:  # else it is the only one
+                ET.SubElement(element, "Peer", Address=peer.host)
+                first = PeerAddress(peer.host, discovery_ports(domain_id)[0])
+            ET.SubElement(element, "Peer", Address=first.at(first.host), PruneDelay="inf")
     internal = ET.SubElement(domain, "Internal")
     ET.SubElement(internal, "SocketReceiveBufferSize", min="default", max=f"{RECEIVE_BUFFER_BYTES >> 20}MiB")
     if not loopback:
@@ -329,7 +337,7 @@ def _check_section(section: ET.Element, where: str) -> None:
 def _names() -> dict[str, str]:
     """Elements of our own document as they are written, by their names without capitals."""
     ours = _base(NetworkConfig(peers=("127.0.0.1",), loss_per_mille=1), loopback=False)  # has all of them
-    return {element.tag.casefold(): element.tag for element in ours.iter()}
+    return {"transport": "Transport", **{element.tag.casefold(): element.tag for element in ours.iter()}}
 
 
 def _merge(ours: ET.Element, theirs: ET.Element) -> None:

@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
+from gradbus.runtime.dds.addresses import with_port
 from gradbus.runtime.errors import ConfigError
 
 MAX_PEERS = 1_024  # Cyclone announces a process to 121 ports of each, and takes seconds to start with 5,000
 MAX_NAME = 253  # RFC 1035
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)
 _DIGITS_ALONE = re.compile(r"[0-9.]+|0[xX][0-9a-fA-F]*", re.ASCII)  # such a "name" is a mistyped address
+_BRACKETED = re.compile(r"(?:udp6/)?\[([^\]]*)\](?::(.*))?")  # IPv6, with or without a port
 _PORT = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
 _BROADCAST = ipaddress.IPv4Address(0xFFFF_FFFF)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")  # as Cyclone expands them, and a default
@@ -30,7 +32,7 @@ class PeerAddress:
     """A machine, or one port of it.
 
     Attributes:
-        host: an IPv4 address, or a host name. port: the only one that is tried; None: those of all its processes.
+        host: an IP address, or a host name. port: the only one that is tried; None: those of all its processes.
     """
 
     host: str
@@ -39,37 +41,44 @@ class PeerAddress:
     @property
     def is_name(self) -> bool:
         """Whether the host has to be looked up."""
-        return not _is_ipv4(self.host)
+        return _ip_address(self.host) is None
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether the host is an IPv6 address."""
+        return ":" in self.host
 
     def at(self, address: str) -> str:
         """Return the text that Cyclone takes, with an address of the host."""
-        return address if self.port is None else f"{address}:{self.port}"
+        return address if self.port is None else with_port(address, self.port)
 
 
 def parse_peer(text: object, where: str) -> PeerAddress:
     """Return the peer that a setting names. ``where``: the setting, for the error.
 
     Raises:
-        ConfigError: it is no IPv4 address and no host name, or its port is none. IPv6 addresses are refused: discovery,
-            the exclusion of foreign readers and the restriction to ``lo`` know IPv4 alone.
+        ConfigError: it is no IP address that stands for a machine and no host name, or its port is none.
     """
     if not isinstance(text, str) or not (text.isascii() and text.isprintable()):
         raise _refused(text, where, "expected printable ASCII characters")
-    if _is_ipv6(text):
-        raise ConfigError(
-            f"{where}: {text!r} is an IPv6 address, and the bus uses IPv4 alone. Give the machine's IPv4 address, or a "
-            f"name that has one"
-        )
-    host, colon, port = text.removeprefix("udp/").partition(":")
-    if colon and not (_PORT.fullmatch(port) and int(port) <= 0xFFFF):
+    bracketed = _BRACKETED.fullmatch(text)
+    if bracketed is not None:
+        host, port = bracketed[1], bracketed[2]
+    elif text.count(":") > 1:  # no port without brackets
+        host, port = text.removeprefix("udp6/"), None
+    else:
+        host, colon, digits = text.removeprefix("udp/").partition(":")
+        port = digits if colon else None
+    if port is not None and not (_PORT.fullmatch(port) and int(port) <= 0xFFFF):
         raise _refused(text, where, "expected a port of 1 to 65535 behind the colon")
-    if _is_ipv4(host):
-        address = ipaddress.IPv4Address(host)
-        if address.is_unspecified or address == _BROADCAST:
-            raise _refused(text, where, "it stands for no single machine")
-    elif not _is_host_name(host):
-        raise _refused(text, where, "expected an IPv4 address or a host name, which may have a port (robot-7:7410)")
-    return PeerAddress(host, int(port) if colon else None)
+    address = _ip_address(host)
+    if address is not None:
+        if fault := _fault_of(address):
+            raise _refused(text, where, fault)
+        host = str(address)  # IPv6 has several texts for one
+    elif bracketed is not None or ":" in host or not _is_host_name(host):
+        raise _refused(text, where, "expected an IP address or a host name, which may have a port (robot-7:7410)")
+    return PeerAddress(host, None if port is None else int(port))
 
 
 def _refused(text: object, where: str, why: str) -> ConfigError:
@@ -77,22 +86,23 @@ def _refused(text: object, where: str, why: str) -> ConfigError:
     return ConfigError(f"{where}: {shown} is no address: {why}. Name the machine by its IP address")
 
 
-def _is_ipv4(host: str) -> bool:
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.IPv4Address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
-def _is_ipv6(text: str) -> bool:
-    """Whether it is one, with or without brackets, a port, a zone, or Cyclone's name of the transport."""
-    inner = re.fullmatch(r"(?:udp6/)?\[([^\]]*)\](?::.*)?", text)
-    try:
-        ipaddress.IPv6Address(inner[1] if inner else text.removeprefix("udp6/"))
-    except ValueError:
-        return False
-    return True
+def _fault_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    """Return why an address cannot be a peer; empty: it can."""
+    if address.is_unspecified or address == _BROADCAST:
+        return "it stands for no single machine"
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.is_link_local or address.scope_id is not None:
+            return "an address of one link needs a zone, which Cyclone DDS does not take"
+        if address.ipv4_mapped is not None:
+            return "expected the IPv4 address itself"
+    return ""
 
 
 def _is_host_name(host: str) -> bool:
@@ -109,8 +119,9 @@ def check_peers(addresses: Sequence[str]) -> None:
         raise ConfigError(f"{where}: expected a list of addresses, got {addresses!r}")
     if len(addresses) > MAX_PEERS:
         raise ConfigError(f"{where}: at most {MAX_PEERS} addresses, got {len(addresses)}. Use bus.multicast instead")
-    for address in addresses:
-        parse_peer(address, where)
+    peers = [parse_peer(address, where) for address in addresses]
+    if len({peer.is_ipv6 for peer in peers if not peer.is_name}) > 1:
+        raise ConfigError(f"{where}: a bus uses IPv4 or IPv6, and there are addresses of both: {', '.join(addresses)}")
 
 
 def peers_in(document: str) -> list[PeerAddress]:
@@ -144,6 +155,33 @@ def expand_peers(tree: ET.Element, where: str) -> None:
             parent.remove(child)
         for child in children:
             parent.extend(_expanded(child, where) if child.tag == "Peer" else [child])
+
+
+def choose_transport(tree: ET.Element, where: str) -> None:
+    """Have a domain use IPv6 if the addresses among its peers are of that version, and its configuration says nothing.
+
+    Cyclone ends the process at a peer of the other version.
+
+    Args:
+        tree: it is changed; :func:`expand_peers` has been called on it. where: as there.
+
+    Raises:
+        ConfigError: there are addresses of both versions, or not of the version of the transport.
+    """
+    peers = [parse_peer(element.get("Address"), where) for element in tree.iter("Peer")]
+    versions = {peer.is_ipv6: peer.host for peer in peers if not peer.is_name}
+    general = tree.find("Domain/General")
+    assert general is not None
+    transport = general.find("Transport")
+    if transport is None and True in versions:
+        transport = ET.SubElement(general, "Transport")
+        transport.text = "udp6"
+    is_ipv6 = transport is not None and (transport.text or "").strip().casefold() == "udp6"
+    if (not is_ipv6) in versions:
+        ours, theirs = ("IPv6", "IPv4") if is_ipv6 else ("IPv4", "IPv6")
+        raise ConfigError(
+            f"{where}: a bus uses IPv4 or IPv6; this one uses {ours}, and its peer {versions[not is_ipv6]} is {theirs}"
+        )
 
 
 def _expanded(element: ET.Element, where: str) -> list[ET.Element]:

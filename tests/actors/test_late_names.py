@@ -15,7 +15,7 @@ from typing import Any
 import late_member
 import pytest
 from federation import NOBODY_DIES_S, Federation, Node
-from host_files import add_names, name_service
+from host_files import add_ipv6_addresses, add_names, name_service
 from patience import PATIENT_S
 
 from gradbus.experiments.namespaces import Host
@@ -35,7 +35,7 @@ def nameless(hosts: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
 
 def resolve(hosts: tuple[Host, Host], *at: Host) -> None:
     for host in at:
-        add_names(host, dict(zip(NAMES, hosts, strict=True)))
+        add_names(host, dict(zip(NAMES, (one.address for one in hosts), strict=True)))
 
 
 class Pair:
@@ -104,6 +104,18 @@ def test_a_late_peer_that_does_not_name_this_machine_is_met_all_the_same(
             rank.wait_for("open", START_S)
         resolve(nameless, nameless[0])
         ranks[0].wait_for("peer resolved", PATIENT_S, peer="robot-b")
+        for rank in ranks:
+            rank.wait_for("done", PATIENT_S)
+
+
+def test_late_names_are_met_over_ipv6_where_the_peers_say_so(nameless: tuple[Host, Host], domain: int) -> None:
+    here, there = add_ipv6_addresses(nameless)
+    with Pair(nameless, {"peers": [here, "robot-b"]}, {"peers": [there]}, domain=domain, is_group=False) as ranks:
+        for rank in ranks:
+            rank.wait_for("open", START_S)
+        add_names(nameless[0], {"robot-b": nameless[1].address})  # IPv4: of no use here
+        add_names(nameless[0], {"robot-b": there})
+        assert ranks[0].wait_for("peer resolved", PATIENT_S)["addresses"] == [there]
         for rank in ranks:
             rank.wait_for("done", PATIENT_S)
 

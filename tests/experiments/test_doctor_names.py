@@ -18,6 +18,7 @@ from gradbus.experiments.doctor import peer_names
 from gradbus.experiments.doctor.machine import Severity
 from gradbus.experiments.doctor.peer_names import OtherMachines, unresolved
 from gradbus.experiments.namespaces import Host
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds import host_names
 from gradbus.runtime.dds.host_names import HostNames
 
@@ -40,7 +41,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 def test_a_name_without_an_address_is_a_finding_with_the_next_step(addresses: dict[str, list[str]]) -> None:
     addresses["robot-8"] = ["192.0.2.8"]
-    (found,) = unresolved(["192.0.2.1", "robot-7:7410", "robot-8"])
+    (found,) = unresolved(BusSettings(peers=("192.0.2.1", "robot-7:7410", "robot-8")))
     assert (found.name, found.value) == ("peer robot-7", "its name has no address on this machine")
     assert found.severity is Severity.BAD
     assert found.cure == (

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from gradbus.experiments.namespaces import Host
 
 _FOLDER = Path("/etc/netns")
+
+
+def add_ipv6_addresses(hosts: Sequence[Host]) -> list[str]:
+    """Give each host an IPv6 address, of one network. Skips the test where this machine has no IPv6."""
+    addresses = [f"fd00:77::{number}" for number in range(1, len(hosts) + 1)]
+    for host, address in zip(hosts, addresses, strict=True):
+        command = ["ip", "-n", host.name, "addr", "add", f"{address}/64", "dev", host.interface, "nodad"]
+        if subprocess.run(command, timeout=10).returncode:
+            pytest.skip("no IPv6 in network namespaces here")
+    return addresses
 
 
 @contextmanager
@@ -33,7 +46,7 @@ def name_service(hosts: Sequence[Host]) -> Iterator[None]:
             _FOLDER.rmdir()
 
 
-def add_names(host: Host, names: Mapping[str, Host]) -> None:
-    """Have a host know names from now on, the processes that run there included."""
+def add_names(host: Host, names: Mapping[str, str]) -> None:
+    """Have a host know the addresses of names from now on, the processes that run there included."""
     with (_FOLDER / host.name / "hosts").open("a", encoding="ascii") as file:  # the same file: it is mounted
-        file.write("".join(f"{other.address} {name}\n" for name, other in names.items()))
+        file.write("".join(f"{address} {name}\n" for name, address in names.items()))

@@ -106,7 +106,7 @@ def test_a_name_without_an_address_is_looked_up_again_after_a_quarter_of_the_tim
         before = server.asked["late"]
         names.retry(["late"])
         with names._ended:  # noqa: SLF001 - nothing else says that a look-up has ended
-            names._ended.wait_for(lambda: not names._names["late"].is_asked, PATIENT_S)  # noqa: SLF001 - as above
+            names._ended.wait_for(lambda: not names._names["late", socket.AF_INET].is_asked, PATIENT_S)  # noqa: SLF001 - as above
         if server.asked["late"] > before:
             lookups.append(now_s[0] - 1_000.0)
         now_s[0] += 0.1

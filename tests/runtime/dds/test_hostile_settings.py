@@ -55,6 +55,8 @@ def partition(address: str) -> Case:
 
 RUN = [
     peers("127.0.0.1"), peers("127.0.0.1:7410"), peers("127.0.0.1:65535"), peers("localhost"), peers("239.255.0.1"),
+    peers("::1"), peers("[::1]:7410"), peers("::1", "robot-7"), peers("ff02::1"),
+    document("<General><Transport>udp6</Transport></General>"), discovery('<Peers><Peer Address="::1"/></Peers>'),
     peers("robot-7"), peers("robot-7:7410"), peers("127.0.0.1", "robot-7"), peers("a" * 63), peers("robot-7."),
     peers(*(f"robot-{number}" for number in range(200))), peers(*(f"127.0.0.{number}" for number in range(1, 200))),
     network(peers=["robot-7"], multicast=True), {**peers("127.0.0.1", "robot-7"), "domain": 232},
@@ -68,12 +70,15 @@ RUN = [
 
 REFUSED = [
     *(peers(text) for text in (
-        "::1", "[::1]", "[::1]:7410", "fe80::1", "2001:db8::1", "udp6/[::1]:7410", "0.0.0.0", "0.0.0.0:7410",
+        "fe80::1", "fe80::1%lo", "::", "[::]:7410", "::ffff:127.0.0.1", "[::1]:0", "[::1", "[]", "0.0.0.0",
+        "0.0.0.0:7410",
         "255.255.255.255", "300.1.1.1", "1.2.3", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:99999999",
         "127.0.0.1:-1", "127.0.0.1:abc", "127.0.0.1:", "127.0.0.1:07410", ":7410", "", " ", "127.0.0.1 ",
         "127.0.0.1;127.0.0.2", "127.0.0.1@1", "127.0.0.1/8", "a" * 64, "a" * 5_000, "${HOME}", "${", "$HOME", "%s%n",
         "a b", "x&y", "<Peer/>", '"', "-", "*", "tcp/127.0.0.1:7410", "foo/127.0.0.1", "robot\n", "robot\x00", 7, None,
     )),
+    peers("127.0.0.1", "::1"), {**document("<General><Transport>udp</Transport></General>"), **peers("::1")},
+    {**document("<General><Transport>udp6</Transport></General>"), **peers("127.0.0.1")},
     network(peers="127.0.0.1"), network(peers=7), network(peers=["127.0.0.1"] * 5_000),
     network(interface=""), network(interface=" lo"), network(interface="x" * 300), network(interface="${HOME}"),
     network(interface=None), network(interface=7), network(interface="lo\x00"),
@@ -81,12 +86,12 @@ REFUSED = [
     *(network(datagram_bytes=value) for value in (0, 1_300.5, "1400", True, float("nan"))),
     *(network(loss_per_mille=value) for value in (-1, 0.5, 1_001, 10**12, "5", True)),
     *(network(multicast=value) for value in ("yes", 1, None)),
-    discovery('<Peers><Peer Address="::1"/></Peers>'), discovery('<Peers><Peer Address="0.0.0.0"/></Peers>'),
+    discovery('<Peers><Peer Address="::"/></Peers>'), discovery('<Peers><Peer Address="0.0.0.0"/></Peers>'),
     discovery("<Peers><Peer/></Peers>"), discovery('<Peers><Peer Address="${NONE_SUCH}"/></Peers>'),
     discovery("<SPDPInterval>0s</SPDPInterval>"), discovery("<SPDPInterval>1ns</SPDPInterval>"),
     discovery("<MaxAutoParticipantIndex>2000000000</MaxAutoParticipantIndex>"),
     discovery("<ParticipantIndex>-5</ParticipantIndex>"), discovery("<Ports><Base>70000</Base></Ports>"),
-    *(document(f"<General><Transport>{value}</Transport></General>") for value in ("udp6", "tcp", "raweth", "x")),
+    *(document(f"<General><Transport>{value}</Transport></General>") for value in ("tcp", "tcp6", "raweth", "x")),
     document("<General><FragmentSize>0B</FragmentSize></General>"),
     document("<General><fragmentsize>0</fragmentsize></General>"),
     document('<General><Interfaces><NetworkInterface address="999.1.1.1"/></Interfaces></General>'),

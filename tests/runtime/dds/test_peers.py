@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -42,12 +43,50 @@ def test_what_can_be_no_address_is_refused_with_the_setting_and_what_to_do(text:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["::1", "[::1]", "[::1]:7410", "fe80::1", "fe80::1%eth0", "2001:db8::7", "::", "udp6/[::1]:7410", "::ffff:1.2.3.4"],
+    ("text", "peer"),
+    [
+        ("::1", PeerAddress("::1")), ("[::1]", PeerAddress("::1")), ("[::1]:7410", PeerAddress("::1", 7410)),
+        ("2001:DB8:0::7", PeerAddress("2001:db8::7")), ("udp6/[2001:db8::7]:1", PeerAddress("2001:db8::7", 1)),
+    ],
 )  # fmt: skip
-def test_an_ipv6_address_is_refused_as_what_it_is(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is an IPv6 address, and the bus uses IPv4 alone\. Give the machine's IPv4"):
-        NetworkConfig(peers=("192.0.2.1", text))
+def test_ipv6_addresses_may_be_peers_in_each_of_their_texts(text: str, peer: PeerAddress) -> None:
+    assert parse_peer(text, "peers") == peer
+    assert parse_peer(peer.at(peer.host), "peers") == peer
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("fe80::1", "needs a zone"), ("fe80::1%eth0", "needs a zone"), ("::", "no single machine"),
+        ("::ffff:192.0.2.1", "the IPv4 address itself"), ("[::1]:0", "a port of 1 to 65535"), ("[::1]:", "a port of"),
+        ("[192.0.2.1]x", "expected an IP"), ("[robot-7]", "expected an IP"), ("1:2:3", "expected an IP"),
+    ],
+)  # fmt: skip
+def test_an_ipv6_address_that_cyclone_cannot_use_is_refused_with_the_reason(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        NetworkConfig(peers=(text,))
+
+
+def transport(document: str) -> str | None:
+    return ET.fromstring(document).findtext("Domain/General/Transport")
+
+
+def test_the_peers_decide_whether_a_bus_uses_ipv4_or_ipv6() -> None:
+    assert transport(build_xml(NetworkConfig(peers=("192.0.2.1", "robot-7")))) is None  # Cyclone's own: IPv4
+    assert transport(build_xml(NetworkConfig(peers=("2001:db8::1", "robot-7")))) == "udp6"
+    with pytest.raises(ConfigError, match=r"IPv4 or IPv6, and there are addresses of both: 192\.0\.2\.1, ::1"):
+        NetworkConfig(peers=("192.0.2.1", "::1"))
+
+
+def test_a_users_document_may_choose_ipv6_and_then_all_peers_are_of_it() -> None:
+    chosen = "<CycloneDDS><Domain><General><transport>udp6</transport></General></Domain></CycloneDDS>"
+    assert addresses(build_xml(NetworkConfig(), user_document=chosen))[0] == ("::1", "")
+    with pytest.raises(ConfigError, match=r"this one uses IPv6, and its peer 192\.0\.2\.1 is IPv4"):
+        build_xml(NetworkConfig(peers=("192.0.2.1",)), user_document=chosen)
+    with pytest.raises(ConfigError, match=r"this one uses IPv4, and its peer ::1 is IPv6"):
+        build_xml(NetworkConfig(peers=("::1",)), user_document=chosen.replace("udp6", "udp"))
+    document = build_xml(NetworkConfig(), user_document=user_peers('<Peer Address="[::1]:7410"/>'))
+    assert (addresses(document), transport(document)) == ([("[::1]:7410", "")], "udp6")
 
 
 def test_one_text_is_no_list_of_addresses_and_a_list_has_an_end() -> None:
@@ -102,7 +141,7 @@ def test_peers_of_a_users_document_are_taken_as_cyclone_takes_them(monkeypatch: 
     assert names_in(document) == {"robot-7": [None], "robot-8": [7410]}
 
 
-@pytest.mark.parametrize("address", ["${NONE_SUCH}", "${", "0.0.0.0", "::1", "x y", ""])
+@pytest.mark.parametrize("address", ["${NONE_SUCH}", "${", "0.0.0.0", "::", "x y", ""])
 def test_a_peer_of_a_users_document_that_can_be_none_is_refused_with_the_variable(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^CYCLONEDDS_URI: "):
         build_xml(NetworkConfig(), user_document=user_peers(f'<Peer Address="{address}"/>'))
