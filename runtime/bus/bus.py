@@ -413,7 +413,8 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
         domain: DDS domain, 0 .. 232.
         network: profile ``loopback`` or ``network``, or all settings at once.
         interface: network interface; default ``lo``: nothing leaves this machine.
-        peers: addresses of all machines of the job, this one included.
+        peers: IP addresses or host names of all machines of the job, this one included. A name that does not resolve
+            yet is looked up again; with an IPv6 address among them the bus uses IPv6.
         lease_s: after so long a silence other machines take this process for dead; by default 60 s, and 10 s with
             ``network``.
         stall_timeout_s: sending fails when DDS takes nothing for so long.

@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable
 from xml.etree import ElementTree as ET
 
+from gradbus.runtime.dds.peers import parse_peer
 from gradbus.runtime.errors import ConfigError
 
 MAX_PARTICIPANT_INDEX = 29_000  # two ports each, of 65,535
-_ZERO = re.compile(r"[0.]+\s*[A-Za-z/]*")
-_NANOSECONDS = re.compile(r"[0-9.eE+]+\s*ns")
-_UNSPECIFIED = re.compile(r"(^|[,/])\s*(0\.0\.0\.0|\[?::\]?)(:|,|\s|$)")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", re.ASCII)
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "hr": 3_600.0, "day": 86_400.0}
+_MIN_INTERVAL_S = 0.001
 
 
 def check_fatal_values(document: ET.Element, where: str) -> None:
@@ -40,15 +41,21 @@ def _child(element: ET.Element, name: str) -> str:
 
 
 def _fragment_size(element: ET.Element) -> str:
-    if _ZERO.fullmatch(_text(element)):
-        return f"{_text(element)!r} is no size: expected 1B or more, such as 1300B"
-    return ""
+    text = _text(element)
+    found = _QUANTITY.fullmatch(text)
+    if not text or (found is not None and float(found[1]) >= 1):
+        return ""
+    return f"{text!r} is no size: expected a number of at least 1 with a unit, such as 1300B"
 
 
 def _spdp_interval(element: ET.Element) -> str:
-    if _ZERO.fullmatch(_text(element)) or _NANOSECONDS.fullmatch(_text(element)):
-        return f"{_text(element)!r} never lets Cyclone DDS rest: expected 1ms or more, such as 2s"
-    return ""
+    text = _text(element)
+    found = _QUANTITY.fullmatch(text)
+    if text in ("", "default", "inf"):
+        return ""
+    if found is not None and float(found[1]) * _SECONDS.get(found[2], 0.0) >= _MIN_INTERVAL_S:
+        return ""
+    return f"{text!r}: expected a number with a unit that is 1ms or more, such as 2s: Cyclone DDS would never rest"
 
 
 def _most_participants(element: ET.Element) -> str:
@@ -65,8 +72,15 @@ def _transport(element: ET.Element) -> str:
 
 
 def _network_partition(element: ET.Element) -> str:
-    addresses = next((value for name, value in element.items() if name.casefold() == "address"), "")
-    return f"{addresses!r} has an address that is none" if _UNSPECIFIED.search(addresses) else ""
+    """Names may stand for anything, so these are addresses alone."""
+    given = ",".join(value for name, value in element.items() if name.casefold() == "address" and value)
+    for address in given.split(",") if given else []:
+        try:
+            if parse_peer(address.strip(), "").is_name:
+                return f"{address!r} is a name: expected IP addresses"
+        except ConfigError:
+            return f"{address!r} is no address: expected IP addresses"
+    return ""
 
 
 def _scheduling(element: ET.Element) -> str:

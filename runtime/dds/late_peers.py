@@ -6,13 +6,15 @@ peer, as often. When a name has got an address, the relay sends the newest annou
 as it is: the ports, and for how long, are those that Cyclone has for a peer that it knows from the start. Whoever gets
 one discovers this process and answers it, whether or not its own peers name this machine.
 
-Nothing of what others send is forwarded but what begins as an announcement of a participant of this process; and of
-each of these one datagram goes to each port, however many come.
+Nothing is forwarded but what comes from this machine's own address and begins as an announcement of a participant of
+this process; and of each of these one datagram goes to each port, however many come.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +23,12 @@ from dataclasses import dataclass
 from gradbus.runtime.dds.addresses import family_of, udp_socket, with_port
 from gradbus.runtime.dds.host_names import LOOKUPS
 from gradbus.runtime.dds.network import SEARCH_S
-from gradbus.runtime.dds.spdp import discovery_ports, prefix_of
+from gradbus.runtime.dds.spdp import PORTS_OF_A_DOMAIN, discovery_ports, first_port, prefix_of
 from gradbus.runtime.logs import get_logger
 
 ANNOUNCE_S = 2.0  # from one round of announcements to the next, as Cyclone's are; buses look once a second
 MAX_ANNOUNCEMENT = 4_096  # bytes; Cyclone's have about 440
+_PORT_TRIES = 64
 _MOST_LINES = 10  # of the log
 _MOST_READ = 256  # datagrams in one go
 # Datagrams in one go: a millisecond or two of the thread of a bus. Of many late peers the rest is sent a second later.
@@ -64,20 +67,15 @@ class LatePeers:
         self._due_s = 0.0  # the next round
         self._lock = threading.Lock()
         self._family = family_of(own_address)
-        self._socket = udp_socket(own_address)
-        try:
-            self._socket.bind((own_address, 0))
-        except BaseException:
-            self._socket.close()
-            raise
+        self._address = own_address
+        self._socket = _bound_socket(own_address, domain_id)
         self._is_open = True
         self._has_warned = False
 
     @property
     def relay(self) -> str:
         """The address and port of the relay, as a peer of Cyclone."""
-        address, port, *_ = self._socket.getsockname()
-        return with_port(address, port)
+        return with_port(self._address, self._socket.getsockname()[1])
 
     def add_participant(self, prefix: bytes) -> None:
         """Forward the announcements of one more participant of this process. ``prefix``: of its GUID."""
@@ -115,11 +113,11 @@ class LatePeers:
     def _read(self) -> None:
         for _ in range(_MOST_READ):
             try:
-                message = self._socket.recv(MAX_ANNOUNCEMENT + 1)
+                message, source = self._socket.recvfrom(MAX_ANNOUNCEMENT + 1)
             except OSError:  # nothing is there; or a machine has refused what was sent to it before
                 return
             prefix = prefix_of(message)
-            if prefix in self._own and len(message) <= MAX_ANNOUNCEMENT:
+            if source[0] == self._address and prefix in self._own and len(message) <= MAX_ANNOUNCEMENT:
                 self._announcements[prefix] = message
 
     def _announce(self, now_s: float) -> None:
@@ -152,3 +150,17 @@ class LatePeers:
         with self._lock:
             self._is_open = False
             self._socket.close()
+
+
+def _bound_socket(own_address: str, domain_id: int) -> socket.socket:
+    """A socket at any port but those of the domain, which its processes need. Raises OSError."""
+    with contextlib.ExitStack() as unused:
+        for _ in range(_PORT_TRIES):
+            made = unused.enter_context(udp_socket(own_address))
+            if ipaddress.ip_address(own_address).is_loopback:
+                with contextlib.suppress(OSError, AttributeError):  # Linux alone has it, and some sandboxes do not
+                    made.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            made.bind((own_address, 0))
+            if not 0 <= made.getsockname()[1] - first_port(domain_id) < PORTS_OF_A_DOMAIN:
+                return socket.socket(fileno=made.detach())
+    raise OSError("no port is free outside those of the domain")

@@ -22,9 +22,17 @@ _UDP4, _UDP6 = 1, 2  # kinds of locators
 _INLINE_QOS, _HAS_DATA, _HAS_KEY = 2, 4, 8
 
 
+PORTS_OF_A_DOMAIN = 250
+
+
+def first_port(domain_id: int) -> int:
+    """Return the first port of a domain, as RTPS has it."""
+    return 7400 + PORTS_OF_A_DOMAIN * domain_id
+
+
 def discovery_ports(domain_id: int) -> range:
     """Ports at which participants of a domain listen for announcements, as RTPS has it."""
-    first = 7400 + 250 * domain_id + 10
+    first = first_port(domain_id) + 10
     return range(first, first + 2 * 121, 2)
 
 

@@ -64,6 +64,7 @@ RUN = [
     discovery('<Peers><Peer Address="robot-7"/></Peers>'),
     discovery('<Peers><Peer Address="127.0.0.1"/></Peers><Peers><Peer Address="robot-7"/></Peers>'),
     discovery('<Peers><Peer Address="${NONE_SUCH:-robot-7}"/></Peers>'),
+    partition("127.0.0.1"), document("<General><FragmentSize>1.5kB</FragmentSize></General>"),
     document("<General><FragmentSize>1B</FragmentSize></General>"), discovery("<SPDPInterval>1ms</SPDPInterval>"),
     document("<General><Transport>udp</Transport></General>"),
 ]  # fmt: skip
@@ -88,16 +89,26 @@ REFUSED = [
     *(network(multicast=value) for value in ("yes", 1, None)),
     discovery('<Peers><Peer Address="::"/></Peers>'), discovery('<Peers><Peer Address="0.0.0.0"/></Peers>'),
     discovery("<Peers><Peer/></Peers>"), discovery('<Peers><Peer Address="${NONE_SUCH}"/></Peers>'),
-    discovery("<SPDPInterval>0s</SPDPInterval>"), discovery("<SPDPInterval>1ns</SPDPInterval>"),
+    *(
+        discovery(f"<SPDPInterval>{value}</SPDPInterval>")
+        for value in ("0s", "1ns", "0.001us", "0.0000001s", "${X:-0s}")
+    ),
     discovery("<MaxAutoParticipantIndex>2000000000</MaxAutoParticipantIndex>"),
     discovery("<ParticipantIndex>-5</ParticipantIndex>"), discovery("<Ports><Base>70000</Base></Ports>"),
     *(document(f"<General><Transport>{value}</Transport></General>") for value in ("tcp", "tcp6", "raweth", "x")),
-    document("<General><FragmentSize>0B</FragmentSize></General>"),
+    *(
+        document(f"<General><FragmentSize>{value}</FragmentSize></General>")
+        for value in ("0B", "0kB", "0.4B", "+0B", "-0B", "-1B", "${X:-0B}", "default", "70000B")
+    ),
     document("<General><fragmentsize>0</fragmentsize></General>"),
     document('<General><Interfaces><NetworkInterface address="999.1.1.1"/></Interfaces></General>'),
     document('<General><Interfaces><NetworkInterface name="lo"/><NetworkInterface name="lo"/></Interfaces></General>'),
     thread("<Class>realtime</Class><Priority>9999</Priority>"), thread("<Class>realtime</Class>"),
-    thread("<Priority>5</Priority>"), partition("0.0.0.0"), partition("none such"),
+    thread("<Priority>5</Priority>"), partition("none such"),
+    *(
+        partition(address)
+        for address in ("0.0.0.0", "0.0.0.0:1", "0", "0.0", "0x0", "127.0.0.1,0.0.0.0", "${X:-0.0.0.0}", "robot-7")
+    ),
 ]  # fmt: skip
 
 
