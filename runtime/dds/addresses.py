@@ -66,12 +66,18 @@ def uses_ipv6(document: str) -> bool:
 
 
 def own_address(document: str) -> str:
-    """Return the address of this machine on the first interface of a configuration of Cyclone. Raises OSError: it has
-    none."""
+    """Return the address of this machine on the first interface of a configuration of Cyclone.
+
+    Raises:
+        OSError: it has none, or a document of the user gives it one that is none.
+    """
     interface = next(ET.fromstring(document).iter("NetworkInterface"), None)
     given = {} if interface is None else interface.attrib
     if given.get("address"):
-        return given["address"]
+        try:
+            return str(ipaddress.ip_address(given["address"]))
+        except ValueError:
+            raise OSError(f"the interface address {given['address']!r} is no IP address") from None
     name, ipv6 = given.get("name", LOOPBACK), uses_ipv6(document)
     address = "127.0.0.1" if name == LOOPBACK and not ipv6 else address_of(name, ipv6=ipv6)
     if address is None:

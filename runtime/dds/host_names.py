@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gradbus.runtime import forks
+from gradbus.runtime.dds.addresses import family_of
+from gradbus.runtime.dds.peers import address_fault
 
 FIRST_LOOKUP_S = 1.0  # how long a bus that opens waits for the addresses of its peers; a local name server needs ms
 # From one look-up of a name that has no address to the next: a quarter of the time for which it had none, within these.
@@ -33,8 +35,8 @@ class _Name:
 
     Attributes:
         addresses: of the last look-up that found some. reason: why the last one found none; empty: it did.
-        is_asked: a look-up has been asked for and has not ended. asked_s: since when none has found an address, by
-            ``time.monotonic``. due_s: the earliest time of the next.
+        is_asked: a look-up has been asked for and has not ended. missing_since_s: since when none has found an address,
+            by ``time.monotonic``; 0: the last one did. due_s: the earliest time of the next.
     """
 
     addresses: tuple[str, ...] = ()
@@ -135,9 +137,12 @@ def _addresses_of(name: str, family: socket.AddressFamily) -> tuple[tuple[str, .
         return (), (error.strerror or str(error)).lower()
     except Exception as error:  # a name that the codec of the standard library refuses, no more memory
         return (), str(error)
-    places = dict.fromkeys(str(place[0]) for *_, place in found)
-    addresses = tuple(one for one in places if "%" not in one)[:MAX_ADDRESSES]  # a zone is of one link
-    return addresses, "" if addresses else "it has no address"
+    given = dict.fromkeys(str(place[0]) for *_, place in found if family_of(str(place[0])) == family)
+    faults = {address: address_fault(address) for address in given}  # a filter of names may answer with 0.0.0.0
+    addresses = tuple(address for address, fault in faults.items() if not fault)[:MAX_ADDRESSES]
+    if addresses:
+        return addresses, ""
+    return (), "; ".join(f"it is {address}: {fault}" for address, fault in faults.items()) or "it has no address"
 
 
 def describe_missing(reasons: Mapping[str, str]) -> str:

@@ -124,8 +124,12 @@ class LatePeers:
         sent = 0
         while sent < _MOST_SENT:
             for message, place in self._sending:
-                with contextlib.suppress(OSError):  # no route, or a full queue: it is repeated
+                try:
                     self._socket.sendto(message, place)
+                except BlockingIOError:  # the queue of the interface is full: the rest follows
+                    return
+                except OSError:  # no route: it is repeated
+                    pass
                 sent += 1
                 if sent == _MOST_SENT:
                     return
@@ -154,13 +158,17 @@ class LatePeers:
 
 def _bound_socket(own_address: str, domain_id: int) -> socket.socket:
     """A socket at any port but those of the domain, which its processes need. Raises OSError."""
-    with contextlib.ExitStack() as unused:
-        for _ in range(_PORT_TRIES):
-            made = unused.enter_context(udp_socket(own_address))
+    made: list[socket.socket] = []
+    try:
+        for _ in range(_PORT_TRIES):  # each keeps its port, so that the next one gets another
+            made.append(udp_socket(own_address))
             if ipaddress.ip_address(own_address).is_loopback:
                 with contextlib.suppress(OSError, AttributeError):  # Linux alone has it, and some sandboxes do not
-                    made.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
-            made.bind((own_address, 0))
-            if not 0 <= made.getsockname()[1] - first_port(domain_id) < PORTS_OF_A_DOMAIN:
-                return socket.socket(fileno=made.detach())
-    raise OSError("no port is free outside those of the domain")
+                    made[-1].setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            made[-1].bind((own_address, 0))
+            if not 0 <= made[-1].getsockname()[1] - first_port(domain_id) < PORTS_OF_A_DOMAIN:
+                return made.pop()
+        raise OSError("no port is free outside those of the domain")
+    finally:
+        for one in made:
+            one.close()

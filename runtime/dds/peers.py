@@ -73,7 +73,7 @@ def parse_peer(text: object, where: str) -> PeerAddress:
         raise _refused(text, where, "expected a port of 1 to 65535 behind the colon")
     address = _ip_address(host)
     if address is not None:
-        if fault := _fault_of(address):
+        if fault := address_fault(host):
             raise _refused(text, where, fault)
         host = str(address)  # IPv6 has several texts for one
     elif bracketed is not None or ":" in host or not _is_host_name(host):
@@ -93,8 +93,11 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
         return None
 
 
-def _fault_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    """Return why an address cannot be a peer; empty: it can."""
+def address_fault(text: str) -> str:
+    """Return why Cyclone could not use an IP address as a peer; empty: it can."""
+    address = _ip_address(text)
+    if address is None:
+        return "that is no IP address"
     if address.is_unspecified or address == _BROADCAST:
         return "it stands for no single machine"
     if isinstance(address, ipaddress.IPv6Address):

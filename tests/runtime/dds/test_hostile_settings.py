@@ -59,6 +59,9 @@ RUN = [
     document("<General><Transport>udp6</Transport></General>"), discovery('<Peers><Peer Address="::1"/></Peers>'),
     peers("robot-7"), peers("robot-7:7410"), peers("127.0.0.1", "robot-7"), peers("a" * 63), peers("robot-7."),
     peers(*(f"robot-{number}" for number in range(200))), peers(*(f"127.0.0.{number}" for number in range(1, 200))),
+    # What names resolve to may be anything.
+    *(peers(f"{address}.invalid") for address in ("0.0.0.0", "255.255.255.255", "127.0.0.1", "0", "127.1", "1.2.3")),
+    *(peers("::1", f"{address}.invalid") for address in ("0--0", "0--ffff-127.0.0.1", "127.0.0.1")),
     network(peers=["robot-7"], multicast=True), {**peers("127.0.0.1", "robot-7"), "domain": 232},
     network(lease_s=0.01), network(lease_s=3_600), network(datagram_bytes=1_200), network(loss_per_mille=1_000),
     discovery('<Peers><Peer Address="robot-7"/></Peers>'),
@@ -102,6 +105,7 @@ REFUSED = [
     ),
     document("<General><fragmentsize>0</fragmentsize></General>"),
     document('<General><Interfaces><NetworkInterface address="999.1.1.1"/></Interfaces></General>'),
+    {**document('<General><Interfaces><NetworkInterface address="x"/></Interfaces></General>'), **peers("robot-7")},
     document('<General><Interfaces><NetworkInterface name="lo"/><NetworkInterface name="lo"/></Interfaces></General>'),
     thread("<Class>realtime</Class><Priority>9999</Priority>"), thread("<Class>realtime</Class>"),
     thread("<Priority>5</Priority>"), partition("none such"),
