@@ -28,9 +28,12 @@ from pathlib import Path, PurePath
 
 MAX_LINE_BYTES = 16 << 20  # a round with ten thousand clients has some 3 MB
 MAX_LINES_BYTES = 4 << 30  # of one file of lines
+MAX_LINES = 4_000_000  # the same
+MAX_EMPTY_LINES = 1000  # the same: each takes a byte, and some time
 MAX_ENTRIES = 100_000  # of a folder, that are looked at
 _SHOWN_CHARS = 40  # of a line that is too long
-_BUFFER_BYTES = 1 << 18
+_BUFFER_BYTES = 1 << 16
+_STEP_BYTES = 1 << 20
 _PASS = getattr(os, "O_PATH", os.O_RDONLY)  # opens a folder to go through it, which needs no right to list it
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -105,23 +108,25 @@ def open_named(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
 
 def text_inside(folder: Path, name: str | PurePath, max_bytes: int) -> str:
     """Return the UTF-8 text of a file. Raises as :func:`open_inside`, and ValueError: it is not UTF-8."""
+    data = bytearray()
     with open_inside(folder, name, max_bytes=max_bytes) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:  # it has grown meanwhile
-        raise _too_large(folder / name, len(data), max_bytes)
+        while some := file.read(_STEP_BYTES):
+            data += some
+            if len(data) > max_bytes:  # it has grown meanwhile
+                raise _too_large(folder / name, len(data), max_bytes)
     return data.decode("utf-8")
 
 
 def lines_inside(
     folder: Path, name: str | PurePath, note: Callable[[str], object] = lambda sentence: None, *,
-    max_bytes: int = MAX_LINES_BYTES,
+    max_bytes: int = MAX_LINES_BYTES, max_lines: int = MAX_LINES,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of a text file with their ends. Of a line that is longer than any of our own the beginning comes,
     marked as cut, so that it is no JSON.
 
     Args:
         note: takes a sentence on what is left out.
-        max_bytes: at most so many bytes are read.
+        max_bytes, max_lines: at most so many bytes and lines are read.
 
     Raises:
         OSError: as :func:`open_inside`, when the first line is asked for.
@@ -129,9 +134,13 @@ def lines_inside(
     with open_inside(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
         end = min(size, _first_hole(file, size), max_bytes)
-        number = 0
+        number = empty = 0
         while (left := end - file.tell()) > 0 and (line := file.readline(min(MAX_LINE_BYTES, left))):
-            number += 1
+            number, empty = number + 1, empty + line.isspace()
+            if number > max_lines or empty > MAX_EMPTY_LINES:
+                many = f"{MAX_EMPTY_LINES:,} empty" if number <= max_lines else f"{max_lines:,}"
+                note(f"{name} has more than {many} lines: nothing behind is shown.")
+                return
             if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
                 yield line.decode("utf-8", errors="replace")
                 continue

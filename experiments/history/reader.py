@@ -145,11 +145,13 @@ def _events(run: RunHistory, name: str) -> Iterator[Event]:
     """Yield the events of a journal."""
     cut = run.cut_short
     for line in lines_inside(run.root, Path(run.below, name), run.left_out.append, max_bytes=MAX_JOURNAL_BYTES):
+        if line.isspace():
+            continue
         try:
             event = parse_json(line)
             hash((event["event"], event.get("pid")))
         except (ValueError, KeyError, TypeError, AttributeError):
-            run.cut_short += bool(line.strip())
+            run.cut_short += 1
             if run.cut_short - cut >= MAX_CUT_LINES:
                 run.left_out.append(f"{name}: {MAX_CUT_LINES:,} lines are no events, and nothing behind them is read.")
                 return

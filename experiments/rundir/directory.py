@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 16 << 20  # of what is read again
 MAX_CHECKPOINT_BYTES = 256 << 20  # of the JSON of a checkpoint
-_ALL = 1 << 62  # bytes: this process has written the file itself
+_ALL = 1 << 62  # bytes, and lines: this process has written the file itself
 _MARK = ".rank-0"
 _MAX_MARK_BYTES = 64
 
@@ -189,7 +189,7 @@ class ControllerDirectory(RunDirectory):
     def _rows(self) -> Iterator[RoundReport]:
         """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
         known = {field.name for field in fields(RoundReport)}
-        for line in lines_inside(self.path, self.reports_file, max_bytes=_ALL):
+        for line in lines_inside(self.path, self.reports_file, max_bytes=_ALL, max_lines=_ALL):
             entry = parse_json(line)
             yield RoundReport.from_json({key: value for key, value in entry.items() if key in known}).figures()
 
@@ -254,7 +254,7 @@ class WorkerDirectory(RunDirectory):
         """The lines of the file of reports, without what is cut off."""
         entries = []
         is_new = not is_there(self.path, self.reports_file)
-        for line in () if is_new else lines_inside(self.path, self.reports_file, max_bytes=_ALL):
+        for line in () if is_new else lines_inside(self.path, self.reports_file, max_bytes=_ALL, max_lines=_ALL):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 entry = parse_json(line)
                 entry["epoch"] + 0  # a number, in an object

@@ -21,7 +21,13 @@ from gradbus.experiments.rundir.whole_run import MAX_WHOLE, WholeRun
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.foreign_files import FileRefused, is_there, lines_inside, names_inside, text_inside
 from gradbus.runtime.json_text import parse_json
-from gradbus.runtime.profiling.summary import MAX_PROFILE_BYTES, ProfileSummary, WindowStats, read_summary
+from gradbus.runtime.profiling.summary import (
+    MAX_PROFILE_BYTES,
+    MAX_PROFILE_LINES,
+    ProfileSummary,
+    WindowStats,
+    read_summary,
+)
 
 T = TypeVar("T")
 
@@ -444,7 +450,8 @@ def _windows(path: Path, name: str) -> list[WindowStats]:
     with the shortest and the longest steps are kept."""
     check = TypeAdapter(WindowStats)
     found: list[WindowStats] = []
-    for text in lines_inside(path, name, max_bytes=MAX_PROFILE_BYTES):
+    bad = 0
+    for text in lines_inside(path, name, max_bytes=MAX_PROFILE_BYTES, max_lines=MAX_PROFILE_LINES):
         try:
             line = _parsed(text)
             if line["kind"] == "window":
@@ -457,7 +464,9 @@ def _windows(path: Path, name: str) -> list[WindowStats]:
                     found.pop()
                 found.append(window)
         except (ValueError, LookupError, TypeError, AttributeError):
-            continue
+            bad += 1
+        if bad > MAX_BAD_LINES:
+            break
         if len(found) > 8 * MAX_WINDOWS:
             found = _fewer(found)
     return found if len(found) <= MAX_WINDOWS else _fewer(found)

@@ -23,6 +23,8 @@ from gradbus.runtime.private_folder import make_private
 
 FORMAT = 1
 MAX_PROFILE_BYTES = 256 << 20  # of one rank, that are read
+MAX_PROFILE_LINES = 500_000  # the same
+MAX_BAD_LINES = 1000  # behind so many that are none of a profile it is not read
 
 log = get_logger("profile")
 
@@ -192,8 +194,8 @@ def read_summary(path: Path) -> ProfileSummary | None:
     Raises:
         OSError: the file cannot be read.
     """
-    rank, tally, summary = None, Tally(), None
-    for text in lines_inside(path.parent, path.name, max_bytes=MAX_PROFILE_BYTES):
+    rank, tally, summary, bad = None, Tally(), None, 0
+    for text in lines_inside(path.parent, path.name, max_bytes=MAX_PROFILE_BYTES, max_lines=MAX_PROFILE_LINES):
         try:
             line = parse_json(text)
             match line["kind"]:
@@ -205,7 +207,9 @@ def read_summary(path: Path) -> ProfileSummary | None:
                 case "summary":
                     summary = ProfileSummary.from_json(line)
         except (ValueError, KeyError, TypeError):
-            continue
+            bad += 1
+            if bad > MAX_BAD_LINES:
+                break
     if summary is not None or rank is None:
         return summary
     return ProfileSummary(

@@ -322,6 +322,13 @@ HOSTILE: dict[str, Hostile] = {
     "very many lines": Hostile(
         text("rounds.jsonl", "{}\n" * 1000, times=500), _says("1,000 lines are no reports", *REPORTS)
     ),
+    "very many empty lines": Hostile(
+        text("rounds.jsonl", "\n" * (1 << 20), times=8), _says("more than 1,000 empty lines", *REPORTS)
+    ),
+    "very many empty lines of a journal": Hostile(
+        text("history/controller.jsonl", "\n" * (1 << 20), times=8), _says("more than 1,000 empty lines", "check")
+    ),
+    "very many lines of a profile": Hostile(text("profile-rank-0.jsonl", "{}\n" * 1000, times=2000), kind="parallel"),
     "very many files": Hostile(
         very_many_files, _says("has more than 100,000 entries", *PAGES, "profile"), kind="parallel"
     ),
