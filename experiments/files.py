@@ -135,7 +135,9 @@ class ControllerFile(Settings):
         task = given.get("task")
         if isinstance(task, Mapping) and task.get("task") is not None:
             return {}  # then it has none at a client either
-        why = "is a setting of each client: set it in the configuration of the clients"
+        why = (
+            "is a setting of each client: set it in the configuration of the clients (gradbus demo hands it on to them)"
+        )
         return {f"task.{key}": why for key in ("batch_size", "momentum", "weight_decay", "train_fn")}
 
     @model_validator(mode="after")

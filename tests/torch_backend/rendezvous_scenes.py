@@ -83,7 +83,7 @@ def farewells_are_lost(place: RankLocation) -> list[Any]:
         if not isinstance(message, StoreLeave):
             send(client, message, to)
 
-    StoreClient._send = lossy  # type: ignore[method-assign]  # noqa: SLF001
+    StoreClient._send = lossy  # noqa: SLF001 - the same
     results: list[Any] = []
     for _ in range(3):
         join(place, "farewell", timeout_s=15.0)
