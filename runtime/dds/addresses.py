@@ -25,7 +25,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def udp_socket(address: str) -> socket.socket:
-    """A UDP socket, which does not block, for an address of this machine or another."""
+    """Make a UDP socket, which does not block, for an address of this machine or another."""
     return socket.socket(family_of(address), socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
 
@@ -35,8 +35,10 @@ def with_port(address: str, port: int) -> str:
 
 
 def address_of(interface: str, *, ipv6: bool = False) -> str | None:
-    """The address of an interface of this machine; None if it has none, or the system does not tell. ``ipv6``: of that
-    version, and one that others can use as it is, without a zone."""
+    """Return the address of an interface of this machine; None: it has none, or the system does not say.
+
+    ``ipv6``: of that version, and one that others can use as it is, without a zone.
+    """
     if ipv6:
         return _ipv6_address_of(interface)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

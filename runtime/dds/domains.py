@@ -150,7 +150,7 @@ def own_prefixes(domain_id: int) -> set[bytes]:
 
 
 def _open(domain_id: int, xml: str, addresses: Mapping[str, tuple[str, ...]]) -> _OpenDomain:
-    """``addresses``: of the host names among the peers, as far as they are known."""
+    """Return the domain, opened if it is not. ``addresses``: of the host names among the peers, as far as known."""
     known = _domains.get(domain_id)
     if known is not None and known.xml != xml:
         raise ConfigError(
@@ -195,7 +195,8 @@ def _no_address(error: OSError) -> ConfigError:
 
 
 def _late_peers(domain_id: int, xml: str, addresses: Mapping[str, tuple[str, ...]]) -> LatePeers | None:
-    """Those whose names have no address; None: all have one. Raises ConfigError: they could not be announced to."""
+    """Return what announces this process to peers whose names have no address; None: all have one. Raises ConfigError:
+    this machine has no address itself."""
     missing = {name: ports for name, ports in names_in(xml).items() if name not in addresses}
     if not missing:
         return None

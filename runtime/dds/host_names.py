@@ -31,7 +31,7 @@ _Key = tuple[str, socket.AddressFamily]
 
 @dataclass(slots=True)
 class _Name:
-    """What is known of a name.
+    """Holds what is known of a name.
 
     Attributes:
         addresses: of the last look-up that found some. reason: why the last one found none; empty: it did.
@@ -47,7 +47,7 @@ class _Name:
 
 
 class HostNames:
-    """The look-ups of a process: one at a time for each name, and a bounded number for all."""
+    """Looks up the names that a process asks for: one at a time for each, and a bounded number for all."""
 
     def __init__(self) -> None:
         self._names: dict[_Key, _Name] = {}

@@ -39,7 +39,7 @@ log = get_logger("dds")
 
 @dataclass(slots=True)
 class _Target:
-    """An address that a name has got. ``since_s``: when, by ``time.monotonic``."""
+    """Holds an address that a name has got. ``since_s``: when, by ``time.monotonic``."""
 
     address: str
     ports: Sequence[int | None]
@@ -47,7 +47,8 @@ class _Target:
 
 
 class LatePeers:
-    """Those of one domain of this process. Threads of several buses call :meth:`look`, once a second each."""
+    """Announces this process to the late peers of one domain. Threads of several buses call :meth:`look`, once a second
+    each."""
 
     def __init__(self, domain_id: int, names: Mapping[str, Sequence[int | None]], own_address: str) -> None:
         """Args:
@@ -74,7 +75,7 @@ class LatePeers:
 
     @property
     def relay(self) -> str:
-        """The address and port of the relay, as a peer of Cyclone."""
+        """Return the address and port of the relay, as a peer of Cyclone."""
         return with_port(self._address, self._socket.getsockname()[1])
 
     def add_participant(self, prefix: bytes) -> None:
@@ -157,7 +158,7 @@ class LatePeers:
 
 
 def _bound_socket(own_address: str, domain_id: int) -> socket.socket:
-    """A socket at any port but those of the domain, which its processes need. Raises OSError."""
+    """Bind a socket to a port that is none of those of the domain, which its processes need. Raises OSError."""
     made: list[socket.socket] = []
     try:
         for _ in range(_PORT_TRIES):  # each keeps its port, so that the next one gets another

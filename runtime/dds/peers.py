@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")  # as Cy
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """A machine, or one port of it.
+    """Names a machine, or one port of it.
 
     Attributes:
         host: an IP address, or a host name. port: the only one that is tried; None: those of all its processes.
