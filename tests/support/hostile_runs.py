@@ -1,4 +1,4 @@
-"""Run directories as somebody might send them who means harm: each is a sound run in which one thing was changed."""
+"""Run directories as an attacker might send them: each is a sound run in which one thing was changed."""
 
 from __future__ import annotations
 
