@@ -1,4 +1,4 @@
-"""Opens files that somebody else may have made: the one way to read in a run directory.
+"""Open files that others may have made: the one way to read from a run directory.
 
 People send run directories to each other, so nothing that lies in one is trusted to be what its name says. A pipe makes
 its reader wait for ever, a device may do something when it is opened, a sparse file of 40 GB fits on any disk, and a

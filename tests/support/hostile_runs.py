@@ -1,4 +1,4 @@
-"""Run directories as somebody might send them who means harm: each is a sound run in which one thing was changed."""
+"""Run directories as an attacker might send them: each is a sound run in which one thing was changed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ LINE_BYTES = 200 << 20
 MODULE = "sent_along"  # a module in the directory that leaves a file when it is imported
 RUN = "00000000000000aa"
 ANSI = "\x1b[2J\x1b]0;owned\x07\n<script>alert(1)</script>"
-PARALLEL = {"epochs.jsonl", "profile-rank-0.jsonl", "trace-rank-0.json", "history/rank-0.jsonl"}
-"""Files that only a data-parallel run has."""
+SAVED = {
+    "run_id": RUN, "incarnation": 1, "layout": 0, "tensors": [["w", "float32", [10]]], "downlink_codec": "fp32",
+    "downlink": "full", "history": [],
+}  # fmt: skip
+"""The metadata of a checkpoint of a federated run."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def make(path: Path, kind: str) -> None:
         (path / "trace-rank-0.json").write_text('{"traceEvents": [], "otherData": {"origin_unix_ns": 0}}')
         (path / "history" / "rank-0.jsonl").write_text(json.dumps(started) + "\n")
     with CheckpointStore(path / "state" if kind == "federated" else path / "state" / "rank-0") as store:
-        store.save(Checkpoint(2, {"weights": torch.zeros(10)}, {"run_id": RUN}))
+        store.save(Checkpoint(2, {"weights": torch.zeros(10)}, SAVED))
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -275,9 +278,11 @@ HOSTILE: dict[str, Hostile] = {
         link("history/controller.jsonl", "secret"), _says(LINK, "check", "dashboard")
     ),
     "link to a payload of others": Hostile(payload(lambda name: link(name, "secret")), _says(LINK, "check")),
-    "link to the state of others": Hostile(link("state", "state"), _says(LINK, "export")),
+    "link to the state of others": Hostile(link("state", "state"), _says(f"{LINK}|no checkpoint in", "export")),
     "link to weights of others": Hostile(link("state/round-000002.safetensors", "secret"), _says(LINK, "export")),
     "link where the report is written": Hostile(link("report.html.tmp", "secret")),
+    "pipe where the model is written": Hostile(pipe("model.safetensors.tmp")),
+    "link where the model is written": Hostile(link("model.safetensors.tmp", "secret")),
     "link for the report": Hostile(link("report.html", "secret")),
     "device for the rounds": Hostile(device("rounds.jsonl"), _says(DEVICE, *PAGES)),
     "device for a profile": Hostile(
@@ -309,9 +314,7 @@ HOSTILE: dict[str, Hostile] = {
         ),
         _says("begin with a header of|checksum", "export"),
     ),
-    "settings nested a million times": Hostile(
-        text("config.json", DEEP), _says("nested too deeply|more than 262144 bytes", *PAGES, "export")
-    ),
+    "settings nested a million times": Hostile(text("config.json", DEEP), _says("nested too deeply", *PAGES)),
     "rounds nested a million times": Hostile(more("rounds.jsonl", DEEP), _says("line 3 is left out", *REPORTS)),
     "journal nested a million times": Hostile(
         more("history/controller.jsonl", DEEP), _says("1 lines are left out", "check")
