@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 # Programs for whoever changes gradbus: they lie with the tests, and no wheel has them.
-TOOL := PYTHONPATH=$(CURDIR)/tests/tools $(PY) -P -m
+TOOL := PYTHONPATH="$(CURDIR)/tests/tools" $(PY) -P -m
 STAMP := $(VENV)/.set-up
 CODE := actors codecs experiments models runtime
 ID ?= 0
@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian setup-oldest nightly check lint format typecheck wheel smoke \
+.PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian test-gpu setup-oldest nightly check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations setup-flower setup-flower-simulation test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
 	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak lock clean distclean
 
@@ -45,13 +45,19 @@ NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # PyTorch without 4.5 GB of CUDA where there is no NVIDIA driver, if PyTorch's own index answers within 3 s; else the registry's build.
 # TORCH=cpu, cuda or default (the registry's) decides otherwise. Another choice than before sets up again: its file is newer than the stamp.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ifneq ($(filter-out cpu cuda default auto,$(TORCH)),)
+$(error TORCH is cpu, cuda, default, or auto, got '$(TORCH)')
+endif
+ifneq ($(and $(IS_LOCKED),$(TORCH)),)
+$(error LOCKED=1 takes the registry's build of PyTorch, whose hash is known. Leave TORCH=$(TORCH) out)
+endif
 TORCH_CHOICE := $(addprefix $(VENV)/.torch-,$(if $(IS_LOCKED),,$(filter cpu cuda default auto,$(TORCH))))
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-17s %s\n' "$$name" "$$text"; done
 	@echo "  Set ARGS='...' to pass flags on, as in: make demo ARGS='--rounds 3'"
 
-setup: $(STAMP)  ## make .venv and install everything into it (again only when pyproject.toml or constraints.txt changed)
+setup: $(STAMP)  ## make .venv and install everything into it, again when the lists of packages have changed: TORCH=cpu or cuda chooses the build of PyTorch, LOCKED=1 takes known files alone
 
 # A failing step ends in one line that says what to do. uv that cannot reach its registry leaves the work to pip and pip's configuration.
 $(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock) $(TORCH_CHOICE)
@@ -68,7 +74,7 @@ $(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock) $(
 		if $(PY) -m pip install -q --disable-pip-version-check uv && $(BIN)/uv --version; then uv=$(BIN)/uv; \
 		else echo "uv could not be fetched: going on with pip, which takes minutes"; fi; \
 	fi; \
-	$(if $(IS_LOCKED),,$(UV_ENV) $(PY) -I tests/tools/torch_build.py --index $(TORCH_INDEX) --uv "$$uv" $(TORCH) || exit 1;) \
+	$(if $(IS_LOCKED),,$(UV_ENV) $(PY) -I tests/tools/torch_build.py --index '$(TORCH_INDEX)' --uv "$$uv" $(TORCH) || exit 1;) \
 	if [ -n "$$uv" ]; then \
 		$(if $(IS_LOCKED),$(UV_ENV) $$uv pip install --python $(PY) --require-hashes -r requirements.lock && \
 			$(UV_ENV) $$uv pip install --python $(PY) --no-deps --no-build-isolation -e .,\
@@ -173,7 +179,7 @@ OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.set-up-oldest
 setup-oldest: $(OLDEST_STAMP)  ## the environment of make test-oldest
 $(OLDEST_STAMP): FOUND = $(call find_python,3.11)
-$(OLDEST_STAMP): pyproject.toml
+$(OLDEST_STAMP): pyproject.toml constraints.txt
 	@if [ ! -x $(OLDEST)/bin/python ]; then "$(FOUND)" -m venv $(OLDEST); fi
 	@uv="$(or $(UV_NOW),$(OLDEST)/bin/uv)"; \
 	if ! $$uv --version >/dev/null 2>&1; then $(OLDEST)/bin/python -m pip install -q --disable-pip-version-check uv; fi && \
@@ -181,16 +187,20 @@ $(OLDEST_STAMP): pyproject.toml
 		echo "make $@: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
 	@touch $@ $(OLDEST)/.set-up
 
-test-oldest:  ## the same with the lowest versions that pyproject.toml allows, under Python 3.11
+test-oldest:  ## the slice of make test-python with the lowest versions that pyproject.toml allows, under Python 3.11
 	@if ! $(HAS_DISK); then $(NO_DISK); \
 	elif [ -z "$(call find_python,3.11)" ]; then echo "NOT RUN: $@, there is no python3.11 on PATH, nor among pyenv's versions"; \
-	else $(MAKE) --no-print-directory setup-oldest && $(MAKE) --no-print-directory test-slice VENV=$(OLDEST) LOCKED=; fi
+	else $(MAKE) --no-print-directory setup-oldest && $(MAKE) --no-print-directory test-slice VENV=$(OLDEST) LOCKED= TORCH=; fi
 
 DEBIAN ?= trixie
 test-debian:  ## the slice and what depends on libc, in a root of Debian: make test-debian DEBIAN=trixie
 	@bash tests/tools/debian.sh $(DEBIAN) make setup test-slice LOCKED=1 SLICE='$(SLICE) tests/runtime/test_keep_memory.py tests/runtime/shm'
 
-# Results go into docs/nightly.md. The programs need no package: any Python will do.
+test-gpu: $(STAMP)  ## the tests that need a CUDA device
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/pytest -m gpu $(ARGS); \
+	else echo "NOT RUN: $@, torch sees no CUDA device"; fi
+
+# Results go into docs/nightly.md.
 nightly: $(STAMP)  ## what takes longer than .ci/run, part by part: make nightly PART=debian-trixie; docs/nightly.md has the parts
 	@$(TOOL) nightly $(PART) $(ARGS)
 
@@ -408,5 +418,5 @@ clean:  ## remove what building and testing left behind
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## the same, and .venv too
+distclean: clean  ## the same, and every environment: .venv, .venv-flower ...
 	rm -rf $(VENV) $(INTEGRATIONS) $(FLOWER_VENV) $(FLOWER_VENV)-* $(OLDEST) .venv-python-*

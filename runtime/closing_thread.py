@@ -24,22 +24,27 @@ class ClosingThread:
     def __init__(self, target: Callable[[], object], name: str, *, daemon: bool = True) -> None:
         self._target = target
         self._thread = threading.Thread(target=target, name=name, daemon=daemon)
+        self._is_started = False
         self._ended: threading.Event | None = None  # there is one if the system has started the thread
 
     def start(self) -> None:
-        """Start the thread, once. Raises RuntimeError: neither Python nor the system starts one."""
+        """Start the thread. Raises RuntimeError: it was started before, or neither Python nor the system starts one."""
+        if self._is_started:
+            raise RuntimeError("threads can only be started once")
+        self._is_started = True
         try:
             self._thread.start()
         except RuntimeError:
             self._ended = threading.Event()
             if not _start_by_the_system(self._run):
+                self._ended = None
                 raise
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the thread, which has been started, has ended, for at most ``timeout_s``."""
-        if self._ended is None:
+        if self._ended is None and self._thread.ident is not None:
             self._thread.join(timeout_s)
-        else:
+        elif self._ended is not None:
             self._ended.wait(timeout_s)
 
     def is_running(self) -> bool:

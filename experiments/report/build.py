@@ -32,7 +32,8 @@ def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None
     default = "report.html" if len(runs) == 1 else f"compared-with-{runs[-1].name}.html"
     page, target = page_of(runs), out or paths[0] / default
     written = write(page, target)
-    missing = f"; {len(page.notes)} things are missing, it names them" if page.notes else ""
+    count = len(page.notes)
+    missing = f"; {count} {'thing is' if count == 1 else 'things are'} missing, which it names" if count else ""
     return f"written to {target} ({size(written)}){missing}"
 
 

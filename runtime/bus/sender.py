@@ -158,6 +158,7 @@ class Sender:
         for job in self._jobs:
             job.finished(BusClosed("the bus was closed before all was sent"))
         self._jobs.clear()
+        self._pauses.clear()  # with the payloads of these jobs
 
     def _run(self) -> None:
         while not self._stop_flag:

@@ -82,7 +82,7 @@ class Reach:
         Args:
             elsewhere: as for :meth:`advice`. one: it is one process that is missing.
         """
-        return _joined(self.unresolved, self._hint(elsewhere, one))
+        return _joined(self._hint(elsewhere, one), self.unresolved)
 
     def _hint(self, elsewhere: bool | None, one: bool) -> str:
         start = "Start it" if one else "Start them"
@@ -103,7 +103,7 @@ class Reach:
         Args:
             elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.
         """
-        return _joined(self.unresolved, self._advice(elsewhere, one))
+        return _joined(self._advice(elsewhere, one), self.unresolved)
 
     def _advice(self, elsewhere: bool | None, one: bool) -> str:
         document = ", and CYCLONEDDS_URI" if self.by_document else ""

@@ -9,6 +9,7 @@ import threading
 import pytest
 from dds_domains import new_domain
 
+from gradbus.runtime import closing_thread
 from gradbus.runtime.closing_thread import ClosingThread
 
 
@@ -27,6 +28,29 @@ def test_a_function_runs_on_a_thread_that_is_waited_for() -> None:
     go_on.set()
     thread.join(10.0)
     assert (threads, thread.is_running()) == (["gradbus-test"], False)
+
+
+def test_a_thread_starts_once() -> None:
+    calls: list[int] = []
+    thread = ClosingThread(lambda: calls.append(1), "gradbus-test")
+    thread.start()
+    with pytest.raises(RuntimeError, match="started once"):
+        thread.start()
+    thread.join(10.0)
+    assert calls == [1]
+
+
+def test_a_thread_that_nothing_starts_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bool:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    thread = ClosingThread(lambda: None, "gradbus-test")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(closing_thread, "_start_by_the_system", lambda run: False)
+    with pytest.raises(RuntimeError, match="at interpreter shutdown"):
+        thread.start()
+    thread.join()
+    assert not thread.is_running()
 
 
 # Beside another thread, as at the end of a program, and after all others have ended, as in a function of atexit.

@@ -35,7 +35,10 @@ cp /etc/resolv.conf /etc/hosts "$root/etc/"
 if [[ -e /etc/ssl/certs/ca-certificates.crt ]]; then cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"; fi
 rm -rf "$root/gradbus.new" && mkdir "$root/gradbus.new"
 git archive HEAD | tar -x -C "$root/gradbus.new"
-if [[ -d "$root/gradbus/.venv" ]]; then mv "$root/gradbus/.venv" "$root/gradbus.new/"; fi # `make setup` finds out whether it still fits
+# The environment of the last time stays where it was made of the same packages.
+if cmp -s "$root/gradbus/requirements.lock" requirements.lock && cmp -s "$root/gradbus/pyproject.toml" pyproject.toml && [[ -d "$root/gradbus/.venv" ]]; then
+  mv "$root/gradbus/.venv" "$root/gradbus.new/"
+fi
 rm -rf "$root/gradbus" && mv "$root/gradbus.new" "$root/gradbus"
 mkdir -p "$root/data"
 # The mounts go with the namespace, and with the process namespace everything that was started.

@@ -59,7 +59,7 @@ PARTS = (
         60 * 60,
     ),
     Part("fuzz", "each parser gets inputs for 5 minutes", "make setup-fuzz && make fuzz", 3 * 3600),
-    Part("gpu", "the tests that need a CUDA device", "make test ARGS='-m gpu' WORKERS=0", 15 * 60, "nvidia-smi"),
+    Part("gpu", "the tests that need a CUDA device", "make test-gpu", 15 * 60, "nvidia-smi"),
 )  # fmt: skip
 
 
@@ -104,13 +104,16 @@ def git(*arguments: str) -> str:
 
 
 def is_unchanged(commit: str) -> bool:
-    """Return whether nothing but the page is different from that commit."""
-    changed = ["git", "diff", "--quiet", commit, "--", ".", f":!{_PAGE.as_posix()}"]
-    return bool(commit) and subprocess.run(changed, capture_output=True, check=False).returncode == 0
+    """Return whether nothing but the page is different from that commit, and git knows every file."""
+    others = [".", f":!{_PAGE.as_posix()}"]
+    changed = ["git", "diff", "--quiet", commit, "--", *others]
+    if not commit or subprocess.run(changed, capture_output=True, check=False).returncode:
+        return False
+    return not git("ls-files", "--others", "--exclude-standard", "--", *others)
 
 
 def run_part(part: Part, log: Path) -> tuple[str, str]:
-    """Run a part, and whatever it starts, for ``limit_s`` at most. Returns its outcome and its output."""
+    """Run a part for ``limit_s`` at most, with what it starts in its session. Returns its outcome and its output."""
     if shutil.which(part.needs) is None:
         return f"{NOT_RUN}{part.name}, there is no {part.needs} on PATH", ""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +139,7 @@ def run_part(part: Part, log: Path) -> tuple[str, str]:
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
     """End what is left of a part: its processes are asked first, then killed."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all have ended
         os.killpg(process.pid, signal.SIGTERM)
         until_s = time.monotonic() + _GRACE_S
         while time.monotonic() < until_s:
@@ -217,7 +220,8 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
         parser.error(f"there is no part {unknown[0]!r}. Name some of: {', '.join(known)}")
     page = Page(_PAGE, parts)
     if options.stale:
-        print(*stale(page.read(), parts, datetime.datetime.now(datetime.UTC).date()), sep="\n")
+        for sentence in stale(page.read(), parts, datetime.datetime.now(datetime.UTC).date()):
+            print(sentence)
         return 0
     if options.release:
         return check_release(page.read(), parts)

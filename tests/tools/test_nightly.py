@@ -115,6 +115,12 @@ def test_changes_that_are_not_committed_are_refused(run: Run) -> None:
         run([part("good", "true")])
 
 
+def test_a_file_that_git_does_not_know_is_refused_too(run: Run) -> None:
+    Path("conftest.py").write_text("")
+    with pytest.raises(SystemExit, match="not committed"):
+        run([part("good", "true")])
+
+
 def test_an_unknown_part_is_answered_with_the_names_of_all(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run([part("good", "true")], "god")

@@ -170,6 +170,14 @@ def install_for_cpus(index: str, pins: dict[str, str], uv: str, why: str) -> Non
     )  # fmt: skip
     if not done:
         raise NotThere("they could not be installed")
+    remove_cuda(uv)
+
+
+def remove_cuda(uv: str) -> None:
+    """Remove the packages that the build with CUDA has brought, which that for CPUs does without."""
+    names = {str(one.metadata["Name"]).lower() for one in importlib.metadata.distributions()}
+    if there := sorted(name for name in names if name == "triton" or name.startswith(("nvidia-", "cuda-"))):
+        run_installer(uv, ["uninstall", *there], for_pip=["-y"])
 
 
 def remove_those_for_cpus(uv: str) -> None:

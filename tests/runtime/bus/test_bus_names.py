@@ -41,10 +41,8 @@ def test_a_silent_name_server_holds_up_neither_the_loop_nor_the_opening_nor_the_
         ticking = asyncio.create_task(tick())
         async with gradbus.connect(**place, peers=["127.0.0.1", "silent.invalid"], security=OPEN) as bus:
             assert ticks >= 5  # of a second's worth: it waits so long for addresses
-            assert bus.reach.hint().startswith(
-                "No address yet for silent.invalid (no answer yet) of bus.peers: check DNS"
-            )
-            assert bus.reach.advice().startswith("No address yet for silent.invalid (no answer yet)")
+            assert "No address yet for silent.invalid (no answer yet) of bus.peers: check DNS" in bus.reach.hint()
+            assert ". No address yet for silent.invalid (no answer yet)" in bus.reach.advice()
         ticking.cancel()
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -202,3 +203,25 @@ def test_a_driver_ends_the_jobs_that_are_left() -> None:
     sender.finish()
     assert [type(outcome) for outcome in outcomes] == [BusClosed]
     assert sender.idle
+
+
+def test_a_sender_that_has_ended_holds_no_payload_of_a_job_that_paused() -> None:
+    class Payload(bytearray):
+        """Can be referred to weakly."""
+
+    sender, payload, asked = Sender(), Payload(b"data"), threading.Event()
+
+    def pausing(kept: Payload) -> Iterator[Sample | Pause]:
+        asked.set()
+        yield 2 * WAIT_S
+        yield ("a",), (kept,)
+
+    sender.submit(Job(Recording(), pausing(payload), lambda _: None, WAIT_S))  # type: ignore[arg-type]
+    reference = weakref.ref(payload)
+    del payload
+    sender.start()
+    assert asked.wait(WAIT_S)
+    sender.stop()
+    sender.join(WAIT_S)
+    assert not sender.is_alive()
+    assert reference() is None
