@@ -253,7 +253,7 @@ class GradientReduction:
 def _difference(of_ranks: Sequence[Sequence[str]]) -> str:
     """The text of an error: which parameters only some ranks train. ``of_ranks``: the names, in rank order."""
     trained = [set(names) for names in of_ranks]
-    differing = sorted(set().union(*trained).difference(set.intersection(*trained)))
+    differing = sorted(name for name in set[str]().union(*trained) if not all(name in one for one in trained))
     name, more = differing[0], len(differing) - 1
     on = [rank for rank, names in enumerate(trained) if name in names]
     off = [rank for rank, names in enumerate(trained) if name not in names]
