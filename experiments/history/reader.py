@@ -30,10 +30,10 @@ _ASKED_FOR = {
     name: intern(name)
     for name in (
         "event", "run", "round", "client", "clients", "incarnation", "transfer", "num_samples", "weight", "crc32",
-        "held_crc32", "accepted", "step", "steps", "hash", "loss", "metrics",
+        "held_crc32", "accepted", "step", "steps", "hash", "loss", "metrics", "at_s",
     )
 }  # fmt: skip
-"""Entries of all other events that an invariant looks at: the rest would take most of the memory."""
+"""Entries of all other events that an invariant looks at, and their time: the rest would take most of the memory."""
 
 
 @dataclass(slots=True)
