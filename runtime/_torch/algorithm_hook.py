@@ -453,7 +453,14 @@ class AlgorithmHook:
             views[name] = part.as_strided(parameter.shape, self._strides[name])
         return views
 
+    @property
+    def _applied(self) -> _Run | None:
+        """The exchange whose results the gradients hold, all of which is known; None: there was none yet."""
+        return self._due if self.delay_steps else self._run
+
     def _start_run(self) -> None:
+        if self._applied is not None and self._applied.refusal is not None:  # a loss scaler has left the step out
+            raise self._applied.refusal
         if self.algorithm.needs_epoch and self._epoch < 0:
             raise RuntimeError(
                 "with_algorithm: the options of the algorithm change from epoch to epoch: call hook.start_epoch(epoch) "
@@ -566,7 +573,7 @@ class AlgorithmHook:
         run.is_applied = True
         if not self.delay_steps:
             self._programs.call(self._conclude, run)
-        applied = self._due if self.delay_steps else run
+        applied = self._applied
         if applied is None or not applied.counts:
             self._drop_gradients()
         if applied is not None and applied.refusal is not None:

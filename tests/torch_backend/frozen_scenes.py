@@ -29,13 +29,21 @@ class Net(nn.Module):
         return self.head(self.body(x).tanh())
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], number: int) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], number: int,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:  # fmt: skip
     """On the mean of the losses of these ranks' data."""
     optimizer.zero_grad()
     for rank in ranks:
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + number))
-        (model(x).square().mean() / len(ranks)).backward()
-    optimizer.step()
+        loss = model(x).square().mean() / len(ranks)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -115,7 +123,7 @@ def attached(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return ddp, optimizer
 
 
-WAYS = ("dense", "late", "powersgd", "decentralized", "a hook's state", "diloco")
+WAYS = ("dense", "scaled", "late", "powersgd", "decentralized", "a hook's state", "diloco")
 
 
 def exchanged(place: RankLocation) -> dict[str, Any]:
@@ -125,11 +133,12 @@ def exchanged(place: RankLocation) -> dict[str, Any]:
     for way in WAYS:
         for who in ("one", "all", "none"):
             model, optimizer = attached(way)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if way == "scaled" else None
             body = (model.module if isinstance(model, DistributedDataParallel) else model).body
             for number in range(10):
                 if number == 2 and (who == "all" or (who == "one" and place.rank == ODD)):
                     body.requires_grad_()
-                result = failed(partial(step, model, optimizer, [place.rank], number))
+                result = failed(partial(step, model, optimizer, [place.rank], number, scaler))
                 if result["error"]:
                     break
             found[f"{way}, {who}"] = {**result, "step": number}
