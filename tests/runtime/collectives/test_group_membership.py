@@ -153,6 +153,7 @@ def test_if_all_ranks_have_come_but_not_at_one_time_none_is_missing(run: Run, pl
                         async with joined(place, 0, 3, timeout_s=0.3):
                             raise AssertionError("not reached")
                 await known
+                await _meets(last, lambda rank=rank: rank in last.formation.departed)  # also that of the last try
                 assert last.formation.departed[rank].startswith(why[:20])
             error = await _gives_up(last, 0.1)
         assert error.missing == ()
