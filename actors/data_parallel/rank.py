@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
 from gradbus.actors.data_parallel.metrics import combined, tally
-from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
+from gradbus.actors.data_parallel.report import EpochReport, StepProgress, WorkerSummary
 from gradbus.actors.data_parallel.state import Position, check_same_batches
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.actors.data_parallel.training import EpochPlan, ShardTraining
@@ -23,6 +23,7 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
+from gradbus.runtime.not_finite import warn_not_finite
 from gradbus.runtime.profiling.profile import Profile
 
 
@@ -31,6 +32,7 @@ class Rank(ABC):
 
     Attributes:
         profile: where the time goes. skipped_steps: by this rank, since this process started.
+        on_progress: called on the loop with each progress report, every ``config.report_every_steps`` steps.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Rank(ABC):
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{rank}.jsonl"
         self.profile = Profile(rank, window_steps=config.profile.window_steps, jsonl=jsonl)
         self.skipped_steps = 0
+        self.on_progress: Callable[[StepProgress], object] = lambda report: None
         self._position = Position()
         self._report: EpochReport | None = None
         self._params_hash = 0
@@ -198,13 +201,21 @@ class Rank(ABC):
         for method in methods:
             self._wants_end |= bool(await self._compute.run(self._callbacks.call, method, report))
 
-    async def _tell_if_due(self, **times_s: float) -> None:
-        """Log how training goes. ``times_s``: of the steps of this epoch."""
+    async def _report_progress_if_due(self, *, steps: int, seconds: float, wait_s: float, bytes_out: int) -> None:
+        """Log how training goes, and show it. The sums are those of so many steps, which this process has done in this
+        epoch."""
         position, every = self._position, self._config.report_every_steps
         if every and position.step % every == 0:
             loss_sum = await self._compute.run(self._training.loss_sum)
-            loss = loss_sum / max(1, position.batches)
-            self._log.info("training", step=position.step, epoch=position.epoch, loss=loss, **times_s)
+            report = StepProgress(
+                step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches),
+                step_s_mean=seconds / steps, wait_s_mean=wait_s / steps, bytes_out_per_step=bytes_out / steps,
+            )  # fmt: skip
+            self._log.info(
+                "training", step=report.step, epoch=report.epoch, loss=report.loss, step_s=round(report.step_s_mean, 4),
+                wait_s=round(report.wait_s_mean, 4), bytes_out_per_step=round(report.bytes_out_per_step),
+            )  # fmt: skip
+            self.on_progress(report)
 
     # What the ranks have learnt together
 
@@ -248,6 +259,9 @@ class Rank(ABC):
             "epoch done",
             **{name: value for name, value in report.to_json().items() if name not in ("params_hash", *unequal_only)},
         )
+        if not self._group_and_world[0].rank:  # all ranks have the same numbers
+            evaluated = {"accuracy": report.accuracy, "eval_loss": report.eval_loss, **report.metrics}
+            warn_not_finite(self._log, evaluated, epoch=report.epoch, step=report.step)
         return report
 
     # Checkpoints

@@ -70,6 +70,25 @@ class EpochReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgress:
+    """How training goes in the midst of an epoch, as this rank sees it.
+
+    Attributes:
+        step: steps done in all. epoch: from 0.
+        loss: mean training loss over this rank's batches of the epoch so far.
+        step_s_mean, wait_s_mean, bytes_out_per_step: as of an :class:`EpochReport`, over the steps of the epoch that
+            this process has done so far.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    step_s_mean: float
+    wait_s_mean: float
+    bytes_out_per_step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSummary:
     """A run as this rank saw it.
 

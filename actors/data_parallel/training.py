@@ -31,7 +31,7 @@ from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
 
@@ -246,6 +246,7 @@ class ShardTraining:
         self._task.prepare_shard(*self._data_place)
         self.model = self._task.build_model()
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
         if not self.trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         self.algorithm, self.label = start_algorithm(config, self._group, self.trained, self._make_algorithm)
@@ -348,6 +349,7 @@ class ShardTraining:
         Raises:
             StepCancelled: the worker was cancelled.
             ValueError: the task gave fewer batches than it had announced.
+            ConfigError: a parameter that build_model froze is not frozen any more.
         """
         self._on_bucket, self._step = on_bucket, step
         self._unfinished = step
@@ -375,10 +377,21 @@ class ShardTraining:
                         self._gradients.enable_overlap()
                 divisor = step.batches / step.weight
                 torch.autograd.backward(loss if divisor == 1 else loss / divisor)
+            self._check_frozen(step)
         with profile.span("encode"):
             self._gradients.flush()
             if self._config.predicts_weights and step.batches and self.own_is_finite(step):
                 step.own = self._own_gradients()
+
+    def _check_frozen(self, step: TrainingStep) -> None:
+        """Raises ConfigError: ranks would not exchange a parameter that is trained by now."""
+        unfrozen = next((name for name, parameter in self._frozen.items() if parameter.requires_grad), None)
+        if unfrozen is not None:
+            raise ConfigError(
+                f"rank {self._group.rank}, step {step.number + 1}: parameter {unfrozen!r} was frozen "
+                f"(requires_grad=False) in build_model and is not any more. Ranks exchange what is trained then, so "
+                f"this one would differ between them: freeze it in build_model only if it stays so"
+            )
 
     def _own_gradients(self) -> dict[Tensor, Tensor]:
         """A copy of the gradients of this rank, clipped as the mean will be."""

@@ -335,7 +335,10 @@ class Worker(Rank):
         if every and (not self._checked or position.step % every == 0):
             await self._compare()
         wait_s = self._stepper.wait_s - clock.wait_before_s
-        await self._tell_if_due(step_s=round(clock.step_s / clock.steps, 4), wait_s=round(wait_s / clock.steps, 4))
+        await self._report_progress_if_due(
+            steps=clock.steps, seconds=clock.step_s, wait_s=wait_s,
+            bytes_out=self._stepper.bytes_out - clock.bytes_before,
+        )  # fmt: skip
 
     def _note_step(self) -> None:
         """Note for observers in which step this rank is."""

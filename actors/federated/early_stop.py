@@ -15,6 +15,7 @@ A round that a crash has cut off before its commit is done again, and so are its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -156,9 +157,14 @@ class EarlyStop:
             return
         self._newest = report.round_id
         better = value if self._settings.mode == "max" else -value
-        if self._best is None or better > self._best + self._settings.min_delta:  # NaN is not
+        is_best = self._best is None or better > self._best + self._settings.min_delta
+        if is_best and math.isfinite(value):  # else nothing would be better than a first one that is NaN
             self._best, self._waited, self.best_round = better, 0, report.round_id
             return
         self._waited += 1
         if self._waited >= patience:
-            self.reason = f"{metric} is no better than in round {self.best_round} after {patience} evaluations"
+            self.reason = (
+                f"{metric} is no better than in round {self.best_round} after {patience} evaluations"
+                if self.best_round
+                else f"{metric} was not finite in {patience} evaluations"
+            )

@@ -19,6 +19,7 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.not_finite import warn_not_finite
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.user_errors import user_error
 from gradbus.runtime.wire.control import (
@@ -34,6 +35,7 @@ MAX_FAILURE_CHARS = 200
 MAX_SAMPLES = 1 << 40
 NO_METHOD = "its task has no evaluate_local"
 NO_DATA = "it holds no data out"
+NOT_FINITE = "none of its numbers is finite"
 DECLINED = "client.evaluates is false: it evaluates no models"
 PRIVATE = "its updates have noise, and metrics would have none"
 NOT_SHARED = "client.share_model is false: its model is not shown to others"
@@ -109,8 +111,12 @@ class LocalEvaluation:
             found = method(self.model.module, client_id=self.client_id)
         if found is None:
             return 0, {}, NO_DATA
-        num_samples, metrics = _read(found)
-        return (min(num_samples, MAX_SAMPLES), metrics, "") if num_samples > 0 else (0, {}, NO_DATA)
+        num_samples, known = _read(found)
+        warn_not_finite(log, known, client=self.client_id, round=round_id)
+        metrics = sendable(known)
+        if num_samples < 1:
+            return 0, {}, NO_DATA
+        return (min(num_samples, MAX_SAMPLES), metrics, "") if metrics or not known else (0, {}, NOT_FINITE)
 
 
 def kept_for(kept: ClientStateStore, round_id: int) -> Mapping[str, Tensor]:
@@ -148,7 +154,7 @@ def unreadable(method: str, found: Any, error: Exception) -> TypeError:
 
 
 def _read(found: Any) -> tuple[int, dict[str, float]]:
-    """Number of samples, and finite numbers by name: the loss, the accuracy where there is one, and the task's own.
+    """Number of samples, and numbers by name: the loss, the accuracy where there is one, and the task's own.
 
     Raises:
         TypeError: it is no result of an evaluation; it says what is.
@@ -159,7 +165,7 @@ def _read(found: Any) -> tuple[int, dict[str, float]]:
         known |= as_floats(getattr(found, "metrics", None))
     except Exception as error:
         raise unreadable("evaluate_local", found, error) from None
-    return num_samples, sendable(known)
+    return num_samples, known
 
 
 @contextlib.contextmanager

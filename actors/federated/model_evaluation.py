@@ -16,6 +16,7 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.runtime.config.federated import OF_CLIENTS, FederatedConfig, split_metric
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.not_finite import warn_not_finite
 from gradbus.runtime.tasks import TaskGroup, single_error
 
 _NAMED = 5  # tensors in a text
@@ -152,7 +153,9 @@ class ModelEvaluation:
         if not self._is_due(round_id):
             return {}
         self._progress.phase = "evaluating"
-        return await self._context.compute.run(self._evaluate)
+        found = await self._context.compute.run(self._evaluate)
+        warn_not_finite(log, {**found, **found.get("metrics", {})}, round=round_id)
+        return found
 
     def _evaluate(self) -> dict[str, Any]:
         self._model.hold(self._context.state.weights)

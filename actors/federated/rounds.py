@@ -26,6 +26,7 @@ class Outcome(Enum):
     """Why a round is over."""
 
     ALL = "all live clients answered"
+    SOME_FAILED = "all live clients answered or failed"
     QUORUM = "quorum and grace"
     ENOUGH = "enough updates"
     FULL = "buffer full"
@@ -183,7 +184,7 @@ class Round:
     def verdict(self, now_s: float) -> Outcome | None:
         """Why the round is over at this time; None while it goes on."""
         if not self.open:
-            return Outcome.ALL if len(self.accepted) >= self.minimum else Outcome.TOO_FEW
+            return self._when_all_are_through(len(self.accepted))
         if self.is_full:
             return Outcome.ENOUGH
         if self._quorum_at_s is not None and now_s >= self._quorum_at_s + self._grace_s:
@@ -191,6 +192,12 @@ class Round:
         if now_s >= self.deadline_at_s:
             return Outcome.DEADLINE if len(self.accepted) >= self.minimum else Outcome.TOO_FEW
         return None
+
+    def _when_all_are_through(self, updates: int) -> Outcome:
+        """Why the round is over once no client is left that could answer, with so many updates."""
+        if updates < self.minimum:
+            return Outcome.TOO_FEW
+        return Outcome.SOME_FAILED if self.failed else Outcome.ALL
 
     def has_enough_requests(self, offered: Collection[int], now_s: float) -> bool:
         """Whether updates of a first round need wait no longer: all expected clients have requested an upload, or the

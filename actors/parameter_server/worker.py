@@ -327,7 +327,11 @@ class ParameterServerWorker(Rank):
         self._is_stopped |= Flag.WANTS_END in replies[0].flags
         self._wants_end = False
         self._count(step)
-        await self._tell_if_due()
+        before = self._before
+        await self._report_progress_if_due(
+            steps=position.step - before.step, seconds=time.perf_counter() - before.started_s,
+            wait_s=self._wait_s - before.wait_s, bytes_out=self._network.stats.bytes_out - before.bytes_out,
+        )  # fmt: skip
         if self._callbacks.follow("on_step"):
             report = await self._compute.run(training.report_of, step)
             self._wants_end = bool(await self._compute.run(self._callbacks.call, "on_step", report))

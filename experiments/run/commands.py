@@ -34,6 +34,7 @@ from gradbus.experiments.run.live import (
     Lines,
     cross_site_table,
     epoch_line,
+    progress_line,
     quality,
     round_display,
 )
@@ -249,7 +250,10 @@ def worker_run(
     epochs = file.parallel.epochs
     lines: Display[EpochReport] = Display()
     if prints:
-        lines = Lines(screen.console, lambda report: epoch_line(report, epochs, of_all=leads))
+        lines = Lines(
+            screen.console, lambda report: epoch_line(report, epochs, of_all=leads),
+            lambda report: progress_line(report, epochs),
+        )  # fmt: skip
     if path is None or not leads:
         # Started by hand it prints what it waits for, too; under a launcher rank 0 prints that for all.
         by_hand = prints and screen.style == "auto"

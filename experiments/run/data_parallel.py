@@ -49,6 +49,7 @@ class Output:
         """All epochs of a worker, shown to whoever follows them. ``add``: takes their reports, too."""
         self.followed.worker = worker
         with self.display(worker) as shown:
+            worker.on_progress = shown.progressed
             async with contextlib.aclosing(worker.epochs()) as epochs:
                 async for report in epochs:
                     add(report)

@@ -19,7 +19,7 @@ from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
     from gradbus.actors import Controller, Site
-    from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.actors.data_parallel.report import EpochReport, StepProgress
     from gradbus.actors.federated.evaluation import CrossSite
     from gradbus.actors.federated.report import Progress, RoundReport
 
@@ -43,16 +43,30 @@ class Display(Generic[R]):
     def done(self, report: R) -> None:
         """A round was committed, or all ranks have gone through an epoch."""
 
+    def progressed(self, report: StepProgress) -> None:
+        """A rank has come to a step after which it reports how training goes."""
+
 
 class Lines(Display[R]):
     """One line per report, for files, pipes and ``--no-live``."""
 
-    def __init__(self, console: Console, line_of: Callable[[R], str]) -> None:
+    def __init__(
+        self, console: Console, line_of: Callable[[R], str],
+        progress_line_of: Callable[[StepProgress], str] | None = None,
+    ) -> None:  # fmt: skip
         self._console = console
         self._line_of = line_of
+        self._progress_line_of = progress_line_of
 
     def done(self, report: R) -> None:
-        self._console.print(self._line_of(report), markup=False, highlight=False, soft_wrap=True)
+        self._print(self._line_of(report))
+
+    def progressed(self, report: StepProgress) -> None:
+        if self._progress_line_of is not None:
+            self._print(self._progress_line_of(report))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class LiveTable(Display[R]):
@@ -201,6 +215,17 @@ def epoch_line(report: EpochReport, epochs: int, *, of_all: bool = True) -> str:
         *([f"density {_share(report.density)}{skipped}", f"epoch {report.seconds:.2f} s"] if of_all else []),
     ]
     return f"epoch {report.epoch + 1}/{epochs}: {', '.join(parts)}{'' if of_all else skipped}"
+
+
+def progress_line(report: StepProgress, epochs: int) -> str:
+    """How training goes in the midst of an epoch, as one line."""
+    parts = [
+        f"loss {number(report.loss, 4)}",
+        f"step {_milliseconds(report.step_s_mean)} ms",
+        f"wait {_milliseconds(report.wait_s_mean)} ms",
+        f"sent {size(report.bytes_out_per_step)} per step",
+    ]
+    return f"epoch {report.epoch + 1}/{epochs}, step {report.step}: {', '.join(parts)}"
 
 
 class Stepping(Protocol):

@@ -39,6 +39,7 @@ from gradbus.torch.cpu_copies import (
     local_of,
     needs_copies,
 )
+from gradbus.torch.unexchanged import UnexchangedParameters
 from gradbus.torch.weight_exchange import WeightExchange
 
 Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
@@ -151,6 +152,8 @@ class _Run:
         is_applied: whether the optimizers have stepped since.
         tensors: where it is applied later, the means that have come of it, by name. ended: when all this is known.
         own: where weights are predicted, the gradients of this rank, by name.
+        unexchanged: the names of parameters that this rank trains although their gradients are not exchanged. refusal:
+            the error of all ranks, if some rank does.
     """
 
     epoch: int = 0
@@ -165,6 +168,8 @@ class _Run:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ended: Future[None] = field(default_factory=Future)
     own: dict[str, Tensor] = field(default_factory=dict)
+    unexchanged: Sequence[str] = ()
+    refusal: ConfigError | None = None
 
 
 class AlgorithmHook:
@@ -190,7 +195,8 @@ class AlgorithmHook:
         """All ranks of the group make one, at the same time.
 
         Args:
-            named_parameters: ``model.named_parameters()`` of what DDP wraps. Those that are not trained are left out.
+            named_parameters: ``model.named_parameters()`` of what DDP wraps. Those that are frozen now are left out; if
+                they are trained later, the next exchange is an error of all ranks.
             name: of the algorithm, or ``package.module:Name``. options: of the algorithm.
             optimizers: that change the parameters. They skip steps that are not finite on some rank; where weights are
                 exchanged, on their own.
@@ -214,6 +220,7 @@ class AlgorithmHook:
         self._programs = AlgorithmPrograms(process_group)
         self._place = self._programs.place
         self._optimizers = list(optimizers)
+        self._unexchanged = UnexchangedParameters(of_model, self._optimizers)
         self._predicts = False
         self._ahead = ExitStack()  # when it is closed the parameters have the weights of all ranks
         self._is_ahead = False
@@ -250,8 +257,8 @@ class AlgorithmHook:
         self._weights: WeightExchange | None = None
         if self.algorithm.scope == "weights":
             self._weights = WeightExchange(
-                self.algorithm, self._programs, self._parameters, self.delay_steps, self._skip, self._copies,
-                ShardHolders(self._parameters.values(), process_group),
+                self.algorithm, self._programs, self._copies or self._parameters, self.delay_steps, self._skip,
+                ShardHolders(self._parameters.values(), process_group), self._unexchanged.find,
             )  # fmt: skip
             self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
 
@@ -394,6 +401,8 @@ class AlgorithmHook:
 
         Raises:
             ValueError: not a dense bucket in float32, or one with a parameter that was not given at the start.
+            ConfigError, on all ranks: some rank trains a parameter that is not exchanged. If the optimizers are known,
+                their next step raises it, else ``backward()`` does, as a RuntimeError of torch with its text.
         """
         flat = bucket.buffer()
         given = Gradient() if flat.is_cpu else Gradient(devices=[flat.device])
@@ -444,7 +453,14 @@ class AlgorithmHook:
             views[name] = part.as_strided(parameter.shape, self._strides[name])
         return views
 
+    @property
+    def _applied(self) -> _Run | None:
+        """The exchange whose results the gradients hold, all of which is known; None: there was none yet."""
+        return self._due if self.delay_steps else self._run
+
     def _start_run(self) -> None:
+        if self._applied is not None and self._applied.refusal is not None:  # a loss scaler has left the step out
+            raise self._applied.refusal
         if self.algorithm.needs_epoch and self._epoch < 0:
             raise RuntimeError(
                 "with_algorithm: the options of the algorithm change from epoch to epoch: call hook.start_epoch(epoch) "
@@ -453,7 +469,7 @@ class AlgorithmHook:
         self._programs.submit(self._conclude, self._run)
         self._ready = []
         self._passes += 1
-        self._run = _Run(epoch=max(0, self._epoch), loss=self._reported)
+        self._run = _Run(epoch=max(0, self._epoch), loss=self._reported, unexchanged=self._unexchanged.find())
         self._waiting.append(self._run)
         self._due = self._waiting.popleft() if len(self._waiting) > self.delay_steps else None
 
@@ -464,10 +480,16 @@ class AlgorithmHook:
             if run.error is not None:
                 raise CollectiveError("an exchange of this step has failed before")
             run.step = run.step or self._next_step(run)
+            if run.unexchanged:  # what all ranks get is not finite then, so that all look for the reason
+                buckets[0].flat[:1].fill_(math.nan)
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket.tensors.items()}
             self._exchange_tensors(run, buckets[0], tensors)
             if self.delay_steps:
                 run.tensors.update(tensors)
+            if is_last and not run.is_finite:
+                run.refusal = self._programs.refusal(run.unexchanged)
+                if run.refusal is not None and not self._optimizers:
+                    raise run.refusal
         except BaseException as error:
             run.error = run.error or error
             raise
@@ -551,8 +573,11 @@ class AlgorithmHook:
         run.is_applied = True
         if not self.delay_steps:
             self._programs.call(self._conclude, run)
-        if self._due is None or not self._due.counts:
+        applied = self._applied
+        if applied is None or not applied.counts:
             self._drop_gradients()
+        if applied is not None and applied.refusal is not None:
+            raise applied.refusal
         if self._hash_every and (self._passes - 1) % self._hash_every == 0:
             self._programs.call(self._programs.run, check_replicas(self._passes - 1, self._parameters.values()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, R
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.torch.programs import queue_of
+from gradbus.torch.unexchanged import refusal
 
 R = TypeVar("R")
 
@@ -68,13 +69,7 @@ class AlgorithmPrograms:
 
     def _gathered(self, own: Any) -> list[Any]:
         """Plain data of all ranks, in rank order."""
-        text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-
-        def gather() -> Program[list[Tensor]]:
-            found: list[Tensor] = yield AllGather("settings", text)
-            return found
-
-        return [parse_json(bytes(one.numpy()).decode()) for one in self.call(self._queue.run, gather())]
+        return self.call(self._queue.run, _gather("settings", own))
 
     # On the thread of the programs
 
@@ -94,6 +89,12 @@ class AlgorithmPrograms:
 
         return self.run(reduce())
 
+    def refusal(self, unexchanged: Sequence[str]) -> ConfigError | None:
+        """Return the error that all ranks raise if some rank trains what is not exchanged. For an exchange whose result
+        is not finite, or not used, on all ranks. ``unexchanged``: the names on this rank."""
+        found = [[str(name) for name in names] for names in self.run(_gather("unexchanged", list(unexchanged)))]
+        return refusal(found) if any(found) else None
+
     def agree_on_loss(self, own: float | None) -> None:
         """Make ``loss`` the mean of the ranks' losses that are finite. ``own``: None: this rank has reported none.
 
@@ -109,3 +110,10 @@ class AlgorithmPrograms:
                 f"hook.report_loss(loss) after backward()"
             )
         self.loss = float(loss / count) if count else math.nan
+
+
+def _gather(name: str, own: Any) -> Program[list[Any]]:
+    """Plain data of all ranks, in rank order."""
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    found: list[Tensor] = yield AllGather(name, text)
+    return [parse_json(bytes(one.numpy()).decode()) for one in found]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError
+from torch.distributed import DistBackendError, DistNetworkError
 
 from gradbus.runtime.dds.missing_peers import EVERY_S, Reach, WaitLog, network_place
 from gradbus.runtime.errors import BarrierTimeout, ConfigError
@@ -77,10 +77,8 @@ def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:
         readable = re.sub(r"[^A-Za-z0-9_]", "_", place.label)[:40]
         store.set(key, f"{readable}_{secrets.token_hex(6)} {world}")
     else:
-        try:
-            waiting = None if reach is None else WaitLog(log, reach, group=place.label, rank=rank)
-            _wait(store, key, place.timeout_s, waiting)
-        except DistStoreError as error:
+        waiting = None if reach is None else WaitLog(log, reach, group=place.label, rank=rank)
+        if not _has_come(store, key, place.timeout_s, waiting):
             again = (
                 f", time {time_no} with this store: if another process is rank {rank}, too, give each its own; if rank "
                 f"0 has made another store meanwhile: {_OUTLIVES}"
@@ -89,7 +87,7 @@ def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:
                 f"process group {place.label!r}, rank {rank}{again if time_no > 1 else ''}",
                 missing=[0], ready=world - 1, needed=world, timeout_s=place.timeout_s,
                 hint="" if reach is None else reach.advice(),
-            ) from error  # fmt: skip
+            )  # fmt: skip
     name, _, its_world = store.get(key).decode().partition(" ")
     if its_world == "1" and world > 1:  # it will not be met, so it gives no error itself
         raise ConfigError(
@@ -123,17 +121,37 @@ def store_needed(store: Store, rank: int, label: str) -> Iterator[None]:
         ) from error
 
 
-def _wait(store: Store, key: str, timeout_s: float, waiting: WaitLog | None) -> None:
-    """Wait for a key, and log now and then that rank 0 has not written it. Raises DistStoreError: not in time."""
+def _has_come(store: Store, key: str, timeout_s: float, waiting: WaitLog | None) -> bool:
+    """Wait for a key, and log now and then that rank 0 has not written it. Returns whether it is there in time."""
     until_s = time.monotonic() + timeout_s
     while (left_s := until_s - time.monotonic()) > EVERY_S:
-        try:
-            store.wait([key], timedelta(seconds=EVERY_S))
-            return
-        except DistStoreError:
-            if waiting is not None:
-                waiting.look([0], reason="the store is there, and rank 0 has not begun this process group")
-    store.wait([key], timedelta(seconds=max(0.001, left_s)))
+        if _is_there(store, key, EVERY_S):
+            return True
+        if waiting is not None:
+            waiting.look([0], reason="the store is there, and rank 0 has not begun this process group")
+    return _is_there(store, key, max(0.001, left_s))
+
+
+def _is_there(store: Store, key: str, timeout_s: float) -> bool:
+    """Wait so long for a key. Returns whether it is there.
+
+    Stores do not agree on how they say that it is not: TCPStore, HashStore and that of gradbus raise DistStoreError,
+    FileStore a RuntimeError of no class of its own, and other ones what they like. So an error after the time counts as
+    that, if the store can still be asked; the error of a store that cannot, or one that comes at once, is raised.
+
+    Raises:
+        RuntimeError: the store does not work. DistNetworkError, a RuntimeError, too: its server is gone.
+    """
+    began_s = time.monotonic()
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except DistNetworkError:
+        raise
+    except RuntimeError:
+        if time.monotonic() - began_s < timeout_s / 2:  # stores measure time in their own way, some in milliseconds
+            raise
+        return bool(store.check([key]))
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +205,7 @@ class RankLocations:
                     location = RankLocation(**parse_json(text))
                     if own.never_meets(location):
                         apart[rank] = location
-        except (DistError, TypeError, ValueError):  # whose store is gone finds out elsewhere
+        except (RuntimeError, TypeError, ValueError):  # whose store is gone finds out elsewhere
             return
         if not apart:
             return
@@ -225,7 +243,8 @@ class RankLock:
         until_s = time.monotonic() + _HANDOVER_S
         while not self._take(f"\0gradbus/{token}/{rank}"):
             if time.monotonic() > until_s:
-                holder = store.get(f"gradbus/holder/{rank}").decode()
+                key = f"gradbus/holder/{rank}"  # which that process may not have written yet
+                holder = store.get(key).decode() if store.check([key]) else "another process"
                 raise ConfigError(
                     f"process group {place.label!r}: rank {rank} is taken by {holder}. Give every process its own rank "
                     f"(RANK=0 .. {place.world - 1}), or end that one"

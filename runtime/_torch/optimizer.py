@@ -8,8 +8,9 @@ the whole of such a program would be one request. For algorithms see :func:`grad
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradbus.torch.backend import DdsBackend
-from gradbus.torch.functions import Handle, check_reachable, current, start_reduction
+from gradbus.torch.functions import Handle, check_reachable, current, gather_objects, start_reduction
 
 
 class Compression(Protocol):
@@ -93,6 +94,9 @@ class _Sent:
 class GradientReduction:
     """The gradients of one optimizer: which are on their way, which are still to come.
 
+    In each step all ranks compare which parameters they train, while the gradients are on their way: a parameter may be
+    frozen or unfrozen between two steps, on all ranks, and a rank that does so alone is named on each of them.
+
     Attributes:
         skips: step() leaves the gradients alone.
         fresh: they are synchronised, and not changed by a backward pass since.
@@ -104,7 +108,9 @@ class GradientReduction:
         self.fresh = False
         self._names = names
         self._options = options
-        self._left: dict[Tensor, int] = {}  # backward passes to come, by parameter
+        self._known: list[Tensor] = []  # all parameters, those that are frozen among them
+        self._trained: tuple[list[str], int] = [], 0  # the names that ranks agreed on last, and a hash of them
+        self._left: dict[Tensor, int] = {}  # backward passes to come, by parameter; of those with a hook
         self._sent: dict[Tensor, _Sent] = {}
         self._hooks: list[Any] = []
         self._group: tuple[weakref.ref[DdsBackend], int] | None = None
@@ -112,16 +118,19 @@ class GradientReduction:
 
     def add(self, parameters: Iterable[Tensor], fallback: str) -> None:
         """Take parameters in. ``fallback``: start of the names of those that have none."""
-        accumulated = partial(_accumulated, weakref.ref(self))
         for number, parameter in enumerate(parameters):
-            if not parameter.requires_grad:
-                continue
-            name = self._names.setdefault(parameter, f"{fallback}.{number}")
-            check_reachable(parameter, f"parameter {name!r}")
-            self._left[parameter] = self._options.passes
-            _owners[id(parameter)] = self
-            leaf: Any = parameter  # this method has no types
-            self._hooks.append(leaf.register_post_accumulate_grad_hook(accumulated))
+            self._names.setdefault(parameter, f"{fallback}.{number}")
+            self._known.append(parameter)
+            if parameter.requires_grad:
+                self._hook(parameter)
+
+    def _hook(self, parameter: Tensor) -> None:
+        """torch takes no hook for a parameter that is frozen; once there, a hook stays while it is frozen."""
+        check_reachable(parameter, f"parameter {self._names[parameter]!r}")
+        self._left[parameter] = self._options.passes
+        _owners[id(parameter)] = self
+        leaf: Any = parameter  # this method has no types
+        self._hooks.append(leaf.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self))))
 
     def accumulated(self, parameter: Tensor) -> None:
         """A backward pass has added to this gradient. Raises RuntimeError: once too often, or for two optimizers."""
@@ -148,11 +157,28 @@ class GradientReduction:
         return bool(self._sent) or any(left < self._options.passes for left in self._left.values())
 
     def synchronize(self) -> None:
-        """Combine all gradients. Those that are not on their way yet are sent as they are, or as zeros."""
-        for parameter in self._left:
-            if parameter not in self._sent and parameter.requires_grad:  # it may be frozen by now
+        """Combine all gradients. Those that are not on their way yet are sent as they are, or as zeros.
+
+        Raises:
+            RuntimeError: ranks train different parameters. All of them raise it, and combine no others.
+        """
+        trained = [one for one in self._known if one.requires_grad or one in self._sent]
+        names, agreement = [self._names[one] for one in trained], self._start_agreement(trained)
+        for parameter in trained:
+            if parameter in self._left and parameter not in self._sent:
                 self._start(parameter)
         first: Exception | None = None
+        try:
+            if of_ranks := self._disagreement(agreement, names):
+                common = set(names).intersection(*of_ranks)  # no other rank will ever send the gradients of the others
+                self._sent = {one: sent for one, sent in self._sent.items() if self._names[one] in common}
+                raise RuntimeError(_difference(of_ranks))
+            for parameter in trained:
+                if parameter not in self._left:  # it was frozen until now
+                    self._hook(parameter)
+                    self._start(parameter)
+        except Exception as error:
+            first = error
         for parameter, sent in self._sent.items():  # all of them, so that none is written to when this returns
             try:
                 self._finish(parameter, sent)
@@ -163,6 +189,25 @@ class GradientReduction:
         if first is not None:
             raise first
         self.fresh = True
+
+    def _start_agreement(self, trained: Iterable[Tensor]) -> Handle[Tensor]:
+        """Start to compare a hash of the names of these parameters: its smallest and its largest value on any rank."""
+        names = [self._names[one] for one in trained]
+        if names != self._trained[0]:
+            digest = hashlib.blake2b("\0".join(sorted(names)).encode(), digest_size=7).digest()
+            self._trained = names, int.from_bytes(digest)
+        own = torch.tensor([self._trained[1], -self._trained[1]])
+        backend, space = self._backend_and_space()
+        return start_reduction(backend, own, f"trained {space}", "the parameters that are trained", "min")
+
+    def _disagreement(self, agreement: Handle[Tensor], names: Sequence[str]) -> list[list[str]]:
+        """The names of what each rank trains, in rank order, if they differ; else nothing."""
+        least, most = agreement.wait().tolist()
+        if least == -most:
+            return []
+        backend, space = self._backend_and_space()
+        what = "the names of the parameters that are trained"
+        return gather_objects(backend, list(names), (f"trained {space}", what), what)
 
     def _finish(self, parameter: Tensor, sent: _Sent) -> None:
         unchanged = parameter.grad is sent.gradient and _version_of(sent.gradient) == sent.version
@@ -203,6 +248,21 @@ class GradientReduction:
     def __del__(self) -> None:
         for hook in getattr(self, "_hooks", ()):
             hook.remove()
+
+
+def _difference(of_ranks: Sequence[Sequence[str]]) -> str:
+    """The text of an error: which parameters only some ranks train. ``of_ranks``: the names, in rank order."""
+    trained = [set(names) for names in of_ranks]
+    differing = sorted(name for name in set[str]().union(*trained) if not all(name in one for one in trained))
+    name, more = differing[0], len(differing) - 1
+    on = [rank for rank, names in enumerate(trained) if name in names]
+    off = [rank for rank, names in enumerate(trained) if name not in names]
+    also = f" (and {more} more parameters)" if more else ""
+    return (
+        f"ranks {on} train parameter {name!r}{also}, and ranks {off} do not: there it is frozen (requires_grad=False), "
+        f"or not in the optimizer. Freeze, unfreeze and add parameters on all ranks before the same step, and start "
+        f"the ranks again"
+    )
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -307,6 +367,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """Make an optimizer combine its gradients over all ranks: each as soon as backward has it, and wait in ``step``.
 
     All ranks must make their distributed optimizers in the same order. Gradients may come in another order on each.
+    Parameters may be frozen and unfrozen between two steps, on all ranks: if one rank trains others, ``step`` raises
+    RuntimeError on all.
 
     Args:
         optimizer: of any class. It is changed itself, and keeps its state and its place in schedulers and scalers.

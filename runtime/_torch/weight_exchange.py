@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ class _Exchange:
         counts: whether the result is finite on all ranks, and the algorithm has committed it.
         tensors: the ``result``, and where it is applied later what the weights were, ``before``; then the ``change``
             that was made of them.
+        unexchanged: the names of parameters that this rank trains although they are not exchanged.
         exchanged: when the result is there. ended: when it is known whether it counts.
     """
 
@@ -48,6 +49,7 @@ class _Exchange:
     exchanged: Future[None] = field(default_factory=Future)
     ended: Future[None] = field(default_factory=Future)
     began_finite: bool = True
+    unexchanged: Sequence[str] = ()
 
 
 class WeightExchange:
@@ -57,19 +59,25 @@ class WeightExchange:
     """
 
     def __init__(
-        self, algorithm: Algorithm, programs: AlgorithmPrograms, parameters: Mapping[str, Tensor], delay_steps: int,
-        on_skipped: Callable[[str, int], object], copies: CpuCopies | None, holders: ShardHolders,
+        self, algorithm: Algorithm, programs: AlgorithmPrograms, parameters: Mapping[str, Tensor] | CpuCopies,
+        delay_steps: int, on_skipped: Callable[[str, int], object], holders: ShardHolders,
+        find_unexchanged: Callable[[], Sequence[str]],
     ) -> None:  # fmt: skip
         """
         Args:
-            parameters: that are trained, by name. delay_steps: after how many steps a result is applied.
+            parameters: that are trained, by name; copies of them, where they are not float32 on the CPU.
+            delay_steps: after how many steps a result is applied.
             on_skipped: called with the reason and the step of an exchange that all ranks take back.
-            copies: of these parameters, where they are not float32 on the CPU. holders: of the shards of the model.
+            holders: of the shards of the model.
+            find_unexchanged: returns the names of parameters that this rank trains although they are not exchanged. If
+                there are any when an exchange is made, it does not count, and all ranks raise an error.
         """
         self._algorithm, self._programs = algorithm, programs
         self._parameters, self._delay_steps = parameters, delay_steps
         self._on_skipped = on_skipped
-        self._copies, self.holders = copies, holders
+        self.holders = holders
+        self._find_unexchanged = find_unexchanged
+        self._has_warned = False
         self._step = Step(0)  # the newest
         self._is_due = False  # whether there is an exchange after the optimizers' steps
         self._waiting: deque[_Exchange] = deque()  # those whose results have not been applied yet, oldest first
@@ -79,6 +87,11 @@ class WeightExchange:
 
     def begin_step(self, step: Step, loss: float | None) -> None:
         """The first optimizer is about to step. ``loss``: that this rank has reported."""
+        if not self._has_warned and (names := self._find_unexchanged()):  # the next exchange may be far away
+            self._has_warned = True
+            log.warning(
+                "trained, but not exchanged: the next exchange is an error", parameter=names[0], step=step.number
+            )
         self._step, self._is_due = step, self._algorithm.is_due(step)
         for one in self._unsettled:
             if one.ended.done() and one.counts:
@@ -92,15 +105,15 @@ class WeightExchange:
             self._apply(self._step.number - self._delay_steps)
 
     def _read(self) -> Mapping[str, Tensor]:
-        return self._parameters if self._copies is None else self._copies.read()
+        return self._parameters.read() if isinstance(self._parameters, CpuCopies) else self._parameters
 
     @contextmanager
     def changed(self) -> Iterator[Mapping[str, Tensor]]:
         """The weights of this rank, float32 on the CPU, by name. What is changed in them is in the parameters then."""
-        if self._copies is None:
+        if not isinstance(self._parameters, CpuCopies):
             yield self._parameters
             return
-        with self._copies.changed() as weights:
+        with self._parameters.changed() as weights:
             yield weights
 
     def drain(self) -> None:
@@ -159,7 +172,7 @@ class WeightExchange:
         if self._delay_steps:
             _note_error(errors, self._apply, step.number - self._delay_steps)
         _note_error(errors, self._settle)
-        one, bucket = _Exchange(step), bucket_of(self._read())
+        one, bucket = _Exchange(step, unexchanged=self._find_unexchanged()), bucket_of(self._read())
         self._programs.submit(self._exchange, one, loss, bucket)
         self._waiting.append(one)  # now that it will end
         if not self._delay_steps:
@@ -209,12 +222,12 @@ class WeightExchange:
             one.is_finite, one.began_finite = self.holders.agree(are_finite([bucket.flat]), own)
         except Exception:
             with suppress(Exception):
-                self.all_are(False)
+                self._agree(False, one.unexchanged)
             raise
         if one.is_finite:
             one.tensors = {"result": bucket.flat} | ({} if before is None else {"before": before})
         one.exchanged.set_result(None)
-        return self.all_are(one.is_finite)
+        return self._agree(one.is_finite, one.unexchanged)
 
     def _run_program(self, one: _Exchange, loss: float | None, bucket: TensorBucket) -> None:
         if self._algorithm.needs_loss:
@@ -222,6 +235,14 @@ class WeightExchange:
             if self._delay_steps or not self._algorithm.overlaps:  # else in a run it would not be known yet
                 one.step = dataclasses.replace(one.step, loss=self._programs.loss)
         self._programs.run(self._algorithm.exchange(bucket, one.step))
+
+    def _agree(self, is_finite: bool, unexchanged: Sequence[str]) -> bool:
+        """Return whether the exchange counts. Raises ConfigError, on all ranks: one trains what is not exchanged."""
+        if self.all_are(is_finite and not unexchanged):
+            return True
+        if (error := self._programs.refusal(unexchanged)) is not None:
+            raise error
+        return False
 
     def all_are(self, is_finite: bool) -> bool:
         """Return whether it is true on every rank that exchanges this shard that its weights are finite."""

@@ -75,6 +75,7 @@ class Formation:
         self._probes: set[tuple[int, int, int]] = set()  # rank, topic, members
         self.memory = ""  # where this rank's shared memory is, for the others
         self.attached: set[int] = set()  # ranks whose shared memory is mapped here, as they are known
+        self.departed: dict[int, str] = {}  # ranks that were here, and the reason that they are not any more
 
     # Input
 
@@ -116,6 +117,7 @@ class Formation:
             self.attached.discard(rank)  # that was its former start's
             self._digest = None
         self._peers[rank] = now
+        self.departed.pop(rank, None)
         return known != now
 
     def knows(self, rank: int, incarnation: int) -> bool:
@@ -123,11 +125,12 @@ class Formation:
         peer = self._peers.get(rank)
         return peer is not None and peer.member.incarnation == incarnation
 
-    def gone(self, rank: int, incarnation: int) -> None:
-        """Forget a process that has died; its rank has to be started again."""
+    def gone(self, rank: int, incarnation: int, reason: str) -> None:
+        """Forget a process that has died or left, but for the reason; its rank has to be started again."""
         known = self._peers.get(rank)
         if known is not None and known.member.incarnation == incarnation and rank != self.me.rank:
             del self._peers[rank]
+            self.departed[rank] = reason
             self.attached.discard(rank)
             self._digest = None
 
@@ -205,8 +208,8 @@ class Formation:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks of which no hello was received."""
-        return tuple(rank for rank in range(self.world) if rank not in self._peers)
+        """Ranks of which no hello was ever received."""
+        return tuple(rank for rank in range(self.world) if rank not in self._peers and rank not in self.departed)
 
     @property
     def unlinked(self) -> tuple[int, ...]:

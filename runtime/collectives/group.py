@@ -456,7 +456,7 @@ async def join_group(  # noqa: PLR0913 - of a user's call, each an option by nam
         yield group
         ok, reason = True, group.farewell
     except BaseException as error:
-        reason = _reason(error)
+        reason = membership.gave_up or _reason(error)
         raise
     finally:
         await membership.close(ok=ok, reason=reason)

@@ -33,6 +33,7 @@ CONFLICT_HELLOS = 3  # DDS may match one way before the other
 REPLY_S = 0.05  # how often at most to ranks that have not formed the group yet
 DONE = "done"  # the reason of a rank that leaves without an error
 MAX_PROBES = 4096  # that wait for the loop; a group of the largest size sends half as many
+MAX_DEPARTED = 4  # ranks that were here, in the text of an error
 DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank leaves
 
 # The group of all ranks of a job, here and in torch.distributed; in others the ranks have other numbers.
@@ -81,6 +82,7 @@ class Membership:
                 self.formation.memory = self._shared.place
             self._changed = asyncio.Event()
             self._is_formed = False
+            self.gave_up = ""  # how long this rank has waited in vain for the group, and for which ranks
             self._left: set[int] = set()
             # Ranks whose loss another rank has reported first, and the reason that it gave. Written on a thread that
             # takes frames, read on the loop at the end.
@@ -161,7 +163,10 @@ class Membership:
             raise
         except TimeoutError:
             self._check()
-            raise self._timed_out(timeout_s) from None
+            error = self._timed_out(timeout_s)
+            without = f" without ranks {list(error.missing)}" if error.missing else ""
+            self.gave_up = f"gave up after {timeout_s:g} s{without}"
+            raise error from None
         except ConfigError:
             for _ in range(CONFLICT_HELLOS):  # so that a rank with other settings finds the same conflict
                 await self._send_hello()
@@ -218,19 +223,27 @@ class Membership:
         formation = self.formation
         missing, reason = self._missing_and_reason()
         what = f"group {formation.group!r}, rank {formation.me.rank}" + (f" ({reason})" if reason else "")
+        ready = formation.world - len(missing) - len(formation.departed)
         return BarrierTimeout(
-            what, missing=missing, ready=formation.world - len(missing), needed=formation.world, timeout_s=timeout_s,
-            misconfiguration=self._bus.misconfiguration, hint=self._bus.reach.advice(),
+            what, missing=missing, ready=ready, needed=formation.world, timeout_s=timeout_s,
+            misconfiguration=self._bus.misconfiguration,
+            hint=self._bus.reach.advice() if missing else "Start all ranks again, within this time of each other",
         )  # fmt: skip
 
     def _missing_and_reason(self) -> tuple[list[int], str]:
-        """Ranks that this rank waits for, and the reason as far as it is known."""
+        """Ranks that have not come, and the reason as far as it is known. If all have come, but not all are here any
+        more, none is missing, and the reason names those."""
         missing, unlinked = self.formation.missing, self.formation.unlinked
-        reason = self._bus.access_policy.absence
-        if not missing and unlinked:
-            not_linked = f"ranks {list(unlinked)} have announced themselves, but data does not get through both ways"
-            reason = f"{not_linked}; {reason}" if reason else not_linked
-        return list(missing or unlinked), reason
+        departed = sorted(self.formation.departed.items())
+        reasons = [f"rank {rank} was here, and {reason}" for rank, reason in departed[:MAX_DEPARTED]]
+        if len(departed) > MAX_DEPARTED:
+            reasons.append(f"and {len(departed) - MAX_DEPARTED} more have left")
+        is_unlinked = not missing and not departed and bool(unlinked)
+        if is_unlinked:
+            reasons.append(f"ranks {list(unlinked)} have announced themselves, but data does not get through both ways")
+        if absence := self._bus.access_policy.absence:
+            reasons.append(absence)
+        return list(unlinked if is_unlinked else missing), "; ".join(reasons)
 
     # Incoming messages
 
@@ -294,7 +307,7 @@ class Membership:
         if member is None or rank == self.identity.sender:
             return
         if not self._is_formed:
-            self.formation.gone(rank, incarnation)
+            self.formation.gone(rank, incarnation, "its process is gone")
         elif rank not in self._left:
             reason = f"its process on {member.host} is {f'shut out: {why}' if why else 'gone'}"
             self._after_frames(partial(self._lose, rank, reason))
@@ -305,7 +318,8 @@ class Membership:
         if leave.group != self.formation.group or self._member(rank, incarnation) is None:
             return
         if not self._is_formed and not (leave.ok and leave.members == self.formation.digest):
-            self.formation.gone(rank, incarnation)
+            reason = "has left" if leave.ok else _sendable(leave.reason, MAX_REASON_CHARS)
+            self.formation.gone(rank, incarnation, reason)
             return
         if not self._is_formed:  # it was a member and has ended already: so it was linked to all
             self.formation.confirm_linked(rank)

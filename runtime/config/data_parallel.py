@@ -131,7 +131,8 @@ class DataParallelConfig(Settings):
     eval_every_epochs: Annotated[int, Field(ge=0)] = 1
     """Number of epochs between two evaluations; the end of the run is always evaluated. 0: never evaluate."""
     report_every_steps: Annotated[int, Field(ge=0), PER_RANK] = 0
-    """Number of steps between two progress lines in the log. 0: none."""
+    """Number of steps between two progress lines of a rank: on its terminal, and in its log as `training` at the level
+    info. 0: none."""
     algorithm: Annotated[Choice, ALGORITHMS] = ALGORITHMS.default
     """What the ranks exchange, and how, such as `dense`, the mean of whole gradients, or `dgc`, Deep Gradient
     Compression, the largest entries of gradient and residual (docs/dgc.md); docs/algorithms.md says which to take when.

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 import threading
@@ -128,6 +129,24 @@ class Job:
     def cross_site(self) -> CrossSite:
         assert self.controller.progress.cross_site is not None
         return self.controller.progress.cross_site
+
+
+class Diverged(Measured):
+    """Finds numbers of the second model that are none."""
+
+    def evaluate(self, model: nn.Module) -> Any:
+        self.times = getattr(self, "times", 0) + 1
+        loss = math.nan if self.times == 2 else 0.25
+        return SimpleNamespace(loss=loss, accuracy=0.5, metrics={"f1": 2 * loss, "auc": 0.5})
+
+
+def test_an_evaluation_that_is_not_finite_is_a_warning_that_names_round_and_metrics() -> None:
+    with capture_logs() as lines:
+        reports = Job([Measured()], controller=Diverged(), eval_every=1, rounds=3).run()
+    assert [report.eval_loss == report.eval_loss for report in reports] == [True, False, True]
+    (told,) = [line for line in lines if line["event"] == "evaluation is not finite"]
+    assert (told["log_level"], told["round"], str(told["metrics"])) == ("warning", 2, "{'eval_loss': nan, 'f1': nan}")
+    assert "may have diverged" in told["hint"]
 
 
 class Scalars(Measured):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -191,12 +193,26 @@ def test_the_report_counts_what_all_ranks_saw() -> None:
     assert 0 <= first.wait_s_mean < first.step_s_mean
 
 
-def test_the_log_tells_of_every_so_many_steps() -> None:
+def test_the_log_tells_of_every_so_many_steps_with_the_bytes_of_a_step() -> None:
     with capture_logs() as lines:
-        succeeded(train(make_task(), report_every_steps=3, world=1, max_steps=12))
-    told = [line for line in lines if line["event"] == "training"]
-    assert [(line["step"], line["rank"]) for line in told] == [(3, 0), (6, 0), (9, 0), (12, 0)]
-    assert all(0 < line["loss"] < 3 for line in told)
+        outcomes = succeeded(train(make_task(), report_every_steps=3, epochs=2, max_steps=12))
+    told = [line for line in lines if line["event"] == "training" and line["rank"] == 1]
+    assert [line["step"] for line in told] == [3, 6, 9, 12]
+    assert all(0 < line["loss"] < 3 and 0 <= line["wait_s"] <= line["step_s"] for line in told)
+    assert [line["bytes_out_per_step"] for line in told] == [4 * outcomes[0].parameters.numel()] * 4
+
+
+def test_an_evaluation_that_is_not_finite_is_a_warning_that_names_epoch_and_metrics() -> None:
+    class Diverging(ClassificationTask):
+        def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> Any:
+            found = super().evaluate_shard(model, rank=rank, world=world)
+            return dataclasses.replace(found, loss_sum=math.nan if rank == 1 else found.loss_sum)
+
+    with capture_logs() as lines:
+        succeeded(train(Diverging(small_mlp, data(), batch_size=16), epochs=1))
+    told = [line for line in lines if line["event"] == "evaluation is not finite"]
+    assert [(line["rank"], line["epoch"], str(line["metrics"])) for line in told] == [(0, 0, "{'eval_loss': nan}")]
+    assert {line["log_level"] for line in told} == {"warning"}
 
 
 def test_a_task_without_a_test_set_is_not_evaluated() -> None:

@@ -29,8 +29,10 @@ from gradbus.runtime.errors import ConfigError, PeerLost, ReplicasDiverged, Trai
 class Watched(ClassificationTask):
     """``spoil(model, batch, number)`` is called before the loss of each batch of this rank, counted from 0."""
 
-    def __init__(self, spoil: Callable[[nn.Module, Any, int], Any], **options: Any) -> None:
-        super().__init__(small_mlp, data(), batch_size=16, **options)
+    def __init__(
+        self, spoil: Callable[[nn.Module, Any, int], Any], *, model: Callable[[], nn.Module] = small_mlp, **options: Any
+    ) -> None:  # fmt: skip
+        super().__init__(model, data(), batch_size=16, **options)
         self._spoil = spoil
         self._number = -1
 
@@ -400,6 +402,23 @@ def test_fewer_batches_than_announced_are_an_error() -> None:
     outcomes = train(make_task(), Short(small_mlp, data(), batch_size=16))
     assert isinstance(outcomes[1].error, ValueError)
     assert "num_batches said 7" in str(outcomes[1].error)
+
+
+def test_a_rank_that_unfreezes_a_parameter_ends_the_run_and_all_ranks_name_the_parameter() -> None:
+    def half_frozen() -> nn.Module:
+        model = small_mlp()
+        model[1].requires_grad_(False)
+        return model
+
+    def unfreeze(model: nn.Module, batch: Any, number: int) -> None:
+        model[1].requires_grad_(number >= 2)
+
+    outcomes = train(make_task(half_frozen), Watched(unfreeze, model=half_frozen))
+    text = "rank 1, step 3: parameter 'fc1.weight' was frozen (requires_grad=False) in build_model and is not any more"
+    assert isinstance(outcomes[1].error, ConfigError)
+    assert text in str(outcomes[1].error)
+    assert isinstance(outcomes[0].error, PeerLost)
+    assert text in str(outcomes[0].error)
 
 
 def test_a_model_with_nothing_to_train_and_a_set_without_batches_are_refused() -> None:

@@ -40,7 +40,16 @@ def test_a_run_ends_after_so_many_evaluations_that_were_no_better() -> None:
     assert ends_after(EarlyStopSettings(patience=2), 3.0, None, None, None, 2.0) is None  # not evaluated
     assert ends_after(EarlyStopSettings(patience=2, min_delta=0.2), 3.0, 2.9, 2.85, 0.0) == 3
     assert ends_after(EarlyStopSettings(patience=1), 3.0, math.nan) == 2
+    assert ends_after(EarlyStopSettings(patience=2), math.nan, 3.0, 2.0, 1.0) is None  # each is better than none
+    assert ends_after(EarlyStopSettings(patience=1, mode="max"), 3.0, math.inf) == 2
     assert ends_after(EarlyStopSettings(), 1.0, 2.0, 3.0) is None
+
+
+def test_a_run_without_any_finite_evaluation_ends_and_says_so() -> None:
+    stop = EarlyStop(EarlyStopSettings(patience=2), NONE)
+    for report in reports_of(math.nan, -math.inf):
+        stop.round_done(report)
+    assert stop.reason == "eval_loss was not finite in 2 evaluations"
 
 
 def test_any_metric_of_the_evaluation_may_decide_and_may_be_one_that_grows() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
 from gradbus.actors.federated.client_state import ClientStateStore
@@ -69,6 +70,17 @@ def test_metrics_that_are_not_finite_and_those_that_have_no_room_are_left_out() 
     result = evaluated(Returning(EvalResult(None, math.nan, 20, {"auc": math.inf, **many})))
     assert len(result.metrics) == MAX_METRICS
     assert not {"loss", "accuracy", "auc"} & result.metrics.keys()
+
+
+def test_an_evaluation_that_is_not_finite_is_logged_and_is_no_answer_if_nothing_else_is_left() -> None:
+    with capture_logs() as lines:
+        part = evaluated(Returning(EvalResult(0.5, math.nan, 20)))
+        nothing = evaluated(Returning(EvalResult(None, math.inf, 20)))
+    assert (part.metrics, part.failure) == ({"accuracy": 0.5}, "")
+    assert (nothing.num_samples, nothing.metrics, nothing.failure) == (0, {}, "none of its numbers is finite")
+    told = [(line["log_level"], line["client"], line["round"], str(line["metrics"])) for line in lines]
+    assert told == [("warning", 7, 3, "{'loss': nan}"), ("warning", 7, 3, "{'loss': inf}")]
+    assert lines[0]["event"] == "evaluation is not finite"
 
 
 @pytest.mark.parametrize("outcome", [None, EvalResult(None, 0.5, 0)], ids=["none", "no samples"])

@@ -133,7 +133,8 @@ def test_a_client_that_failed_is_not_waited_for_but_lives() -> None:
     assert round_.may_send(1) == "failed"
     round_.accept(0, 1.0)
     round_.accept(1, 1.0)
-    assert round_.verdict(1.0) is Outcome.ALL
+    assert round_.verdict(1.0) is Outcome.SOME_FAILED
+    assert Outcome.SOME_FAILED.value == "all live clients answered or failed"
 
 
 def test_a_failure_after_the_update_counts_changes_nothing() -> None:
@@ -308,7 +309,7 @@ def test_with_more_clients_asked_the_round_still_ends_when_no_other_can_answer()
     round_.lose(1)
     round_.fail(2, "training failed")
     round_.accept(3, 1.0)
-    assert round_.verdict(1.0) is Outcome.ALL
+    assert round_.verdict(1.0) is Outcome.SOME_FAILED
 
 
 def test_the_weights_of_a_first_round_need_as_many_requests_as_end_it() -> None:

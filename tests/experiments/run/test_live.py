@@ -10,9 +10,18 @@ import pytest
 from rich.console import Console
 
 from gradbus.actors import EpochReport, Progress, RoundReport
+from gradbus.actors.data_parallel.report import StepProgress
 from gradbus.experiments.amounts import ranges, size
 from gradbus.experiments.run.console import LogFile
-from gradbus.experiments.run.live import Lines, RoundTable, epoch_line, epochs_table, round_line, rounds_table
+from gradbus.experiments.run.live import (
+    Lines,
+    RoundTable,
+    epoch_line,
+    epochs_table,
+    progress_line,
+    round_line,
+    rounds_table,
+)
 
 REPORTS = [
     RoundReport(
@@ -181,6 +190,19 @@ def test_an_epoch_is_one_plain_line() -> None:
     assert console.file.getvalue() == (  # type: ignore[attr-defined]
         "epoch 2/3: step 20, loss 0.5000, accuracy 90.00 %, step 12.3 ms, wait 4.0 ms, sent 1.63 MB per step, "
         "density 0.1 %, epoch 2.50 s\n"
+    )
+
+
+def test_the_progress_of_steps_is_a_line_with_loss_times_and_bytes() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    lines = Lines(console, lambda report: epoch_line(report, 3), lambda report: progress_line(report, 3))
+    lines.progressed(
+        StepProgress(
+            step=300, epoch=1, loss=0.25, step_s_mean=0.0125, wait_s_mean=0.001, bytes_out_per_step=1_628_200.0
+        )
+    )
+    assert console.file.getvalue() == (  # type: ignore[attr-defined]
+        "epoch 2/3, step 300: loss 0.2500, step 12.5 ms, wait 1.0 ms, sent 1.63 MB per step\n"
     )
 
 

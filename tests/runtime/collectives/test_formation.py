@@ -170,17 +170,18 @@ def test_last_words_of_a_former_start_are_not_heard() -> None:
     assert here.members[1].incarnation == 501
 
 
-def test_a_rank_that_is_gone_is_missing_until_it_starts_again_but_not_if_it_has_already() -> None:
+def test_a_rank_that_is_gone_is_waited_for_until_it_starts_again_but_not_if_it_has_already() -> None:
     here, former, now = formation(0, 2), formation(1, 2, 100), formation(1, 2, 500)
-    tell(former, here)
-    here.gone(1, former.me.incarnation)
     assert here.missing == (1,)
+    tell(former, here)
+    here.gone(1, former.me.incarnation, "was stopped")
+    assert (here.missing, here.departed) == ((), {1: "was stopped"})  # it was here
     assert here.digest == 0
     tell(now, here)
-    here.gone(1, former.me.incarnation)  # DDS notices the death later than the new start
-    assert here.missing == ()
-    here.gone(0, here.me.incarnation)
-    assert here.missing == ()
+    here.gone(1, former.me.incarnation, "its process is gone")  # DDS notices the death later than the new start
+    here.gone(0, here.me.incarnation, "its process is gone")
+    assert (here.missing, here.departed) == ((), {})
+    assert here.digest != 0
 
 
 def test_a_rank_that_is_back_on_its_bus_is_not_frightened_by_its_own_former_words() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import threading
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from patience import eventually
 import gradbus
 from gradbus.runtime.collectives import Group, formation
 from gradbus.runtime.collectives.formation import Formation
+from gradbus.runtime.collectives.membership import Membership
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, PeerLost
 from gradbus.runtime.wire.control import GroupHello, GroupLeave
 from gradbus.runtime.wire.messages import Control
@@ -85,26 +88,76 @@ def test_what_cannot_be_a_rank_of_a_group_is_refused_at_once(
     run(main)
 
 
-@both_loops
-def test_at_the_end_of_its_patience_a_rank_names_those_who_have_not_come(run: Run, place: dict[str, Any]) -> None:
-    async def main() -> None:
-        async def patient() -> None:
-            async with joined(place, 2, 4):
-                raise AssertionError("not reached")
+async def _gives_up(waits: Membership, timeout_s: float) -> BarrierTimeout:
+    """Wait so long from now on, whoever has been known before."""
+    with pytest.raises(BarrierTimeout) as caught:
+        await waits.form(timeout_s)
+    return caught.value
 
-        other = asyncio.create_task(patient())
-        for patience_s in (0.5, 10.0):  # the longer one where the other was not heard within the shorter one
-            with pytest.raises(BarrierTimeout, match=r"group 'world', rank 0: . of 4 ready.*missing \[") as caught:
-                async with joined(place, 0, 4, timeout_s=patience_s):
-                    raise AssertionError("not reached")
-            if 2 not in caught.value.missing:
-                break
-        assert "2 of 4 ready" in str(caught.value)
-        assert "missing [1, 3]" in str(caught.value)
-        assert (caught.value.missing, caught.value.ready, caught.value.needed) == ((1, 3), 2, 4)
-        other.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await other
+
+@asynccontextmanager
+async def _waiting(place: dict[str, Any], rank: int, world: int) -> AsyncIterator[Membership]:
+    """A rank that waits for a group on a bus of its own, and leaves as :func:`gradbus.join_group` does."""
+    async with gradbus.connect(**place, network=gradbus.NetworkConfig(lease_s=LEASE_S)) as bus:
+        waits = Membership(bus, "world", rank, world, early_bytes=1 << 20, early_age_s=60.0)
+        try:
+            yield waits
+        finally:
+            await waits.close(ok=False, reason=waits.gave_up or "was stopped")
+
+
+async def _meets(waits: Membership, condition: Callable[[], bool]) -> None:
+    """Wait for the group until a condition holds."""
+    forming = asyncio.create_task(waits.form(60.0))
+    await eventually(condition)
+    forming.cancel()
+    await asyncio.wait([forming])
+
+
+@both_loops
+def test_each_rank_that_gives_up_names_those_who_have_never_come_and_who_was_there(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with _waiting(place, 2, 4) as last:
+            async with _waiting(place, 0, 4) as first:
+                meeting = asyncio.create_task(_meets(last, lambda: last.formation.missing == (1, 3)))
+                await _meets(first, lambda: first.formation.missing == (1, 3))
+                await meeting
+                error = await _gives_up(first, 0.1)
+                assert str(error).startswith("group 'world', rank 0: 2 of 4 ready after 0.1 s, missing [1, 3]. Start")
+                assert (error.missing, error.ready, error.needed) == ((1, 3), 2, 4)
+            await _meets(last, lambda: bool(last.formation.departed))
+            error = await _gives_up(last, 0.2)
+        assert str(error).startswith(
+            "group 'world', rank 2 (rank 0 was here, and gave up after 0.1 s without ranks [1, 3]): "
+            "1 of 4 ready after 0.2 s, missing [1, 3]. Start"
+        )
+        assert (error.missing, error.ready, error.needed) == ((1, 3), 1, 4)
+
+    run(main)
+
+
+def test_if_all_ranks_have_come_but_not_at_one_time_none_is_missing(run: Run, place: dict[str, Any]) -> None:
+    """A rank that is stopped, one that ends with an error, and what :func:`gradbus.join_group` sends as it gives up."""
+
+    async def main() -> None:
+        async with _waiting(place, 1, 3) as last:
+            for rank, why in ((0, "gave up after 0.3 s without ranks [1, 2]"), (2, "was stopped")):
+                known = asyncio.create_task(_meets(last, lambda rank=rank: rank in last.formation.departed))
+                if rank == 2:
+                    async with _waiting(place, rank, 3) as other:
+                        await _meets(other, lambda: last.formation.knows(2, other.identity.incarnation))
+                while rank == 0 and not known.done():  # until the other one has received a hello
+                    with pytest.raises(BarrierTimeout):
+                        async with joined(place, 0, 3, timeout_s=0.3):
+                            raise AssertionError("not reached")
+                await known
+                await _meets(last, lambda rank=rank: rank in last.formation.departed)  # also that of the last try
+                assert last.formation.departed[rank].startswith(why[:20])
+            error = await _gives_up(last, 0.1)
+        assert error.missing == ()
+        assert "rank 2 was here, and was stopped): 1 of 3 ready after 0.1 s. Start all ranks again" in str(error)
 
     run(main)
 
