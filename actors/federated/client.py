@@ -436,6 +436,7 @@ class Client:
             update = await self._make_update(welcome, command, base)
         except Exception as error:
             failure = error
+            self._models.check_frozen_again()
         finally:
             self._status.set("idle")
         # Training that was called off may have ended half way: its result is not used, also where the same command has

@@ -140,7 +140,7 @@ class Controller:
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
         sharing = Sharing.of(config)
-        self._model = FlatModel(self._task.build_model(), sharing)
+        self._model = FlatModel(self._task.build_model(), sharing, rebuild=self._task.build_model)
         check_sharing(self._model.specs, sharing)
         if config.privacy.name != "none":
             check_noise(self._model.specs, sharing)

@@ -8,8 +8,12 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from gradbus.actors.federated.module_structure import Structure, misfit, structure_of
 from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.logs import get_logger
+
+log = get_logger("model")
 
 
 class FlatModel:
@@ -37,11 +41,26 @@ class FlatModel:
     def __init__(
         self, module: nn.Module, sharing: Sharing | None = None, *, rebuild: Callable[[], nn.Module] | None = None
     ) -> None:
-        """``rebuild``: makes the module anew, for the initial values of tensors that become personal later on; None:
-        the values that they have then are the initial ones."""
+        """Lay a module out.
+
+        Args:
+            rebuild: builds the module again: for :meth:`repair`, and for the initial values of tensors that become
+                personal later on. None: those values are the initial ones, and nothing is repaired.
+
+        Raises:
+            ConfigError: the module has no floating-point tensor, or one without a shape yet.
+        """
         self.module = module
         self.specs = specs_of(module)
+        if not any(spec.dtype.is_floating_point for spec in self.specs):
+            raise ConfigError(
+                f"the model has no floating-point tensor: {type(module).__name__}, as build_model has returned it, has "
+                f"{len(self.specs)} tensors of other types, and there is nothing to train or exchange. Return a module "
+                f"with parameters"
+            )
         self._rebuild = rebuild
+        self._before: Structure | None = None  # of the module, when the task was given it
+        self._has_failed = False
         self._is_as_built = True
         shapes = [self.shape_of(Sharing(exchange)) for exchange in ("all", "trained")]
         self.everything, self.trained = ((shape.dim, shape.layout) for shape in shapes)
@@ -55,8 +74,10 @@ class FlatModel:
 
     def arrange(self, sharing: Sharing) -> None:
         """Lay the vector out for this sharing; the module keeps its values."""
-        if getattr(self, "_sharing", None) == sharing:
-            return
+        if getattr(self, "_sharing", None) != sharing:
+            self._lay_out(sharing)
+
+    def _lay_out(self, sharing: Sharing) -> None:
         division = divide(self.specs, sharing)
         self._sharing = sharing
         state = self.module.state_dict(keep_vars=True)
@@ -98,6 +119,59 @@ class FlatModel:
         is_changed = self.personal and not self._is_as_built and self._rebuild is not None
         source = self._rebuild() if is_changed and self._rebuild is not None else self.module
         return _copied(source.state_dict(), [spec.name for spec in self.personal])
+
+    # What the task has done to the module
+
+    def note_failure(self) -> None:
+        """Note that the task has raised, possibly in the middle of a change of the module: :meth:`repair` then compares
+        more than names and shapes."""
+        self._has_failed = True
+
+    @property
+    def misfit(self) -> str:
+        """In which names or shapes the module's tensors differ from those that it was built with; empty: in none."""
+        return misfit(self.module, self.specs)
+
+    def repair(self) -> None:
+        """Build the module again, if the task has left it with tensors of other names or shapes, or has failed and left
+        it with other tensors, submodules or hooks than it was given. Called before the task is given the module.
+
+        What is exchanged or personal has to be written again then. Frozen values are kept if the failure has left
+        them, else they are as they were built, and :attr:`frozen` says so.
+
+        Raises:
+            ConfigError: ``build_model`` does not build the same module again.
+        """
+        structure = structure_of(self.module)
+        why = self.misfit
+        if not why and self._has_failed and (structure != self._before or self._is_frozen_part_changed()):
+            why = "what has failed has left it with other tensors, submodules, hooks or frozen values"
+        self._has_failed = False
+        if why and self._rebuild is not None:
+            self._build_again(self._rebuild())
+            structure = structure_of(self.module)
+            log.warning(
+                "model built again", reason=why,
+                effect="whatever else the task has kept from the old one, such as an optimizer, is of no use any more",
+            )  # fmt: skip
+        self._before = structure
+
+    def _is_frozen_part_changed(self) -> bool:
+        return self._versions() != self._frozen_versions
+
+    def _build_again(self, module: nn.Module) -> None:
+        if module is self.module or specs_of(module) != self.specs:
+            why = misfit(module, self.specs) or "it is the same object, or has other dtypes or other frozen parameters"
+            raise ConfigError(
+                f"the model has to be built again, as a training has changed it, and build_model returns a module that "
+                f"differs from the first one: {why}. Let build_model make a new module in each call"
+            )
+        frozen = None if self._vector is None else self._vector[self._rest].to("cpu", copy=True)
+        known = self.frozen
+        self.module, self._is_as_built = module, True
+        self._lay_out(self._sharing)
+        if frozen is not None and self.frozen != known and _hash_of(frozen) == known:
+            self.write_frozen(frozen)
 
     # By name
 
@@ -214,7 +288,8 @@ class FlatModel:
         self._write(self._exchanged, vector)
 
     def hold(self, vector: Tensor) -> None:
-        """Set the exchanged part to this vector, unless it is a view of it."""
+        """Set the exchanged part to this vector, unless it is a view of it, in a module that is repaired if need be."""
+        self.repair()
         if self.read().data_ptr() != vector.data_ptr():
             self.write(vector)
 
