@@ -12,6 +12,7 @@ from gradbus.actors.federated.module_structure import Structure, misfit, structu
 from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.torch_compat import uncompiled_names
 
 log = get_logger("model")
 
@@ -337,13 +338,16 @@ class FlatModel:
         ]
 
     def vector_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The whole vector of a module with these tensors, float32; personal ones are not in it.
+        """The whole vector of a module with these tensors, float32; personal ones are not in it. Names may be those of
+        the module before ``torch.compile``.
 
         Raises:
             KeyError: a tensor of this model is missing. ValueError: one has another shape.
         """
         vector = torch.empty(self.dim + self.frozen_dim, dtype=torch.float32)
-        for name, (tensor, place) in zip(self._places, self._tensors(), strict=True):
+        plain = uncompiled_names(tensors)
+        tensors, own = {plain[name]: one for name, one in tensors.items()}, uncompiled_names(self._places)
+        for name, (tensor, place) in zip(own.values(), self._tensors(), strict=True):
             if name not in tensors:
                 raise KeyError(f"no tensor {name!r}, there are {sorted(tensors)[:8]}")
             if tensors[name].shape != tensor.shape:

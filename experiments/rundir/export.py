@@ -35,6 +35,7 @@ from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, copy_state
 from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.torch_compat import uncompiled_names
 
 Format = Literal["safetensors", "torch"]
 
@@ -247,8 +248,17 @@ def _newest(
     return store, store.load(number, check)
 
 
+_LISTS = ("personal", "shared")  # entries of the metadata that are names of tensors
+
+
 def _write(state: Mapping[str, Any], target: Path, form: Format, about: dict[str, str]) -> None:
-    """Whole or not at all."""
+    """Whole or not at all. Names are those of the model before ``torch.compile``, as other programs load it."""
+    names = uncompiled_names(state)
+    state = {names[name]: value for name, value in state.items()}
+    about = {
+        key: json.dumps([names.get(name, name) for name in json.loads(text)]) if key in _LISTS else text
+        for key, text in about.items()
+    }
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if odd and form == "safetensors":
         raise ConfigError(f"{odd[0]!r} of the model's state is no tensor; write it with --format torch")
