@@ -30,7 +30,7 @@ from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
@@ -71,7 +71,7 @@ from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import TaskGroup, items_of
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.wire.control import MaskAnswer, RoundTerms, TrainingFailure
+from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, MaskAnswer, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
@@ -421,6 +421,10 @@ class Controller:
             log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
+        if report.round_id == BEFORE_FIRST_ROUND:
+            shown = client_id & ~FIRST_HOST  # of a host, the first one of its clients
+            self._selection.note_unprepared(shown, self._losses.note_unprepared(shown, report))
+            return
         if self._losses.note_failure(self._round, client_id, report):
             self._changed()
 

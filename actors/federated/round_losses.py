@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from gradbus.actors.federated.clients import ClientRegistry
-from gradbus.actors.federated.participation import NO_UPDATE
+from gradbus.actors.federated.participation import NO_UPDATE, PREPARING_FAILED
 from gradbus.actors.federated.rounds import (
     CLIENT_LOST,
     CLIENT_SILENT,
@@ -43,8 +43,10 @@ class TrainingFailureLog:
         self._newest: dict[int, str] = {}
         self._last: dict[int, str] = {}  # by client, without what differs from one time to the next
 
-    def note(self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED) -> None:
-        """Log that a client's training failed; ``text`` is the traceback."""
+    def note(
+        self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED, what: str = "training"
+    ) -> None:
+        """Log that a client's training failed; ``text`` is the traceback. ``what``: in place of training."""
         text = plain_text(text[-MAX_TEXT:]).strip()
         key = _ADDRESS.sub("0x", text)
         if key not in self._seen and len(self._seen) >= MAX_DISTINCT:
@@ -56,7 +58,7 @@ class TrainingFailureLog:
         self._newest[client_id] = error
         is_first = bool(key) and self._seen[key] == 1
         (log.info if repeated and not is_first else log.error)(
-            f"training failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,
+            f"{what} failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,
             reason=reason, error=error, times=self._seen[key], **({"traceback": text} if is_first else {}),
         )  # fmt: skip
 
@@ -101,6 +103,11 @@ class RoundLosses:
         round_.fail(client_id, reason)
         self._receiver.dropped[reason] += 1
         return True
+
+    def note_unprepared(self, client_id: int, report: TrainingFailure) -> str:
+        """Log that a client could not get ready for its first round. Returns why, in one line."""
+        self._failures.note(client_id, report.round_id, report.text, PREPARING_FAILED, what="preparing")
+        return self._failures.newest(client_id)
 
     def note_attempt(self, round_: Round) -> None:
         """An attempt at the round had too few updates, and another one follows."""
