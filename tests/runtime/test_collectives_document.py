@@ -156,6 +156,8 @@ def test_the_defaults_of_a_group_are_those_of_the_code(page: str) -> None:
     for name, default in defaults.items():
         if default is inspect.Parameter.empty:
             assert told[name] == ""
+        elif default is None:
+            assert told[name] == "None"
         else:
             assert type(default)(told[name]) == default
 
