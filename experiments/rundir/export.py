@@ -35,6 +35,7 @@ from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, copy_state
 from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.torch_compat import uncompiled_names
 
 Format = Literal["safetensors", "torch"]
@@ -256,7 +257,7 @@ def _write(state: Mapping[str, Any], target: Path, form: Format, about: dict[str
     names = uncompiled_names(state)
     state = {names[name]: value for name, value in state.items()}
     about = {
-        key: json.dumps([names.get(name, name) for name in json.loads(text)]) if key in _LISTS else text
+        key: json.dumps([names.get(name, name) for name in parse_json(text)]) if key in _LISTS else text
         for key, text in about.items()
     }
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]

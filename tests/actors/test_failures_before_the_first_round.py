@@ -89,7 +89,7 @@ def give_up_once_told(monkeypatch: pytest.MonkeyPatch, others: int = 1) -> None:
 
     class UntilTold(selection.StartCondition):
         def may_start(self, ready: Sequence[int], now_s: float) -> bool:
-            is_over = bool(told) and len(ready) == others == told[0]._registry.count_live()  # noqa: SLF001
+            is_over = bool(told) and len(ready) == others == told[0]._registry.count_live()  # noqa: SLF001 - who is here is the controller's own affair
             return super().may_start(ready, math.inf if is_over else now_s)
 
     monkeypatch.setattr(selection.ParticipantSelection, "note_unprepared", noting)
