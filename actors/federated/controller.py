@@ -65,7 +65,7 @@ from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
-from gradbus.runtime.errors import TrainingFailed, WriteTimeout
+from gradbus.runtime.errors import ConfigError, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
@@ -309,7 +309,7 @@ class Controller:
     async def _run_rounds(
         self, stack: AsyncExitStack, on_report: Callable[[RoundReport], object], reason: list[str]
     ) -> None:
-        config, finished, final = self._config, False, False
+        config, finished, final, linger = self._config, False, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
@@ -341,11 +341,13 @@ class Controller:
                 finished, reason[0] = True, self._stop.reason or "all rounds are done"
                 await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
             except Exception as error:
-                reason[0], final = str(error), isinstance(error, TrainingFailed)
+                # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.
+                reason[0], final = str(error), isinstance(error, TrainingFailed | ConfigError)
+                linger = isinstance(error, ConfigError)
                 raise
             finally:
                 if not finished:
-                    await self._monitor.announce_end(ok=False, reason=reason[0], final=final)
+                    await self._monitor.announce_end(ok=False, reason=reason[0], final=final, linger=linger)
                 for helper in helpers:
                     helper.cancel()
 

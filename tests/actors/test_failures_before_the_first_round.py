@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.actors.federated import selection
-from gradbus.models import NoopTask
+from gradbus.models import EvalResult, NoopTask
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, TrainingFailed
 
 DIM = 100
@@ -49,15 +49,21 @@ async def ended(awaitable: Any) -> Any:
 
 
 def run(
-    tasks: list[Any], *, num: int | None = None, again: dict[int, Any] | None = None, **options: Any
-) -> tuple[Any, list[Any], list[Any]]:
-    """What a controller and its clients end with, and the log. ``num``: of clients that it waits for. ``again``: tasks
-    with which clients start once more after they have failed."""
+    tasks: list[Any], *, num: int | None = None, again: dict[int, Any] | None = None, task: Any = None,
+    wrong: dict[str, Any] | None = None, **options: Any,
+) -> tuple[Any, list[Any], list[Any]]:  # fmt: skip
+    """What a controller and its clients end with, and the log.
+
+    Args:
+        num: of clients that the controller waits for. wrong: more of its settings. task: its own.
+        again: tasks with which clients start once more after they have failed. options: of the clients.
+    """
     job, domain = f"unprepared-{os.getpid()}-{next(_jobs)}", new_domain()
     num = num or len(tasks)
     config = gradbus.FederatedConfig(
-        rounds=1, eval_every=0, clients={"num": num, "min": num, "start_timeout_s": 60.0, "dead_after_s": 30.0}
-    )
+        rounds=1, clients={"num": num, "min": num, "start_timeout_s": 60.0, "dead_after_s": 30.0},
+        **{"eval_every": 0, **(wrong or {})},
+    )  # fmt: skip
 
     async def start(client_id: int, task: Any) -> Any:
         async with gradbus.connect(job=job, domain=domain) as bus:
@@ -70,7 +76,7 @@ def run(
 
     async def main() -> tuple[Any, list[Any]]:
         async with asyncio.timeout(90), gradbus.connect(job=job, domain=domain) as bus:
-            controller = ended(gradbus.Controller(bus, NoopTask(DIM), config).run())
+            controller = ended(gradbus.Controller(bus, task or NoopTask(DIM), config).run())
             first, *others = await asyncio.gather(controller, *(one(*each) for each in enumerate(tasks)))
             return first, others
 
@@ -153,3 +159,23 @@ def test_a_controller_that_misses_others_as_well_names_both(monkeypatch: pytest.
     assert controller.missing == (0, 1)
     assert f"client 0 failed before its first round: {SAID}" in str(controller)
     assert "GRADBUS_BUS__INTERFACE" in str(controller), "the other may be on another machine"
+
+
+class Measured(NoopTask):
+    """Has an evaluation with one metric beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+
+    def evaluate(self, model: Any) -> EvalResult:
+        return EvalResult(None, 0.5, 10, {"rmse": 0.5})
+
+
+def test_clients_of_a_controller_with_a_wrong_configuration_end_with_its_words() -> None:
+    wrong = {"eval_every": 1, "early_stop": {"metric": "rsme", "patience": 1}}
+    controller, clients, _ = run([Measured(), Measured()], wrong=wrong, task=Measured(), controller_timeout_s=60.0)
+    assert isinstance(controller, ConfigError)
+    assert "federated.early_stop.metric" in str(controller)
+    for client in clients:
+        assert isinstance(client, TrainingFailed)
+        assert str(client) == f"the run has ended: {controller}"
