@@ -25,6 +25,12 @@ class TrainResult:
     loss: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def nothing(cls) -> TrainResult:
+        """The outcome of a client that has nothing to train in this round, as without data: it sits the round out, and
+        sends no update."""
+        return cls(0, None)
+
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:

@@ -175,7 +175,7 @@ class BufferRound(Round):
         if now_s >= self.deadline_at_s:
             return Outcome.DEADLINE if enough else Outcome.TOO_FEW
         if not self.open:
-            return Outcome.ALL if enough else Outcome.TOO_FEW
+            return Outcome.ALL if enough else self.without_enough()
         return None
 
     def next_check_s(self) -> float:

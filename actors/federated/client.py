@@ -21,9 +21,9 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
+from gradbus.actors.federated.local_training import LocalTraining, NothingToTrain, RoundInputs, reason_of
 from gradbus.actors.federated.report import ClientSummary
-from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.rounds import SAT_OUT
 from gradbus.actors.federated.session import (
     ClientContext,
     ClientHeartbeat,
@@ -520,6 +520,12 @@ class Client:
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
         current = self._session
         current.mark_handled(command)
+        if isinstance(error, NothingToTrain):
+            log.info("nothing to train", client=self.client_id, round=command.round_id)
+            if current.command is command:
+                current.failure = TrainingFailure(welcome.run_id, command.round_id, SAT_OUT, SAT_OUT)
+                await self._heartbeat.send_hello()
+            return
         text = plain_text(traceback_with_place(error, full=self._config.full_traceback))
         summary = plain_line(str(user_error(error)))
         facts = {"client": self.client_id, "round": command.round_id, "error": summary}
@@ -532,8 +538,7 @@ class Client:
         if welcome.masked and isinstance(error, TooLarge):  # its text says how large
             sent = NO_ROOM
         if current.command is command:
-            reason = error.reason if isinstance(error, NonFiniteResult) else TRAINING_FAILED
-            current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason)
+            current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason_of(error))
             await self._heartbeat.send_hello()
 
     async def _report_unprepared(self, welcome: Welcome, error: Exception) -> None:

@@ -633,6 +633,13 @@ class Controller:
         if terms is not None:
             await self._bus.publish(self._identity, terms)
 
+    async def _aggregate(self, round_: Round, outcome: Outcome) -> None:
+        """Make the next model of the sum of the updates; without any, the model stays as it is."""
+        if outcome is Outcome.NOTHING:
+            log.info("model unchanged", round=round_.round_id, reason=outcome.value, clients=len(round_.failed))
+        else:
+            await self._compute.run(self._strategy.finish, self._state.weights)
+
     async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
         """From the sum of the updates to the published, durable model."""
         round_id, state = round_.round_id, self._state
@@ -640,7 +647,7 @@ class Controller:
         self.progress.phase = "aggregating"
         await self._publisher.quiesce()
         self._probe.reached("after_collect_before_aggregate", round_id)
-        await self._compute.run(self._strategy.finish, state.weights)
+        await self._aggregate(round_, outcome)
         # A report that somebody gets before the model is published has the checksum; else clients do not wait for it.
         is_told = state.is_durable or self._probe.history.on or self._callbacks.follow("on_aggregate")
         crc32 = await self._compute.run(self._weights_crc32) if is_told else 0

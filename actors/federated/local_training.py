@@ -28,7 +28,7 @@ from gradbus.actors.federated.client_state import (
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.local_evaluation import as_floats, described, sendable
-from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
+from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL, SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart, make_rule
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask, TrainOutcome, implementation
@@ -82,6 +82,17 @@ class NonFiniteResult(ValueError):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+class NothingToTrain(Exception):
+    """A task has nothing to train in a round, and says so by ``TrainResult.nothing()``: its client sits it out."""
+
+    reason = SAT_OUT
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason by which a client reports what it ends a training with."""
+    return error.reason if isinstance(error, NonFiniteResult | NothingToTrain) else TRAINING_FAILED
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -181,7 +192,7 @@ class LocalTraining:
         (runtime/compute_limiter.py).
 
         Raises:
-            NonFiniteResult: its loss, or the model, is not finite.
+            NonFiniteResult: its loss, or the model, is not finite. NothingToTrain: this client sits the round out.
             ValueError: training made the model too large, or used no samples: the controller would refuse the update.
                 And whatever the task raises.
         """
@@ -351,7 +362,7 @@ class LocalTraining:
 
     def _check_result(self, outcome: TrainOutcome) -> None:
         """Raises WrongResult: the task has returned no result of a training, or a module whose tensors cannot be
-        exchanged."""
+        exchanged. NothingToTrain: it says so."""
         train = implementation(self._task, "train")
         try:
             _ = int(outcome.num_samples), None if outcome.loss is None else float(outcome.loss)
@@ -360,6 +371,8 @@ class LocalTraining:
                 f"train has returned {described(outcome)}: expected an object with num_samples, an integer, and loss, "
                 f"a number or None, such as gradbus.models.TrainResult(num_samples=..., loss=...) ({error})", train,
             ) from None  # fmt: skip
+        if int(outcome.num_samples) == 0 and outcome.loss is None:
+            raise NothingToTrain
         if difference := self._model.misfit:
             raise WrongResult(
                 f"training has changed the tensors of the model: {difference}. They are exchanged by name and shape. "

@@ -16,6 +16,7 @@ from gradbus.actors.federated.rounds import (
     CLIENT_LOST,
     CLIENT_SILENT,
     FAILURES,
+    SAT_OUT,
     SURPLUS,
     TRAINING_FAILED,
     Round,
@@ -95,9 +96,15 @@ class RoundLosses:
             log.info("client waited for again", client=client_id, round=round_.round_id)
 
     def note_failure(self, round_: Round | None, client_id: int, report: TrainingFailure) -> bool:
-        """Note that the training of a client failed; whether that is new to the open round."""
+        """Note that the training of a client failed, or that it had nothing to train; whether that is new to the open
+        round."""
         if round_ is None or round_.staleness(report.round_id) < 0 or client_id not in round_.open:
             return False  # known already: it is repeated until the next command
+        if report.reason == SAT_OUT:
+            log.info("client sits out", client=client_id, round=report.round_id, reason=SAT_OUT)
+            round_.fail(client_id, SAT_OUT)
+            self._receiver.dropped[SAT_OUT] += 1
+            return True
         reason = report.reason if report.reason in FAILURES else TRAINING_FAILED
         self._failures.note(client_id, report.round_id, report.text, reason)
         round_.fail(client_id, reason)
@@ -139,6 +146,8 @@ class RoundLosses:
                 f"training failed on {_named(failed)}: {self._failures.newest(failed[0])}. Mend it there, start the "
                 f"clients and then the controller again: the run goes on from the last committed model", failed,
             )  # fmt: skip
+        if sat_out := [client_id for client_id, reason in round_.failed.items() if reason == SAT_OUT]:
+            why = "; ".join([*([why] if why else []), f"{_named(sorted(sat_out))} had nothing to train"])
         return RoundTimeout(round_.round_id, len(round_.accepted), round_.minimum, attempts, why)
 
 

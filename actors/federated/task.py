@@ -13,7 +13,8 @@ class TrainOutcome(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Samples trained on: the weight of the update."""
+        """Samples trained on: the weight of the update. 0, with a loss of None: this client had nothing to train, and
+        sits the round out."""
 
     @property
     def loss(self) -> float | None:

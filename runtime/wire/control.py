@@ -410,7 +410,8 @@ class TrainingFailure:
     Attributes:
         round_id: of the command; BEFORE_FIRST_ROUND: the client could not load its data, and takes part in no round.
         reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
-            returned a loss, or a model, of NaN or infinity. Any other text counts as the first.
+            returned a loss, or a model, of NaN or infinity; ``nothing to train``: the client sits the round out. Any
+            other text counts as the first.
     """
 
     run_id: U64
