@@ -42,7 +42,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.errors import BusError, ConfigError, GradbusError, JoinRefused, TrainingFailed
+from gradbus.runtime.errors import BusError, ConfigError, GradbusError, JoinRefused, RunAborted, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.plain_text import plain_line, plain_text
@@ -192,7 +192,8 @@ class Client:
                 has the reason.
             ConfigError: its settings do not fit the model.
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
-            TrainingFailed: the run has ended because training failed, here or on the other clients.
+            TrainingFailed: the run has ended because training failed here. RunAborted: because it failed on the other
+                clients, or a setting of the controller is wrong.
         """
         try:
             await self._compute.run(self._open)
@@ -557,7 +558,7 @@ class Client:
 
     def _ended_by_failure(self, end: RunEnded) -> TrainingFailed:
         if not self._failure:
-            return TrainingFailed(f"the run has ended: {plain_line(end.reason)}")
+            return RunAborted(f"the run has ended: {plain_line(end.reason)}")
         return TrainingFailed(
             f"training failed here: {self._failure}. That has ended the run. Mend it, start the clients and then the "
             f"controller again: the run goes on from the last committed model", [self.client_id],

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 import gradbus
 from gradbus.actors.federated import selection
 from gradbus.models import EvalResult, NoopTask
-from gradbus.runtime.errors import BarrierTimeout, ConfigError, TrainingFailed
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, RunAborted, TrainingFailed
 
 DIM = 100
 _jobs = itertools.count()
@@ -115,7 +115,7 @@ def test_the_controller_names_type_message_and_line_and_ends_with_them_as_the_ot
     )
     assert f"{PLACE}. Mend it there and start the client again" in str(controller)
     assert "INTERFACE" not in str(controller)
-    assert isinstance(first, TrainingFailed)
+    assert isinstance(first, RunAborted)
     assert PLACE in str(first)
     (told,) = [one for one in logs if one["event"] == "preparing failed on a client"]
     assert (told["client"], told["round"]) == (1, 0)
@@ -177,5 +177,5 @@ def test_clients_of_a_controller_with_a_wrong_configuration_end_with_its_words()
     assert isinstance(controller, ConfigError)
     assert "federated.early_stop.metric" in str(controller)
     for client in clients:
-        assert isinstance(client, TrainingFailed)
+        assert isinstance(client, RunAborted)
         assert str(client) == f"the run has ended: {controller}"
