@@ -55,9 +55,8 @@ class FlatModel:
         self.specs = specs_of(module)
         if not any(spec.dtype.is_floating_point for spec in self.specs):
             raise ConfigError(
-                f"the model has no floating-point tensor: {type(module).__name__}, as build_model has returned it, has "
-                f"{len(self.specs)} tensors of other types, and there is nothing to train or exchange. Return a module "
-                f"with parameters"
+                f"the model has no floating-point tensor, so there is nothing to train or exchange: build_model has "
+                f"returned {type(module).__name__} with {len(self.specs)} tensors. Return a module with parameters"
             )
         self._rebuild = rebuild
         self._before: Structure | None = None  # of the module, when the task was given it
