@@ -42,6 +42,11 @@ endif
 
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
+# PyTorch without 4.5 GB of CUDA where there is no NVIDIA driver, if PyTorch's own index answers within 3 s; else the registry's build.
+# TORCH=cpu, cuda or default (the registry's) decides otherwise. Another choice than before sets up again: its file is newer than the stamp.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_CHOICE := $(addprefix $(VENV)/.torch-,$(if $(IS_LOCKED),,$(filter cpu cuda default auto,$(TORCH))))
+
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-17s %s\n' "$$name" "$$text"; done
 	@echo "  Set ARGS='...' to pass flags on, as in: make demo ARGS='--rounds 3'"
@@ -49,7 +54,7 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv and install everything into it (again only when pyproject.toml or constraints.txt changed)
 
 # A failing step ends in one line that says what to do. uv that cannot reach its registry leaves the work to pip and pip's configuration.
-$(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock)
+$(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock) $(TORCH_CHOICE)
 	@$(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { \
 		echo "make setup: needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
 			"Install one, then: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -63,6 +68,7 @@ $(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock)
 		if $(PY) -m pip install -q --disable-pip-version-check uv && $(BIN)/uv --version; then uv=$(BIN)/uv; \
 		else echo "uv could not be fetched: going on with pip, which takes minutes"; fi; \
 	fi; \
+	$(if $(IS_LOCKED),,$(UV_ENV) $(PY) -I tests/tools/torch_build.py --index $(TORCH_INDEX) --uv "$$uv" $(TORCH) || exit 1;) \
 	if [ -n "$$uv" ]; then \
 		$(if $(IS_LOCKED),$(UV_ENV) $$uv pip install --python $(PY) --require-hashes -r requirements.lock && \
 			$(UV_ENV) $$uv pip install --python $(PY) --no-deps --no-build-isolation -e .,\
@@ -75,8 +81,13 @@ $(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock)
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]') || { \
 		echo "make setup: the packages could not be installed. Check that the package registry can be reached" \
 			"(PIP_INDEX_URL and UV_DEFAULT_INDEX name another one) and that 6 GB of disk are free, then: make setup" >&2; exit 1; }
-	@touch $@
+	@touch $(TORCH_CHOICE) $@
 	@echo "ready: $(BIN)/gradbus --help, or make demo"
+
+ifneq ($(TORCH_CHOICE),)
+$(TORCH_CHOICE):
+	@mkdir -p $(VENV) && rm -f $(VENV)/.torch-* && touch $@
+endif
 
 demo: $(STAMP)  ## a controller and its clients train one model on this machine, over DDS
 	@$(BIN)/gradbus demo $(ARGS)
@@ -218,7 +229,7 @@ typecheck: $(STAMP)  ## strict types
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
 		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* .
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m call_profile -m nightly -m pauses
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m call_profile -m golden_runs -m nightly -m pauses -m torch_build
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/

@@ -45,18 +45,18 @@ def get(name: str, **options: float) -> Codec:
     sq8; ``density`` for s4 and sq8.
 
     Raises:
-        ValueError: no such codec or option (the text names the nearest one), or a value out of range.
+        ValueError: no such codec or option (the text names a near one), or a value out of range.
     """
     if name not in _CODECS:
-        raise ValueError(f"no codec {name!r}; did you mean {_nearest(name, ALL)!r}? There are {', '.join(ALL)}")
+        raise ValueError(f"no codec {name!r}{_nearest(name, ALL)}; there are {', '.join(ALL)}")
     codec = _CODECS[name]
     known = [field.name for field in fields(codec)]
     arguments: dict[str, Any] = {_ALIASES.get(option, option): value for option, value in options.items()}
     for option in arguments:
         if option not in known:
             raise ValueError(
-                f"codec {name!r} has no option {option!r}; did you mean {_nearest(option, known)!r}? "
-                f"It takes {', '.join(known)}"
+                f"codec {name!r} has no option {option!r}{_nearest(option, known)}; "
+                f"it takes {', '.join(known) or 'none'}"
             )
     if len(arguments) < len(options):
         raise ValueError(f"codec {name!r}: chunk and chunk_elems are the same option, give one of them")
@@ -124,4 +124,5 @@ def decode(payload: Payload, *, expected_dim: int, out: Tensor | None = None) ->
 
 
 def _nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
-    return get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]
+    near = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.timeouts import ELASTIC_LEASE_S
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
 from gradbus.runtime.testing.faults import parse_rules
@@ -26,7 +27,10 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
             without protection, a key or the allow list cannot be read, no key of this user can be made, or faults are
             no rules.
     """
-    parse_rules(settings.faults)
+    try:
+        parse_rules(settings.faults)
+    except ConfigError as error:
+        raise ConfigError(f"bus.faults: {error}") from None
     level = level_in_force(security_of(settings), document_of(settings))
     if level in ("psk", "user"):
         from gradbus.runtime.security.user_key import load_key  # loads cryptography

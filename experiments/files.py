@@ -82,6 +82,15 @@ class TaskSettings(Settings):
     """Device of the model and the data, as torch names it. A worker takes of several the one with its number on this
     machine (`LOCAL_RANK`), unless it is named: `cuda:1`."""
 
+    @classmethod
+    def without_effect(cls, given: Mapping[str, Any]) -> Mapping[str, str]:
+        """With a task of the user's own, all that describes the one of ours."""
+        if given.get("task") is None:
+            return {}
+        keys = list(cls.model_fields)
+        why = "has no effect with task.task: a task of your own sets it, or takes it as one of task.task_options"
+        return dict.fromkeys(keys[: keys.index("task")], why)
+
 
 class MetricsSettings(Settings):
     """Metrics of this process for Prometheus; see docs/operations.md. They need the package prometheus-client."""
@@ -120,6 +129,17 @@ class ControllerFile(Settings):
     """Project of Weights & Biases that gets the numbers of each round; it needs the package wandb. null: none."""
     metrics: MetricsSettings = MetricsSettings()
 
+    @classmethod
+    def without_effect(cls, given: Mapping[str, Any]) -> Mapping[str, str]:
+        """What only clients take, each from its own configuration."""
+        task = given.get("task")
+        if isinstance(task, Mapping) and task.get("task") is not None:
+            return {}  # then it has none at a client either
+        why = (
+            "is a setting of each client: set it in the configuration of the clients (gradbus demo hands it on to them)"
+        )
+        return {f"task.{key}": why for key in ("batch_size", "momentum", "weight_decay", "train_fn")}
+
     @model_validator(mode="after")
     def _two_jobs(self) -> ControllerFile:
         above = self.upstream
@@ -153,7 +173,7 @@ CLIENT_ONLY_SETTINGS = {
 class WorkerFile(Settings):
     """A configuration file of workers, and of their parameter servers, if there are any. All may read the same file."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"worker": "parallel"}
+    renamed: ClassVar[Mapping[str, str]] = {"worker": "parallel", "world_size": "world"}
 
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()

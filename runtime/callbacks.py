@@ -8,7 +8,6 @@ of these in a tensor; else the callback has failed.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import CallbackFailed, ConfigError
+from gradbus.runtime.nearest import nearest
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "federated": ("on_round", "on_update", "on_aggregate", "on_evaluation", "on_report", "on_end"),
@@ -77,8 +77,8 @@ def _check(name: str, one: Any, methods: Sequence[str]) -> None:
     known = {method for section in METHODS.values() for method in section}
     for other in dir(one):
         if other.startswith(_PREFIX) and other not in known and callable(inspect.getattr_static(one, other)):
-            near = difflib.get_close_matches(other, methods, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            near = nearest(other, methods)
+            hint = f" Did you mean {near}?" if near else ""
             raise ConfigError(
                 f"callback {name}: nothing calls its method {other}.{hint} Called are {', '.join(methods)}; give what "
                 f"is no callback a name without {_PREFIX} in front"

@@ -16,8 +16,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -26,12 +27,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gradbus.runtime.errors import CheckpointError
-from gradbus.runtime.json_text import parse_json, read_text
+from gradbus.runtime.foreign_files import (
+    check_not_sparse,
+    clear_way,
+    names_inside,
+    open_inside,
+    open_named,
+    open_to_append,
+    text_inside,
+)
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.private_folder import make_private
 
 FORMAT = 1
 MAX_META_BYTES = 256 << 20  # of the JSON
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
 _NAME = re.compile(r"round-(\d{6,10})\.json")
 
 log = get_logger("checkpoint")
@@ -117,6 +128,15 @@ def restore_random_numbers(checkpoint: Checkpoint) -> None:
         ) from None
 
 
+class _Place(NamedTuple):
+    """A directory of checkpoints: the folder ``below`` of ``root``, which the user has named. ``is_foreign``: somebody
+    else may have made the files."""
+
+    root: Path
+    below: Path
+    is_foreign: bool = False
+
+
 class CheckpointStore:
     """A directory of checkpoints of one run. One process at a time may hold it."""
 
@@ -133,10 +153,11 @@ class CheckpointStore:
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self.directory = directory
+        self.place = _Place(directory, Path())
         self._keep = keep
         try:
             make_private(directory)
-            self._lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self._lock = open_to_append(directory / ".lock", 0o600)
         except OSError as error:
             raise CheckpointError(
                 f"state directory {directory} cannot be written: {error.strerror}. Choose another, or change its rights"
@@ -155,10 +176,17 @@ class CheckpointStore:
             os.pwrite(self._lock, process_name().encode(), 0)
 
     @classmethod
-    def to_read(cls, directory: Path) -> Self:
-        """The checkpoints of a directory that another process may hold. Nothing is made there, nothing may be saved."""
+    def to_read(cls, directory: Path, *, inside: Path | None = None) -> Self:
+        """The checkpoints of a directory that another process may hold. Nothing is made there, nothing may be saved.
+
+        Args:
+            inside: the run directory that the user has named; no link is followed between it and the checkpoints. None:
+                the user has named ``directory`` itself.
+        """
         store = cls.__new__(cls)
         store.directory = directory
+        root = directory if inside is None else inside
+        store.place = _Place(root, directory.relative_to(root), is_foreign=True)
         return store
 
     def __enter__(self) -> Self:
@@ -197,7 +225,7 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             has_older = False
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(CheckpointError):
                 has_older = any(number != checkpoint.round_id for number in self.rounds())
             raise CheckpointError(
                 f"checkpoint of round {checkpoint.round_id} cannot be written to {self.directory}: {reason}. "
@@ -212,7 +240,7 @@ class CheckpointStore:
             size = data_path.stat().st_size + meta_path.stat().st_size
             for old in self.rounds()[: -self._keep]:
                 self.remove(old)
-        except OSError as error:  # this round is safe, and with the next one it is tried again
+        except (OSError, CheckpointError) as error:  # this round is safe, and with the next one it is tried again
             log.warning("old checkpoints stay", directory=str(self.directory), reason=str(error))
         return size
 
@@ -236,13 +264,19 @@ class CheckpointStore:
         """Return what :meth:`save_constant` has written. Raises CheckpointError: it is not there, or damaged."""
         path = self.directory / f"{name}.safetensors"
         try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
+            with self._open(f"{name}.safetensors") as file:
+                return _tensors_in(file)
+        except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}. Restore it from a backup") from None
 
     def rounds(self) -> list[int]:
-        """Rounds that have a checkpoint, ascending."""
-        return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
+        """Rounds that have a checkpoint, ascending. Raises CheckpointError: the directory cannot be listed."""
+        most = None if self.place.is_foreign else 1 << 62
+        try:
+            names = names_inside(self.place.root, "round-*.json", below=self.place.below, most=most)
+        except OSError as error:
+            raise CheckpointError(f"state directory {self.directory} cannot be read: {error}") from None
+        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
     def load_newest(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Checkpoint | None:
         """The newest checkpoint that is whole; None if there is none at all.
@@ -293,7 +327,8 @@ class CheckpointStore:
         self._path(round_id, "safetensors").unlink(missing_ok=True)
 
     def _load(self, round_id: int) -> Checkpoint:
-        document = parse_json(read_text(self._path(round_id, "json"), MAX_META_BYTES))
+        name, data_name = (f"round-{round_id:06d}.{suffix}" for suffix in ("json", "safetensors"))
+        document = parse_json(text_inside(self.place.root, self.place.below / name, MAX_META_BYTES))
         if not isinstance(document, dict):
             raise ValueError(f"expected a JSON object, got a {type(document).__name__}")
         if document.pop("sha256", None) != _digest_of(document):
@@ -301,10 +336,22 @@ class CheckpointStore:
         found = _Document.read(document, "its JSON")
         if found.format != FORMAT or found.round_id != round_id:
             raise ValueError(f"format {found.format} of round {found.round_id}, expected {FORMAT}, {round_id}")
-        data_path = self._path(round_id, "safetensors")
-        if _sha256(data_path) != found.tensors_sha256:
-            raise ValueError(f"{data_path.name} does not match its checksum")
-        return Checkpoint(round_id, load_file(data_path), found.meta)
+        with self._open(data_name) as file:
+            _check_header(file)
+            if hashlib.file_digest(file, "sha256").hexdigest() != found.tensors_sha256:
+                raise ValueError(f"{data_name} does not match its checksum")
+            return Checkpoint(round_id, _tensors_in(file), found.meta)
+
+    def _open(self, name: str) -> BufferedReader:
+        """Open a file of tensors. Raises OSError."""
+        file = open_inside(self.place.root, self.place.below / name)
+        try:
+            if self.place.is_foreign:  # a file system of our own may keep the zeros of our tensors as holes
+                check_not_sparse(file, Path(name))
+        except OSError:
+            file.close()
+            raise
+        return file
 
     def _path(self, round_id: int, suffix: str) -> Path:
         return self.directory / f"round-{round_id:06d}.{suffix}"
@@ -320,8 +367,9 @@ def load_weights(path: Path, *, assemble: Callable[[Mapping[str, Tensor]], Tenso
         CheckpointError: no such file, not safetensors, or nothing in it that can be used.
     """
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
+        with open_named(path) as file:
+            tensors = _tensors_in(file)
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"initial weights {path} cannot be read: {error}. Expected a .safetensors file") from None
     if "weights" in tensors:
         return tensors["weights"].to(torch.float32).reshape(-1)
@@ -337,6 +385,37 @@ def _digest_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+def _tensors_in(file: BufferedReader) -> dict[str, Tensor]:
+    """Load an open safetensors file, which is mapped into memory: by its descriptor, as another file may have taken its
+    name. Raises ValueError or SafetensorError: it is none."""
+    _check_header(file)
+    return load_file(f"/dev/fd/{file.fileno()}")
+
+
+def _check_header(file: BufferedReader) -> None:
+    """Check that a safetensors file is as long as its header says, before it is read, hashed or mapped.
+
+    The format: 8 bytes N, little-endian, N bytes of JSON, then the data, to whose ends ``data_offsets`` point.
+
+    Raises:
+        ValueError: it is not.
+    """
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"it is no safetensors file: its {size:,} bytes begin with a header of {length:,}")
+    header = parse_json(file.read(length).decode("utf-8"))
+    entries = [entry for name, entry in header.items() if name != "__metadata__"] if isinstance(header, dict) else []
+    ends = [entry.get("data_offsets") if isinstance(entry, dict) else None for entry in entries]
+    if any(not isinstance(end, list) or len(end) != 2 or not isinstance(end[1], int) for end in ends):
+        raise ValueError("it is no safetensors file: its header has no data_offsets")
+    expected = 8 + length + max((end[1] for end in ends if end is not None), default=0)
+    if size != expected:
+        raise ValueError(f"it has {size:,} bytes, by its header {expected:,}")
+    file.seek(0)
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -346,6 +425,7 @@ def _sha256(path: Path) -> str:
 def _replacing(target: Path) -> Iterator[Path]:
     """The file to write in place of ``target``, which it becomes, synced, when the block ends without an error."""
     temporary = target.with_name(f"{target.name}.tmp")
+    clear_way(temporary)
     try:
         yield temporary
         _sync(temporary)

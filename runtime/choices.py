@@ -8,7 +8,6 @@ something in it, so a table says by a string where its classes are.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.nearest import nearest
 
 T = TypeVar("T")
 
@@ -99,8 +99,8 @@ class Choices(Generic[T]):
         if ":" not in name or not self._own:
             if (kind := self.table.get(name)) is not None:
                 return kind
-            near = difflib.get_close_matches(name.lower(), self.table, n=1, cutoff=0.5)
-            hint = self._elsewhere(name) or (f"did you mean {near[0]!r}? " if near else "")
+            near = nearest(name, self.table)
+            hint = self._elsewhere(name) or (f"did you mean {near!r}? " if near else "")
             own = ", or your own as package.module:Name" if self._own else ""
             raise ConfigError(
                 f"{self.key}: there is no {self.what} {name[:100]!r}; {hint}Known here: {', '.join(self.table)}{own}"
@@ -162,11 +162,9 @@ class Choices(Generic[T]):
     def _unknown(self, name: str, key: str, value: Any, known: Mapping[str, Any]) -> InitErrorDetails:
         """The error about an option that the choice does not have, with whose it is."""
         owners = [other for other in self.table if key in self.options_of(other).model_fields]
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        near = nearest(key, known)
         text = f"this is an option of {', '.join(owners)}" if owners else "there is no such option"
-        text += (
-            f", did you mean {near[0]!r}?" if near and not owners else f"; {name!r} has {', '.join(known) or 'none'}"
-        )
+        text += f", did you mean {near!r}?" if near and not owners else f"; {name!r} has {', '.join(known) or 'none'}"
         return InitErrorDetails(type=PydanticCustomError("option", "{text}", {"text": text}), loc=(key,), input=value)
 
     def check(self, value: Any) -> dict[str, Any]:
@@ -322,8 +320,8 @@ def import_object(spec: str, *, key: str) -> Any:
     for name in attribute.split("."):
         if not hasattr(target, name):
             known = [known for known in dir(target) if not known.startswith("_")]
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known[:12]) or 'nothing'}"
+            near = nearest(name, known)
+            hint = f"did you mean {near!r}?" if near else f"it has: {', '.join(known[:12]) or 'nothing'}"
             raise ConfigError(f"{key} {spec!r}: module {module_name!r} has no {name!r}; {hint}")
         target = getattr(target, name)
     return target

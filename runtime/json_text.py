@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _MAX_DIGITS = 40  # of a whole number: 64 bits have 20
-MAX_LINE_CHARS = 16 << 20  # a round with ten thousand clients has some 3 MB
 _STEP_BYTES = 1 << 20
 
 
@@ -35,7 +34,9 @@ def _whole_number(digits: str) -> int:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The UTF-8 text in a file, which may be a pipe.
+    """The UTF-8 text in a file that the user has named for this command, which may be a pipe.
+
+    What lies in a run directory is read with :mod:`gradbus.runtime.foreign_files`, which waits for none.
 
     Raises:
         OSError: the file cannot be read.
@@ -48,14 +49,3 @@ def read_text(path: Path, max_bytes: int) -> str:
             if len(data) > max_bytes:
                 raise ValueError(f"more than {max_bytes} bytes")
     return data.decode("utf-8")
-
-
-def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a text file. One that is longer than any of our own comes in pieces, of which none is JSON.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while text := file.readline(MAX_LINE_CHARS):
-            yield text

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.nearest import nearest
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -27,8 +27,8 @@ class WrongKeyword(ConfigError, TypeError):
 def explain_keyword(what: str, wrong: str, known: Iterable[str]) -> str:
     """The sentence about one wrong keyword of ``what``."""
     names = sorted(known)
-    near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
+    near = nearest(wrong, names)
+    hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(names)}"
     return f"{what} has no keyword {wrong!r}: {hint}"
 
 

@@ -21,7 +21,7 @@ log = get_logger("files")
 
 
 def make_private(folder: Path, *, tell: bool = False) -> None:
-    """Make a folder if need be, which is then this user's alone, and those above it as the system makes them.
+    """Make a folder, and those above it, if need be. All that are made are this user's alone.
 
     One that is there already stays as it is: whoever made it may want others to read it. ``tell``: the log says so if
     they can.
@@ -30,7 +30,12 @@ def make_private(folder: Path, *, tell: bool = False) -> None:
         OSError: it cannot be made.
     """
     try:
-        folder.mkdir(mode=MODE, parents=True)  # the mode of the last one; those above follow the umask
+        folder.mkdir(mode=MODE)
+    except FileNotFoundError:  # there is none above it: those get the same mode, as mkdir(parents=True) has no mode
+        if folder.parent == folder:
+            raise
+        make_private(folder.parent)
+        make_private(folder, tell=tell)
     except FileExistsError:
         if not folder.is_dir():
             raise

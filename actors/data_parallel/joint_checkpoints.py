@@ -16,6 +16,7 @@ from torch import Tensor
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.foreign_files import open_to_append
 from gradbus.runtime.private_folder import make_private
 
 _COMPLETED = "saved-by-all"
@@ -83,7 +84,7 @@ def held_together(directory: Path, *, begins: bool) -> Iterator[None]:
     """
     try:
         make_private(directory)
-        lock = os.open(directory / ".run", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = open_to_append(directory / ".run", 0o600)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.dir {directory} cannot be written: {error.strerror}. Choose another, or change its rights"

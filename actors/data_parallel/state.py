@@ -32,6 +32,7 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.saved_state import StateNames
 
 # What a run cannot change on its way: the state would not fit, or the place within the epoch would mean other batches.
 _KEPT = ("seed", "accumulation_steps")
@@ -84,6 +85,7 @@ class SavedRank(Meta):
 
     Attributes:
         run_id: of the run. rank, world: of the rank that saved it. layout: of the model, see ``describe_layout``.
+        names: where those of the model's state differ; None: of another rank than 0, or saved by an earlier version.
         settings: that a resume must have, too. num_batches: of this rank in the epoch. report: the newest one.
         And as in :class:`Position`.
     """
@@ -92,6 +94,7 @@ class SavedRank(Meta):
     rank: Count
     world: Count
     layout: Annotated[list[str], Field(max_length=MAX_LAYOUT)]
+    names: StateNames | None = None
     settings: dict[str, Any]
     epoch: Count
     epoch_step: Count
@@ -148,12 +151,14 @@ class WorkerState(JointCheckpoints):
         """
         tensors = {f"own/{name}": tensor for name, tensor in contents.own.items()}
         tensors["torch_rng"] = torch.get_rng_state()  # masks of stock dropout, for example
+        names = None
         if self._rank == 0:
+            names = StateNames.of_model(model)
             tensors |= contents.model
             tensors |= {f"shared/{name}": tensor for name, tensor in contents.shared.items()}
         meta = {
             "run_id": f"{run_id:016x}", "rank": self._rank, "world": self._world, "layout": describe_layout(model),
-            "settings": self._settings(), "num_batches": num_batches,
+            "names": names, "settings": self._settings(), "num_batches": num_batches,
             "report": None if report is None else report.to_json(), **_without_step(position),
         }  # fmt: skip
         return self._store.save(Checkpoint(position.step, separate(tensors), meta))

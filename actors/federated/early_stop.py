@@ -15,7 +15,6 @@ A round that a crash has cut off before its commit is done again, and so are its
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.config.federated import OF_CLIENTS, EarlyStopSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.nearest import nearest
 
 MAX_NAMED = 8  # metrics in a line of the log
 
@@ -63,8 +63,8 @@ def evaluated_metric(
 
 def with_nearest(metric: str, known: Sequence[str]) -> str:
     """The metrics that there are, for an error about one that there is not, and which of them may be meant."""
-    near = difflib.get_close_matches(metric, known, n=1)
-    return ", ".join(known) + (f". Did you mean {near[0]}?" if near else "")
+    near = nearest(metric, known)
+    return ", ".join(known) + (f". Did you mean {near}?" if near else "")
 
 
 def _of_clients(report: RoundReport, metric: str, key: str, least_answered: float) -> float | None:

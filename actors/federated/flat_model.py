@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from gradbus.actors.federated.module_structure import Structure, misfit, structu
 from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.saved_state import Row
 from gradbus.runtime.torch_compat import uncompiled_names
 
 log = get_logger("model")
@@ -29,8 +31,9 @@ class FlatModel:
         dim: number of exchanged elements. frozen_dim: of the others.
         layout: 64-bit hash over names, shapes and dtypes: equal on nodes whose vectors mean the same.
         frozen: 64-bit hash over the frozen values as float32; 0: there are none.
-        table: name, dtype and shape of each exchanged tensor, in the order of the vector.
+        table: name, dtype and shape of each exchanged tensor, in the order of the vector. frozen_table: of the others.
         personal: each personal tensor, in the module's order.
+        names: what names of the module's state are tied, or have no saved values, for ``StateNames`` of a checkpoint.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
 
@@ -82,10 +85,11 @@ class FlatModel:
         self._sharing = sharing
         state = self.module.state_dict(keep_vars=True)
         self._places: dict[str, slice] = {}  # of every name in the vector; tied weights share one
-        self.table: list[tuple[str, str, list[int]]] = []
+        self.table: list[Row] = []
+        self.frozen_table: list[Row] = []
         seen: dict[int, slice] = {}
         size = 0
-        for names in (division.shared, division.constant):
+        for names, table in ((division.shared, self.table), (division.constant, self.frozen_table)):
             for spec in self.specs:
                 if spec.name not in names:
                     continue
@@ -93,15 +97,14 @@ class FlatModel:
                 if id(tensor) not in seen:
                     seen[id(tensor)] = slice(size, size + tensor.numel())
                     size += tensor.numel()
-                    if names is division.shared:
-                        dtype = str(tensor.dtype).removeprefix("torch.")
-                        self.table.append((spec.name, dtype, list(tensor.shape)))
+                    table.append(spec.row)
                 self._places[spec.name] = seen[id(tensor)]
-            if names is division.shared:
+            if table is self.table:
                 self.dim = size
         self.frozen_dim = size - self.dim
         self._frozen_names = [spec.name for spec in self.specs if spec.name in division.constant]
         self.personal = [one for one in self.specs if one.name in division.personal and one.name == one.first]
+        self._note_names(state)
         self.layout = shape_of(self.specs, division).layout
         self._initial = self._initial_values()
         self._vector: Tensor | None = None
@@ -113,6 +116,14 @@ class FlatModel:
                 view.copy_(tensor.detach())
                 tensor.data = view
         self._note_frozen()
+
+    def _note_names(self, state: Mapping[str, object]) -> None:
+        """Note which names of the state are not those of saved tensors, as plain data for ``StateNames`` of a
+        checkpoint."""
+        saved = {*self._places, *(spec.name for spec in self.personal)}
+        tied = {spec.name: spec.first for spec in self.specs if spec.first != spec.name}
+        unsaved = [name for name in state if name not in saved and name not in tied]
+        self.names: dict[str, Any] = {"tied": tied, "unsaved": unsaved}
 
     def _initial_values(self) -> dict[str, Tensor]:
         """Copies of the personal tensors as they were built."""
@@ -170,7 +181,7 @@ class FlatModel:
         known = self.frozen
         self.module, self._is_as_built = module, True
         self._lay_out(self._sharing)
-        if frozen is not None and self.frozen != known and _hash_of(frozen) == known:
+        if frozen is not None and self.frozen != known and hash_of(frozen) == known:
             self.write_frozen(frozen)
 
     # By name
@@ -195,6 +206,16 @@ class FlatModel:
             CheckpointError: it is of a model with other personal tensors.
         """
         self._write_named({**self._initial, **kept}, {spec.name: spec for spec in self.personal})
+
+    @property
+    def personal_table(self) -> list[Row]:
+        """Name, dtype and shape of each personal tensor of floats, in the module's order."""
+        return [spec.row for spec in self.personal if spec.dtype.is_floating_point]
+
+    def read_fixed_buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers that are never exchanged, whatever is shared: those of integers, such as counters."""
+        names = [spec.name for spec in self.personal if not spec.dtype.is_floating_point]
+        return _copied(self.module.state_dict(), names) if names else {}
 
     def read_own(self) -> dict[str, Tensor]:
         """Copies of all that training can change, exchanged or personal, on the CPU."""
@@ -316,7 +337,7 @@ class FlatModel:
         thawed = [name for name in self._frozen_names if state[name].requires_grad]
         if not thawed and self._versions() == self._frozen_versions:
             return
-        if thawed or _hash_of(self.read_frozen()) != self.frozen:
+        if thawed or hash_of(self.read_frozen()) != self.frozen:
             what = f"parameter {thawed[0]!r} was" if thawed else "parameters were"
             raise ValueError(
                 f"{what} frozen (requires_grad=False) when the model was built, and training has changed that: it "
@@ -325,7 +346,7 @@ class FlatModel:
             )
 
     def _note_frozen(self) -> None:
-        self.frozen = _hash_of(self.read_frozen()) if self.frozen_dim else 0
+        self.frozen = hash_of(self.read_frozen()) if self.frozen_dim else 0
         self._frozen_versions = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
@@ -360,7 +381,8 @@ def _copied(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Te
     return {name: state[name].detach().to("cpu", copy=True).contiguous() for name in names}
 
 
-def _hash_of(values: Tensor) -> int:
+def hash_of(values: Tensor) -> int:
+    """Return the 64-bit hash by which frozen values, float32, are known; never 0."""
     return int.from_bytes(hashlib.sha256(values.contiguous().numpy().data).digest()[:8], "little") or 1
 
 

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.saved_state import Row
 from gradbus.runtime.wire.control import Welcome
 
 Exchange = Literal["trained", "all"]
@@ -76,6 +77,11 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     kind: Literal["trained", "frozen", "buffer"]
     first: str
+
+    @property
+    def row(self) -> Row:
+        """Return name, dtype and shape, as a checkpoint has them."""
+        return self.name, str(self.dtype).removeprefix("torch."), list(self.shape)
 
     @property
     def line(self) -> str:

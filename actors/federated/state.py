@@ -37,11 +37,11 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.saved_state import BUFFER, StateNames, Table, own_copies
 from gradbus.runtime.testing.journal import History, weights_name
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.messages import Identity
 
-MAX_TENSORS = 1_000_000  # of a model
 NOTHING = "0" * 16  # no frozen parameters
 
 log = get_logger("controller")
@@ -52,7 +52,9 @@ class SavedRun(Meta):
 
     Attributes:
         tensors: name, dtype and shape of each tensor in the vector of weights, in its order.
-        frozen: hash of the frozen parameters.
+        frozen: hash of the frozen parameters. frozen_tensors: as ``tensors``, in the vector of these.
+        personal: as ``tensors``, of those that each client has its own values of.
+        names: where those in the model's state differ; None: saved by an earlier version, as are the two before then.
         share: the patterns of what is in that vector. exchange: what they choose from; of runs of earlier versions,
             which have not saved it, the trained part.
     """
@@ -60,8 +62,11 @@ class SavedRun(Meta):
     run_id: Hex64
     incarnation: Count
     layout: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)]
-    tensors: Annotated[list[tuple[str, str, list[Count]]], Field(max_length=MAX_TENSORS)]
+    tensors: Table
     frozen: Hex64 = NOTHING
+    frozen_tensors: Table = Field(default_factory=list)
+    personal: Table = Field(default_factory=list)
+    names: StateNames | None = None
     share: ShareSettings = ShareSettings()
     exchange: Exchange = "trained"
     downlink_codec: Annotated[str, StringConstraints(max_length=100)]
@@ -90,7 +95,7 @@ class SavedRun(Meta):
 
 @torch.no_grad()
 def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Set a module, as ``build_model`` gives it, to the checkpoint, frozen parameters included.
+    """Set a module, as ``build_model`` gives it, to the checkpoint: frozen parameters and all saved buffers, too.
 
     Args:
         load: a file beside the checkpoints by name: ``CheckpointStore.load_constant``.
@@ -116,6 +121,14 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
         raise CheckpointError(f"{where} holds {weights.numel():,} values, its table has {place:,}: it is damaged")
     if saved.frozen != NOTHING:
         restore_frozen(FlatModel(module, saved.sharing), saved.frozen, load, where)
+    for name, buffer in own_copies(checkpoint.tensors, BUFFER).items():
+        tensor = state.get(name)
+        if tensor is None or (tensor.dtype, tensor.shape) != (buffer.dtype, buffer.shape):
+            raise CheckpointError(
+                f"{where} holds the buffer {name!r} of shape {tuple(buffer.shape)}, the model that is configured has "
+                f"none such. Use the model of the run"
+            )
+        tensor.copy_(buffer)
 
 
 def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[str, Tensor]], where: str) -> None:
@@ -350,7 +363,7 @@ class RunState:
     def _save(self, held: Tensor | None) -> None:
         if self._store is None:
             return
-        tensors = {"weights": self.weights, "torch_rng": torch.get_rng_state(), **self._strategy.state()}
+        tensors = {**self._model_tensors(), "torch_rng": torch.get_rng_state(), **self._strategy.state()}
         if held is not None:
             tensors["held"] = held
         if self.model.frozen_dim:
@@ -360,7 +373,12 @@ class RunState:
     def checkpoint_of_weights(self, **more: Any) -> Checkpoint:
         """The model alone, as a checkpoint that :func:`restore_weights` takes; ``more``: beside its metadata."""
         meta = {**self._meta([]), "downlink": "full", "conduct": [], "participation": [], **more}
-        return Checkpoint(self.round_id, {"weights": self.weights}, meta)
+        return Checkpoint(self.round_id, self._model_tensors(), meta)
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """The weights, and the buffers that are not exchanged, for whoever reads them without the model."""
+        fixed = self.model.read_fixed_buffers()
+        return {"weights": self.weights, **{f"{BUFFER}{name}": buffer for name, buffer in fixed.items()}}
 
     def _meta(self, history: Iterable[RoundReport]) -> dict[str, Any]:
         return {
@@ -369,8 +387,9 @@ class RunState:
             "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
             "participation": self.participation.state(),
-            "frozen": f"{self.model.frozen:016x}", "share": self._config.share.model_dump(mode="json"),
-            "exchange": self._config.exchange,
+            "frozen": f"{self.model.frozen:016x}", "frozen_tensors": self.model.frozen_table,
+            "personal": self.model.personal_table, "names": self.model.names,
+            "share": self._config.share.model_dump(mode="json"), "exchange": self._config.exchange,
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in history],
         }  # fmt: skip
 

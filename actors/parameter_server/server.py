@@ -35,6 +35,7 @@ from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CollectiveError, CollectiveTimeout, PeerLost, TrainingDiverged
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.saved_state import StateNames
 from gradbus.runtime.tasks import TaskGroup
 
 REQUEST, REPLY = "parameter_server/request", "parameter_server/reply"
@@ -157,9 +158,9 @@ class ParameterServer:
 
     async def _open(self) -> None:
         config, settings, roles = self._config, self._settings, self._roles
-        layout, state_bytes = await self._compute.run(self._build)
+        layout, names, state_bytes = await self._compute.run(self._build)
         if config.checkpoint.dir is not None:
-            self._state = await self._compute.run(ServerState, config, settings, self._index, roles, layout)
+            self._state = await self._compute.run(ServerState, config, settings, self._index, roles, layout, names)
         hello = Introduction(
             optimizer=type(self._shard.optimizer.optimizer).__name__, layout=layout,
             steps=[] if self._state is None else self._state.steps(),
@@ -184,17 +185,18 @@ class ParameterServer:
             tensors=len(self._shard.pieces), bytes=self._shard.nbytes,
         )  # fmt: skip
 
-    def _build(self) -> tuple[list[str], int]:
-        """Make the model and keep the part of this server. Returns the layout, and the bytes of what is not trained."""
+    def _build(self) -> tuple[list[str], Mapping[str, Any], int]:
+        """Make the model and keep the part of this server. Returns the layout, the names in the model's state, and the
+        bytes of what is not trained."""
         check_config(self._config)
         model = self._task.build_model()
-        layout = describe_layout(model)
+        layout, names = describe_layout(model), StateNames.of_model(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         pieces = assign(trained, self._roles.servers, self._settings.cut_bytes)[self._index]
         self._shard = Shard(self._config, self._task, model, pieces)
-        return layout, state_bytes_of(model)
+        return layout, names, state_bytes_of(model)
 
     async def _load(self, step: int) -> Mapping[str, Any]:
         """Take a version from the checkpoints. Raises CheckpointError."""

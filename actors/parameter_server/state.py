@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, StringConstraints
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.joint_checkpoints import JointCheckpoints, separate
@@ -25,10 +25,13 @@ from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Count, Hex64
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.foreign_files import names_inside
+from gradbus.runtime.saved_state import MAX_DIMENSIONS, StateNames
 
 FROZEN = "frozen/"  # before the names of parameters that are not trained
 _KEPT = ("seed", "accumulation_steps")  # with others the place within an epoch would mean other batches
 _MAX_WORKERS = 1024
+_Rank = Annotated[str, StringConstraints(pattern=r"^\d{1,10}$")]
 
 
 class SavedPart(Meta):
@@ -37,7 +40,7 @@ class SavedPart(Meta):
     tensor: str
     start: Count
     stop: Count
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
 
 
 class SavedServer(Meta):
@@ -45,6 +48,7 @@ class SavedServer(Meta):
 
     Attributes:
         run_id: of the run. server, servers, workers: numbers. layout: of the model. pieces: of this server.
+        names: where those of the model's state differ; None: saved by an earlier version.
         settings: that a resume must have, too. updates: of the weights. refused: gradients that were not finite.
         staleness: gradients by their staleness. own: of each worker that was there, by its rank, what it has kept.
     """
@@ -54,12 +58,13 @@ class SavedServer(Meta):
     servers: Count
     workers: Count
     layout: Annotated[list[str], Field(max_length=MAX_LAYOUT)]
+    names: StateNames | None = None
     pieces: Annotated[list[SavedPart], Field(max_length=MAX_LAYOUT)]
     settings: dict[str, Any]
     updates: Count
     refused: Count
     staleness: dict[str, Count]
-    own: Annotated[dict[str, dict[str, Any]], Field(max_length=_MAX_WORKERS)] = Field(default_factory=dict)
+    own: Annotated[dict[_Rank, dict[str, Any]], Field(max_length=_MAX_WORKERS)] = Field(default_factory=dict)
 
 
 class ServerState(JointCheckpoints):
@@ -67,14 +72,19 @@ class ServerState(JointCheckpoints):
 
     def __init__(
         self, config: DataParallelConfig, settings: ParameterServerSettings, server: int, roles: Roles,
-        layout: list[str],
+        layout: list[str], names: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
+        """``names``: of the model, see ``StateNames.of_model``.
+
+        Raises:
+            CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off.
+        """
         super().__init__(config, f"server-{server}")
         self._cut_bytes = settings.cut_bytes
         self._server = server
         self._roles = roles
         self._layout = layout
+        self._names = names
 
     def save(
         self, step: int, shard: Shard, own: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Tensor]]],
@@ -95,7 +105,7 @@ class ServerState(JointCheckpoints):
         pieces = [{"tensor": p.tensor, "start": p.start, "stop": p.stop, "shape": list(p.shape)} for p in shard.pieces]
         meta = {
             "server": self._server, "servers": self._roles.servers, "workers": self._roles.workers,
-            "layout": self._layout, "pieces": pieces, "settings": self._settings(),
+            "layout": self._layout, "names": self._names, "pieces": pieces, "settings": self._settings(),
             "own": {str(rank): dict(plain) for rank, (plain, _) in own.items()}, **counts,
         }  # fmt: skip
         return self._store.save(Checkpoint(step, separate(tensors), meta))
@@ -146,11 +156,7 @@ def restore_model(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
         CheckpointError: it is of another model, or a part is missing.
     """
     all_saved = [SavedServer.of(checkpoint) for checkpoint in checkpoints]
-    if [saved.server for saved in all_saved] != list(range(all_saved[0].servers)):
-        raise CheckpointError(
-            f"expected the checkpoints of servers 0 to {all_saved[0].servers - 1}, got "
-            f"{[saved.server for saved in all_saved]}"
-        )
+    check_servers(all_saved)
     if any(saved.layout != describe_layout(model) for saved in all_saved):
         raise CheckpointError("it is of a model with other names, shapes or frozen parts")
     parameters = dict(model.named_parameters())
@@ -168,14 +174,45 @@ def restore_model(model: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
         buffer.copy_(tensor_of(checkpoints[0], f"worker-{first}/buffer/{name}", buffer.shape, buffer.dtype))
 
 
-def newest_version(directory: Path, number: int | None = None) -> list[Checkpoint]:
+def check_servers(all_saved: Sequence[SavedServer]) -> None:
+    """Raises CheckpointError: these are not the checkpoints of all servers of a version, in their order."""
+    found, servers = [saved.server for saved in all_saved], all_saved[0].servers
+    if len(found) != servers or found != list(range(servers)):
+        raise CheckpointError(f"expected the checkpoints of servers 0 to {servers - 1}, got {str(found)[:200]}")
+
+
+def has_servers(directory: Path, *, inside: Path | None = None) -> bool:
+    """Return whether parameter servers have checkpoints below a state directory. ``inside``: as in
+    :meth:`.CheckpointStore.to_read`. Raises FileNotFoundError: there is no such directory; CheckpointError."""
+    return any(store.rounds() for store in _stores(directory, inside))
+
+
+def _stores(directory: Path, inside: Path | None) -> list[CheckpointStore]:
+    """Return the checkpoints of each server, server 0's first. Raises as :func:`has_servers`."""
+    root = directory if inside is None else inside
+    try:
+        names = names_inside(root, "server-*", below=directory.relative_to(root))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"state directory {directory} cannot be read: {error}") from None
+    names.sort(key=lambda name: (len(name), name))
+    return [CheckpointStore.to_read(directory / name, inside=inside) for name in names]
+
+
+def newest_version(directory: Path, number: int | None = None, *, inside: Path | None = None) -> list[Checkpoint]:
     """The newest version, or that of step ``number``, of all servers below a state directory, server 0's first.
+
+    Args:
+        inside: as in :meth:`.CheckpointStore.to_read`.
 
     Raises:
         CheckpointError: no version is there and whole on all servers.
     """
-    folders = sorted(directory.glob("server-*"), key=lambda folder: (len(folder.name), folder.name))
-    stores = [CheckpointStore.to_read(folder) for folder in folders]
+    try:
+        stores = _stores(directory, inside)
+    except FileNotFoundError:
+        stores = []
     steps = newest_common([store.rounds() for store in stores]) if stores else []
     if number is not None and number not in steps:
         raise CheckpointError(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gradbus.runtime.errors import CheckpointError, ConfigError
-from gradbus.runtime.needs import install_line
+from gradbus.runtime.needs import how_to_install
 
 SAMPLING_RATE = 1.0
 # Orders of the Renyi divergence; epsilon is the smallest over them. Those beyond 64 are for small epsilons.
@@ -53,8 +53,8 @@ def rdp_analysis() -> ModuleType:
         vars(analysis)["warnings"] = SimpleNamespace(warn=lambda *_, **__: None)
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"federated.privacy needs the accountant of opacus, which cannot be loaded ({error}). Install it, "
-            f"which is what the extra gradbus[privacy] does: {install_line('opacus')}"
+            f"federated.privacy needs the accountant of opacus, which cannot be loaded ({error}). "
+            f"{how_to_install('opacus')}"
         ) from None
     return analysis
 

@@ -44,6 +44,7 @@ from gradbus.actors.virtual.ray_actor import Question, RayTrainer, as_array
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import CheckpointError, ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.needs import how_to_install
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.private_folder import scratch_folder
 from gradbus.runtime.shm.shared_payload import PayloadMemory
@@ -80,8 +81,7 @@ class RayCluster:
             import ray
         except ImportError:
             raise ConfigError(
-                "pool=ray: Ray is not installed here: pip install 'gradbus[ray]', in the environment of every machine "
-                "of the cluster"
+                f"pool=ray: Ray is not installed here; every machine of the cluster needs it. {how_to_install('ray')}"
             ) from None
         self.ray = ray
         self.folder = ""

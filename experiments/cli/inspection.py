@@ -86,16 +86,25 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="The best model of a run with federated.checkpoint.keep_best.")
     ] = False,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust",
+            help="Build the model, for tensors that no checkpoint has. This imports and runs the code that config.json "
+            "of the run names: use it for runs of your own, and start the command where that code can be imported.",
+        ),
+    ] = False,
 ) -> None:
     """Write the trained model of a run as named tensors, for model.load_state_dict().
 
-    For federated and for data-parallel runs, also for one that goes on or was killed. The model is the one that
-    config.json of the run names: start the command where that can be imported.
+    For federated and for data-parallel runs, also for one that goes on or was killed. Only the checkpoint is read, and
+    nothing that the run directory names is run; what the checkpoint does not have is left out, and named.
     """
     from gradbus.experiments.rundir.export import export as write
 
-    add_current_directory_to_path()
-    print(write(run_dir, to, form, number, client=client, best=best).text)
+    if trust:
+        add_current_directory_to_path()
+    print_text(f"{write(run_dir, to, form, number, client=client, best=best, trust=trust).text}\n")
 
 
 def check(
@@ -108,6 +117,7 @@ def check(
     from gradbus.experiments.history.invariants import check as check_all
     from gradbus.experiments.history.invariants import table_of
     from gradbus.experiments.history.reader import read_history
+    from gradbus.experiments.history.replay import own_strategy
 
     run = read_history(run_dir)
     results = check_all(run)
@@ -116,6 +126,9 @@ def check(
         lines.append(f"{run.cut_short} lines are left out: cut short where a process was killed, or damaged")
     if run.without_start:
         lines.append(f"{run.without_start} events are left out: no start of their process was noted")
+    lines += run.left_out[:20]
+    if name := next(filter(None, (own_strategy(start.opening) for start in run.controller)), ""):
+        lines.append(f"rounds of the strategy {name[:100]} are not computed again: no code that a run names is run")
     print_text("".join(f"{plain_line(line)}\n" for line in lines))
     return ExitCode.HISTORY if any(result.violations for result in results) else ExitCode.OK
 

@@ -497,7 +497,7 @@ def simulate(
 ) -> None:
     """Simulate steps of data-parallel training on a network of hosts and racks, for worlds of 2 to 1,024 ranks.
 
-    One process on this machine, and no network. It needs the package simpy: pip install simpy.
+    One process on this machine, and no network. It needs the package simpy, of the extra gradbus[simulate].
     """
     from gradbus.experiments.simulate.command import run
     from gradbus.experiments.simulate.settings import read_simulation

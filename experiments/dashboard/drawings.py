@@ -38,9 +38,10 @@ def _of_rounds(run: RunFiles) -> list[PageFigure]:
         style.look_of(str(run.setting("federated", key, "fp32"))) for key in ("codec.name", "downlink_codec.name")
     )
     newest = next((report for report in reversed(reports) if report.timeline), None)
+    curve = draw.curve_of_rounds(reports, up, run.spent)
     shown = [
         PageFigure(
-            "learning", partial(draw.draw_curves, [draw.curve_of_rounds(reports, up)], counted="round", sent="sent"),
+            "learning", partial(draw.draw_curves, [curve], counted="round", sent="sent"),
             f"{quality_name(reports)} and loss over rounds, bytes and time",
         ),
         *client_figures(run),
@@ -56,7 +57,7 @@ def _of_rounds(run: RunFiles) -> list[PageFigure]:
 
 def _of_epochs(run: RunFiles) -> list[PageFigure]:
     look = style.look_of(parallel.algorithm_of(run) or "dense")
-    curve = draw.curve_of_epochs(run.epochs, look)
+    curve = draw.curve_of_epochs(run.epochs, look, run.spent)
     shown = [
         PageFigure(
             "learning", partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),

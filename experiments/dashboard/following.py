@@ -17,9 +17,10 @@ from pydantic import TypeAdapter
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import RoundReport
-from gradbus.experiments.dashboard.growing_file import GrowingFile, read_regular
-from gradbus.experiments.rundir.reading import Kind, RunFiles, profiles_of, report_in
+from gradbus.experiments.dashboard.growing_file import GrowingFile
+from gradbus.experiments.rundir.reading import Kind, RunFiles, profiles_of, reason, report_in
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.foreign_files import names_inside, text_inside
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats
 
@@ -73,12 +74,13 @@ class Following:
         self._check: TypeAdapter[Any] = _ROUNDS if federated else _EPOCHS
         self._key: Callable[[Any], int] = (lambda r: int(r.round_id)) if federated else (lambda r: int(r.epoch))
         self._reports_tail = GrowingFile(
-            path / ("rounds.jsonl" if federated else "epochs.jsonl"), max_bytes=MAX_REPORT_BYTES
+            path, "rounds.jsonl" if federated else "epochs.jsonl", max_bytes=MAX_REPORT_BYTES
         )
         journal = "controller.jsonl" if federated else "rank-0.jsonl"
-        self._journal_tail = GrowingFile(path / "history" / journal, max_bytes=MAX_JOURNAL_BYTES)
+        self._journal_tail = GrowingFile(path, f"history/{journal}", max_bytes=MAX_JOURNAL_BYTES)
         self._reports: dict[int, Any] = {}
         self._json: dict[str, tuple[tuple[float, int], dict[str, Any]]] = {}
+        self._refused: dict[str, str] = {}  # files that are not read, and why
         self._ended: tuple[float, str] | None = None  # when, and how, by the journal
         self._profiles: tuple[tuple[ProfileSummary, ...], Mapping[int, tuple[WindowStats, ...]]] = ((), {})
         self._profiles_key: tuple[float, int] = (0.0, 0)
@@ -124,6 +126,7 @@ class Following:
             path=old.path, kind=old.kind, config=self._entry("config.json")[1], summary=self._entry("summary.json")[1],
             rounds=reports if federated else (), epochs=() if federated else reports, profiles=profiles,
             windows=windows, cross_site=self._cross_site(),
+            missing=tuple(f"{name} cannot be read: {why}." for name, why in sorted(self._refused.items()) if why),
         )  # fmt: skip
 
     def _cross_site(self) -> CrossSite | None:
@@ -137,9 +140,10 @@ class Following:
 
     def _read_reports(self) -> bool:
         is_anew, lines = self._reports_tail.new_lines()
+        refusal = self._note_refused(self._reports_tail)
         if is_anew:
             self._reports.clear()
-        for text in lines:
+        for text in lines[-MAX_REPORTS:]:
             try:
                 report: Any = report_in(text, self._check)
             except ValueError:
@@ -154,10 +158,16 @@ class Following:
                     self._reports[number] = self._reports[number].figures()
         for number in numbers[:-MAX_REPORTS]:
             del self._reports[number]
-        return is_anew or bool(lines)
+        return is_anew or bool(lines) or refusal
+
+    def _note_refused(self, file: GrowingFile) -> bool:
+        """Keep why a file is not read; return whether that is new."""
+        before, self._refused[file.name] = self._refused.get(file.name, ""), file.refused
+        return before != file.refused
 
     def _read_journal(self) -> bool:
         is_anew, lines = self._journal_tail.new_lines()
+        refusal = self._note_refused(self._journal_tail)
         if is_anew:
             self.open_round, self._ended = None, None
         for text in lines:
@@ -165,7 +175,7 @@ class Following:
                 self._note(parse_json(text))
             except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
                 continue
-        return is_anew or bool(lines)
+        return is_anew or bool(lines) or refusal
 
     def _note(self, event: dict[str, Any]) -> None:
         now_s = float(event["time"])
@@ -198,17 +208,20 @@ class Following:
     def _read_json(self) -> bool:
         changed = False
         for name in ("config.json", "summary.json", "cross_site.json"):
-            path = self.files.path / name
             try:
-                now = path.stat()
+                now = (self.files.path / name).lstat()
                 key = (now.st_mtime, now.st_size)
                 if key == self._entry(name)[0]:
                     continue
-                values = parse_json(read_regular(path, MAX_JSON_BYTES), parse_constant=lambda _: None)
+                text = text_inside(self.files.path, name, MAX_JSON_BYTES)
+                values = parse_json(text, parse_constant=lambda _: None)
                 self._json[name] = (key, values if isinstance(values, dict) else {})
-                changed = True
-            except (OSError, ValueError):
-                changed |= self._json.pop(name, None) is not None
+                changed, self._refused[name] = True, ""
+            except (OSError, ValueError) as error:
+                why = reason(error) if isinstance(error, OSError) else f"it is no JSON ({error})"
+                why = "" if isinstance(error, FileNotFoundError) else why
+                changed |= self._json.pop(name, None) is not None or why != self._refused.get(name, "")
+                self._refused[name] = why
         return changed
 
     def _read_profiles(self) -> bool:
@@ -217,9 +230,14 @@ class Following:
         if self.files.kind != "parallel" or now_s - self._profiles_at_s < _PROFILES_EVERY_S:
             return False
         self._profiles_at_s = now_s
-        found = [(path, path.lstat()) for path in self.files.path.glob("profile-rank-*.jsonl")]
-        key = (max((s.st_mtime for _, s in found), default=0.0), sum(s.st_size for _, s in found))
-        if key == self._profiles_key or key[1] > MAX_PROFILE_BYTES or any(path.is_symlink() for path, _ in found):
+        try:
+            names = names_inside(self.files.path, "profile-rank-*.jsonl")
+            found = [(self.files.path / name).lstat() for name in names]
+        except OSError as error:
+            before, self._refused["The directory"] = self._refused.get("The directory", ""), reason(error)
+            return before != reason(error)
+        key = (max((s.st_mtime for s in found), default=0.0), sum(s.st_size for s in found))
+        if key == self._profiles_key or key[1] > MAX_PROFILE_BYTES:
             return False
         self._profiles_key = key
         try:

@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
-from gradbus.runtime.json_text import MAX_LINE_CHARS
+from gradbus.experiments.rundir.reading import reason
+from gradbus.runtime.foreign_files import MAX_LINE_BYTES, open_inside
 
 _STEP_BYTES = 1 << 20
-
-
-def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading; the caller closes it.
-
-    Raises:
-        OSError: there is none. It is also raised for links, pipes and devices, which may lead elsewhere or never end.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is no regular file")
-    return descriptor
-
-
-def read_regular(path: Path, max_bytes: int) -> str:
-    """The text of a regular file. Raises OSError: there is none. ValueError: it is larger, or not UTF-8."""
-    descriptor = open_regular(path)
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"more than {max_bytes} bytes")
-    return data.decode("utf-8")
 
 
 class GrowingFile:
@@ -41,17 +18,22 @@ class GrowingFile:
     replaced by another, or becomes shorter, is read anew.
 
     Attributes:
+        name: as it was given.
         changed_s: when the file was last written, in seconds since the epoch; 0 while there is none.
+        refused: why the file is not read, as a clause; "" where it is, or is not there.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int) -> None:
-        self._path = path
+    def __init__(self, folder: Path, name: str, *, max_bytes: int) -> None:
+        """``name``: relative to the folder. Links are not followed, and nothing but a regular file is read."""
+        self._folder = folder
+        self.name = name
         self._max_bytes = max_bytes
         self._inode = -1
         self._at = 0
         self._rest = b""
         self._skips = False  # up to the next line end: the line began before what is read
         self.changed_s = 0.0
+        self.refused = ""
 
     def new_lines(self) -> tuple[bool, list[str]]:
         """Whether the file is another one than before, so that what was read does not count; and its new lines.
@@ -59,12 +41,14 @@ class GrowingFile:
         A line that has no end yet waits for it. One that is too long is left out. At most ``max_bytes`` are read.
         """
         try:
-            descriptor = open_regular(self._path)
-        except OSError:
+            opened = open_inside(self._folder, self.name)
+        except OSError as error:
+            self.refused = "" if isinstance(error, FileNotFoundError) else reason(error)
             was_there, self._inode, self.changed_s = self._inode >= 0, -1, 0.0
             return was_there, []
-        with os.fdopen(descriptor, "rb") as file:
-            now = os.fstat(descriptor)
+        self.refused = ""
+        with opened as file:
+            now = os.fstat(file.fileno())
             self.changed_s = now.st_mtime
             is_anew = now.st_ino != self._inode or now.st_size < self._at
             if is_anew:
@@ -83,6 +67,6 @@ class GrowingFile:
         *whole, self._rest = (self._rest + some).split(b"\n")
         if self._skips and whole:
             whole, self._skips = whole[1:], False
-        if len(self._rest) > MAX_LINE_CHARS:
+        if len(self._rest) > MAX_LINE_BYTES:
             self._rest, self._skips = b"", True
         return [line.decode("utf-8", errors="replace") for line in whole if line.strip()]

@@ -69,7 +69,8 @@ def run_body(run: Following, figures_version: int) -> str:
     tiles: list[Tile] = []
     if reports:
         tiles = federated.tiles_of(files) if files.kind == "federated" else parallel.tiles_of(files)
-    sections = [section for section in _sections(files) if section.tables or section.text]
+    unread = Section(title="What cannot be read", text=" ".join(files.missing))
+    sections = [section for section in (unread, *_sections(files)) if section.tables or section.text]
     figures: list[PageFigure] = figures_of(files)
     return template("run.html", _PACKAGE).render(
         run=files, state=state, good=state in ("running", "done"), tiles=tiles, now=now_of(run), sections=sections,
@@ -167,8 +168,8 @@ def _sections(files: RunFiles) -> list[Section]:
         return [
             Section(title="Newest rounds", text=left, tables=tables),
             Section(title="Evaluation by clients", tables=federated.evaluation_tables(files)),
-            Section(title="Clients", tables=federated.clients_tables([r for r in reports if r.timeline])),
-            federated.faults(reports),
+            Section(title="Clients", tables=federated.clients_tables([r for r in reports if r.timeline], files.whole)),
+            federated.faults(files.whole.faults, any_round=bool(reports)),
         ]
     newest_epochs = list(reversed(files.epochs[-MAX_ROWS:]))
     return [

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from gradbus.experiments.dashboard.following import Following
-from gradbus.experiments.rundir.reading import Kind, kind_of
+from gradbus.experiments.rundir.reading import Kind, kind_if_any
 from gradbus.runtime.errors import ConfigError
 
 MAX_RUNS = 100  # newest ones, that are listed
@@ -20,8 +20,7 @@ _LOOK_EVERY_S = 1.0
 class Runs:
     """Runs by name: those directly in a folder, or the one that the folder itself is. For any number of threads.
 
-    A name is looked up among those that were found, and never made into a path; links that lead out of the folder are
-    left out.
+    A name is looked up among those that were found, and never made into a path; links are left out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +33,7 @@ class Runs:
         self._found: OrderedDict[str, tuple[Path, Kind]] = OrderedDict()  # newest first
         self._known: dict[str, Following] = {}
         self._looked_s = -_LOOK_EVERY_S
-        self._is_one_run = _kind(self.folder) is not None
+        self._is_one_run = kind_if_any(self.folder) is not None
         try:
             os.scandir(self.folder).close()
         except OSError as error:
@@ -71,7 +70,7 @@ class Runs:
         for _, path in newest:
             if len(found) == MAX_RUNS:
                 break
-            if (kind := _kind(path)) is not None:
+            if (kind := kind_if_any(path)) is not None:
                 found[path.name] = (path, kind)
         self._found = found
         for name in self._known.keys() - found.keys():
@@ -80,18 +79,11 @@ class Runs:
     def _inside(self) -> list[Path]:
         try:
             with os.scandir(self.folder) as entries:
-                names = [entry.name for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False) if entry.is_dir()]
+                names = [entry.name for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False)
+                         if entry.is_dir(follow_symlinks=False)]  # fmt: skip
         except OSError:
             return []
-        paths = [self.folder / name for name in names if name.isprintable() and not name.startswith(".")]
-        return [path for path in paths if path.resolve().parent == self.folder]
-
-
-def _kind(path: Path) -> Kind | None:
-    try:
-        return kind_of(path)
-    except (ConfigError, OSError):
-        return None
+        return [self.folder / name for name in names if name.isprintable() and not name.startswith(".")]
 
 
 def _written_s(path: Path) -> float:
@@ -99,7 +91,7 @@ def _written_s(path: Path) -> float:
     newest = 0.0
     for name in ("", "rounds.jsonl", "epochs.jsonl", "history/controller.jsonl", "history/rank-0.jsonl"):
         try:
-            newest = max(newest, (path / name).stat().st_mtime)
+            newest = max(newest, (path / name).lstat().st_mtime)
         except OSError:
             continue
     return newest

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from gradbus.experiments.dashboard import pages
+from gradbus.experiments.dashboard.connections import Connections, is_own
 from gradbus.experiments.dashboard.drawings import Drawings
 from gradbus.experiments.dashboard.runs import Runs
 from gradbus.experiments.report.page import need_extras, style_sheet
@@ -29,8 +30,8 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
 HOST = "127.0.0.1"
-MAX_CONNECTIONS = 32
-IDLE_S = 15.0  # of a connection, and for a request to come in
+SEND_S = 15.0  # for a peer to take some of an answer
+_BACKLOG = 128  # connections that wait to be accepted: a busy peer must not push others out
 _HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})  # with any port: that of a tunnel is another one
 _THEMES: dict[str, Theme] = {"light": "light", "dark": "dark"}
 _HTML, _TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
@@ -89,7 +90,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[Dashboard]:
         yield dashboard
     finally:
         dashboard.close()
-        thread.join(IDLE_S)
+        thread.join(SEND_S)
 
 
 class _Answer:
@@ -172,23 +173,26 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
+    request_queue_size = _BACKLOG
 
     def __init__(self, address: tuple[str, int], site: _Site) -> None:
         self.site = site
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.connections = Connections()
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):  # the browser tries again
-            self.shutdown_request(request)
+        if not self.connections.admit(request, is_own=is_own(client_address[1], self.server_port)):
+            self.shutdown_request(request)  # the browser tries again
             return
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def service_actions(self) -> None:
+        """Run ten times a second by the thread that accepts."""
+        self.connections.close_late()
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.forget(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("request failed", exc_info=True)
@@ -198,11 +202,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "gradbus", ""
-    timeout = IDLE_S
+    timeout = SEND_S
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        self._send(self._answer())
+        self.server.connections.answering(self.connection)
+        try:
+            self._send(self._answer())
+        finally:
+            self.server.connections.waiting(self.connection)
 
     def _answer(self) -> _Answer:
         host = self.headers.get("Host", "")

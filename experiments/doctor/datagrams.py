@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradbus.runtime.dds.addresses import udp_socket
 from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.plain_text import plain_line
@@ -74,6 +75,7 @@ class Datagrams:
     """Sends and receives while :meth:`run` does.
 
     Attributes:
+        peers: IP addresses; the owner may add some.
         others: doctors by name. unreachable: why datagrams to an address cannot be sent, or are refused.
     """
 
@@ -91,8 +93,11 @@ class Datagrams:
             listening = undo.enter_context(self._bound())
             loop.add_reader(listening, self._read, listening)
             undo.callback(loop.remove_reader, listening)
-            asking = {peer: undo.enter_context(_connected(peer, self.identity.domain)) for peer in self.peers}
+            asking: dict[str, socket.socket] = {}
             while True:
+                for peer in self.peers:  # some are added as their names resolve
+                    if peer not in asking:
+                        asking[peer] = undo.enter_context(_connected(peer, self.identity.domain))
                 self._announce(listening)
                 for peer, probe in asking.items():  # a connected socket gets an error when it is refused
                     self._ask(peer, probe)
@@ -104,8 +109,7 @@ class Datagrams:
 
     def _bound(self) -> socket.socket:
         for port in probe_ports(self.identity.domain):
-            bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            bound.setblocking(False)
+            bound = udp_socket(self.identity.address)
             try:
                 bound.bind(("", port))
             except OSError as error:
@@ -189,8 +193,7 @@ class Datagrams:
 
 @contextlib.contextmanager
 def _connected(peer: str, domain: int) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.setblocking(False)
+    with udp_socket(peer) as probe:
         with contextlib.suppress(OSError):  # sending raises the reason
             probe.connect((peer, probe_ports(domain)[0]))
         yield probe

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.doctor.remote_bus import BusPeer, PeerMeasurements
+from gradbus.runtime import logs
 from gradbus.runtime.config.bus import BusSettings
 
 DEADLINE_S = 20.0  # some seconds are the start of a Python process, where the machine is busy
@@ -63,4 +64,5 @@ async def _serve(settings: BusSettings) -> None:
 
 
 if __name__ == "__main__":
+    logs.configure(level="error")  # else its warnings stand in the midst of the doctor's report
     asyncio.run(_serve(BusSettings.model_validate_json(sys.argv[1])))

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from gradbus.experiments.buses import document_of, open_bus
 from gradbus.experiments.doctor.datagrams import Datagrams, DoctorIdentity, RemoteDoctor
 from gradbus.experiments.doctor.machine import Finding, Severity, mtu_of
+from gradbus.experiments.doctor.peer_names import OtherMachines
 from gradbus.experiments.doctor.remote_bus import BusPeer, PeerMeasurements
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.dds.missing_peers import address_of, port_range
+from gradbus.runtime.dds.addresses import FAMILIES, address_of, uses_ipv6
+from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.dds.network import DATAGRAM_BYTES, NetworkConfig
 from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key
@@ -41,8 +43,11 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
     Raises:
         ConfigError, BusError: the bus cannot be opened.
     """
-    address = address_of(settings.interface) or ""
-    peers = [peer for peer in map(_numeric, settings.peers) if peer not in (address, "127.0.0.1")]
+    ipv6 = uses_ipv6(document_of(settings))
+    address = address_of(settings.interface, ipv6=ipv6) or ""
+    others = OtherMachines(settings.peers, address, FAMILIES[ipv6])
+    await others.resolve()
+    peers = others.addresses
     if settings.security == "identity":  # only a controller admits other nodes, and the measurement is no secret
         update = {"security": "none", "insecure": True, "key_file": None, "controller_key": "", "allow_file": None}
         settings = settings.model_copy(update=update)
@@ -54,7 +59,7 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
     size = NetworkConfig.of(settings).effective_datagram_bytes
     packets, measurements = Datagrams(own, peers, size), PeerMeasurements(number, host, address)
     say(
-        f"looking for the doctor on {', '.join(peers) or 'any machine'} for up to {wait_s:g} s: start it there with "
+        f"looking for the doctor on {str(others) or 'any machine'} for up to {wait_s:g} s: start it there with "
         f"the same settings, and {address or 'the address of this machine'} in --peers"
     )
 
@@ -64,6 +69,9 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
         return bool(differs) or (found is not None and found.measured)
 
     def over() -> bool:
+        others.look()
+        if not others.all_resolved:
+            return False
         if not peers:
             return any(peer.measured for peer in measurements.found.values())
         return all(is_known(peer) for peer in peers)
@@ -200,13 +208,6 @@ def _protection(settings: BusSettings) -> str:
     if level not in ("user", "psk"):
         return level
     return f"key {load_key(level, settings.key_file)[0].id.hex()}"
-
-
-def _numeric(peer: str) -> str:
-    """An address for a name; what cannot be looked up stays, and is not reached."""
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(peer)
-    return peer
 
 
 async def _run_if_possible(packets: Datagrams) -> None:

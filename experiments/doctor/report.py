@@ -17,7 +17,8 @@ from gradbus.experiments.cli.choices import LoopName
 from gradbus.experiments.doctor.machine import Finding, Severity, machine, packages
 from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.dds.missing_peers import address_of, port_range
+from gradbus.runtime.dds.addresses import address_of, uses_ipv6
+from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import install_line
@@ -59,12 +60,14 @@ def examine(
 def _on_the_bus(
     console: Console, settings: BusSettings, loop: LoopName, key_file: Path | None, wait_s: float | None, trusted: bool
 ) -> list[Finding]:
+    from gradbus.experiments.buses import document_of
     from gradbus.experiments.doctor.local_bus import measure
+    from gradbus.experiments.doctor.peer_names import unresolved
     from gradbus.experiments.doctor.peers import JOB, look_for
     from gradbus.experiments.doctor.security import measurable, protected, security
 
     settings = asked = protected(settings, key_file)
-    own = address_of(settings.interface)
+    own = address_of(settings.interface, ipv6=uses_ipv6(document_of(settings)))
     if settings.interface != LOOPBACK and own is not None:
         # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
@@ -77,6 +80,7 @@ def _on_the_bus(
             named = asked.model_copy(update={"job": name})
             print_line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
             findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=print_line), loop)
+        findings += unresolved(asked)
     except (ConfigError, BusError) as error:
         findings.append(Finding("data bus", "cannot be opened", Severity.BAD, str(error)))
     return findings

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, samples and seeds")
     parser.add_argument("--runs", type=Path, default=Path("runs/figures"), help="folder of the runs")
-    parser.add_argument("--out", type=Path, help="folder of the figures [build/figures, or build/figures-quick]")
+    parser.add_argument("--out", type=Path, help="folder of the figures [build/figures, with -quick and -glyphs]")
     parser.add_argument("--data", choices=["mnist", "glyphs"], default="mnist", help="glyphs are drawn on the spot")
     parser.add_argument(
         "--draw-only",
@@ -85,10 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _make(chosen: argparse.Namespace) -> int:
     style.need_matplotlib()
-    if chosen.install_docs and chosen.quick:
-        raise ConfigError("--install-docs: not with --quick, whose figures are for a look only")
+    if chosen.install_docs and (chosen.quick or chosen.data != "mnist"):
+        raise ConfigError("--install-docs: not with --quick or --data glyphs, whose figures are for a look only")
     scale = replace(QUICK if chosen.quick else FULL, data=chosen.data)
-    out: Path = chosen.out or Path("build/figures-quick" if chosen.quick else "build/figures")
+    kind = "-quick" * chosen.quick + "-glyphs" * (chosen.data == "glyphs")
+    out: Path = chosen.out or Path(f"build/figures{kind}")
     plan, store, started_s = make_plan(scale), Store(chosen.runs), time.perf_counter()
     plan = {group: runs for group, runs in plan.items() if chosen.only is None or group in chosen.only}
     if chosen.draw_only:
@@ -106,8 +107,10 @@ def _make(chosen: argparse.Namespace) -> int:
     entries = entries_of(plan)
     failures = draw(tables, entries, scale, out)
     command = "make figures QUICK=1" if chosen.quick else "make figures"
-    if chosen.only:
-        command += f' ARGS="--only {" ".join(chosen.only)}"'
+    arguments = ["--data glyphs"] * (chosen.data == "glyphs")
+    arguments += [f"--only {' '.join(chosen.only)}"] if chosen.only else []
+    if arguments:
+        command += f' ARGS="{" ".join(arguments)}"'
     index = write_index(out, command, finished, failures, code=store.code)
     failed = {name: why for name, why in failures.items() if why is not None}
     for name, why in failed.items():

@@ -129,7 +129,7 @@ def draw_accuracy(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     """Accuracy over rounds, and at the end."""
     rows = [row for row in canvas.pick(rounds, group="codecs") if row.accuracy is not None]
     figure, (over_rounds, ends) = style.new_figure(1, 2, height_in=4.2, width_ratios=(3, 2))
-    marks = canvas.stars("federated_accuracy", fits=scale.rounds == 10)
+    marks = canvas.stars("federated_accuracy", fits=scale.rounds == 10 and scale.data == "mnist")
     for index, codec in enumerate(CODECS):
         look = style.look_of(codec)
         curves = [
@@ -152,8 +152,8 @@ def draw_accuracy(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     style.label(ends, x="codec", y="test accuracy", y_unit="%")
     return canvas.finish(
         figure, scale,
-        f"MNIST, CNN, 2 clients with equal shares, {scale.samples:,} samples each per round; the codec in both "
-        f"directions, with error feedback; {canvas.seeds_note(rows, 'codec')}.",
+        f"{scale.data_name}, CNN, 2 clients with equal shares, {scale.samples:,} samples each per round; the codec in "
+        f"both directions, with error feedback; {canvas.seeds_note(rows, 'codec')}.",
         compared="federated_accuracy" if marks else "",
     )  # fmt: skip
 
@@ -178,8 +178,8 @@ def draw_tradeoff(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(CODECS))
     return canvas.finish(
         figure, scale,
-        f"MNIST, CNN, 2 clients, {scale.rounds} rounds of {scale.samples:,} samples per client; the codec in both "
-        f"directions. {'. '.join(notes)}.",
+        f"{scale.data_name}, CNN, 2 clients, {scale.rounds} rounds of {scale.samples:,} samples per client; the codec "
+        f"in both directions. {'. '.join(notes)}.",
     )  # fmt: skip
 
 

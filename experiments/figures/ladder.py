@@ -49,9 +49,11 @@ def draw_ladder(rows: Sequence[LadderRow], scale: Scale) -> Figure:
     )
     return canvas.finish(
         figure, scale,
-        "MNIST, CNN, 4 ranks, batches of 64 each, links of 200 Mbit/s between network namespaces of one machine. "
+        f"{scale.data_name}, CNN, 4 ranks, batches of 64 each, links of 200 Mbit/s between network namespaces of one "
+        "machine. "
         "Above the bars: the share of a step that is waiting for the exchange. Time to 97 %: steps until so much of "
-        f"the test set is right at the end of an epoch of 12,800 samples, times the step. Samples a second: {samples}. "
+        f"the test set is right at the end of an epoch of {scale.ladder_samples:,} samples, times the step. "
+        f"Samples a second: {samples}. "
         f"Utilisation of the link of the rank that sends most: {used}.",
         timed=found,
     )  # fmt: skip

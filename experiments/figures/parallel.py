@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMES = {"dense": "dense fp32", "int8": "int8\n(baseline of the original)", "dgc": "DGC 0.1 %"}
-_SETTING = "MNIST, perceptron 784-512-10, 2 ranks, batches of 128 each"
 _MIB = 1 << 20
+
+
+def _setting(scale: Scale) -> str:
+    return f"{scale.data_name}, perceptron 784-512-10, 2 ranks, batches of 128 each"
 
 
 def draw_bytes(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
@@ -40,8 +43,8 @@ def draw_bytes(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
     unit = style.byte_unit(mean := sum(r.bytes_per_step * r.steps for r in dgc) / sum(r.steps for r in dgc))
     return canvas.finish(
         figure, scale,
-        f"{_SETTING}: payload in the last of {last} epochs. Over all epochs, those of the warm-up included, DGC sends "
-        f"{mean / unit.factor:.3g} {unit.name} per step.",
+        f"{_setting(scale)}: payload in the last of {last} epochs. Over all epochs, those of the warm-up included, "
+        f"DGC sends {mean / unit.factor:.3g} {unit.name} per step.",
         compared="parallel_bytes",
     )  # fmt: skip
 
@@ -51,7 +54,7 @@ def draw_accuracy(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
     # All ranks hold the same model, and report the same accuracy.
     rows = [row for row in canvas.pick(epochs, "epochs", overlap=False, rank=0) if row.accuracy is not None]
     figure, (axes,) = style.new_figure(height_in=4.4)
-    marks = canvas.stars("parallel_accuracy", fits=scale.epochs == 10)
+    marks = canvas.stars("parallel_accuracy", fits=scale.epochs == 10 and scale.data == "mnist")
     last = max(row.epoch for row in rows)
     for index, exchange in enumerate(EXCHANGES):
         look = style.look_of(exchange)._replace(label=_NAMES[exchange].replace("\n", " "))
@@ -67,7 +70,7 @@ def draw_accuracy(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
     style.label(axes, x="epoch", y="test accuracy", y_unit="%")
     style.legend_above(axes)
     return canvas.finish(
-        figure, scale, f"{_SETTING}; learning rate 0.05, momentum 0.9; {canvas.seeds_note(rows, 'exchange')}.",
+        figure, scale, f"{_setting(scale)}; learning rate 0.05, momentum 0.9; {canvas.seeds_note(rows, 'exchange')}.",
         compared="parallel_accuracy" if marks else "",
     )  # fmt: skip
 
@@ -93,7 +96,7 @@ def draw_wait(ranks: Sequence[RankRow], scale: Scale) -> Figure:
         style.label(axes, x="exchange of gradients", y="communication time per step", y_unit=unit.name)
     return canvas.finish(
         figure, scale,
-        f"{_SETTING}, over DDS on one machine: from the end of a rank's own work to the end of the step's last "
+        f"{_setting(scale)}, over DDS on one machine: from the end of a rank's own work to the end of the step's last "
         "exchange, all steps. Bars: median of the runs, dots: each run. With overlap, the default, a part is hidden "
         "behind the backward pass.",
         timed=ranks, compared="parallel_wait",

@@ -18,6 +18,7 @@ RUNGS = ("star", "ring", "compression", "overlap")
 WAYS = ("DDP", "DGC", "DiLoCo", "streaming")
 
 Data = Literal["mnist", "glyphs"]
+DATA_NAMES: dict[Data, str] = {"mnist": "MNIST", "glyphs": "Glyphs (digits drawn on the spot)"}  # in figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,11 @@ class Scale:
     ladder_epochs: int
     thin_link_s: float
     data: Data = "mnist"
+
+    @property
+    def data_name(self) -> str:
+        """What figures call the data."""
+        return DATA_NAMES[self.data]
 
 
 FULL = Scale(

@@ -45,7 +45,8 @@ def draw_loss(rows: Sequence[ThinLinkRow], scale: Scale) -> Figure:
     axes.legend(fontsize=9)
     return canvas.finish(
         figure, scale,
-        "MNIST, CNN, 2 ranks, batches of 16 each, a link of 50 Mbit/s and 50 ms one way between network namespaces of "
-        f"one machine; {canvas.seeds_note(rows, 'way')}. Steps of a rank in that time: {', '.join(steps)}.",
+        f"{scale.data_name}, CNN, 2 ranks, batches of 16 each, a link of 50 Mbit/s and 50 ms one way between network "
+        f"namespaces of one machine; {canvas.seeds_note(rows, 'way')}. "
+        f"Steps of a rank in that time: {', '.join(steps)}.",
         timed=rows,
     )  # fmt: skip

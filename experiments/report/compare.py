@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
 
-from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.amounts import DASH, duration, number, percent, size
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import parallel, style
 from gradbus.experiments.report.page import Page, PageFigure, PageTable, Section, text_of
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.run.live import Evaluated
-from gradbus.experiments.rundir.directory import totals
 from gradbus.experiments.rundir.reading import RunFiles
+from gradbus.experiments.rundir.whole_run import WholeRun
 from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
@@ -43,15 +41,15 @@ def page_of(runs: Sequence[RunFiles]) -> Page:
     differing = settings_table(runs, labels)
     if runs[0].kind == "federated":
         kind, counted, sent, part, measures = "Federated", "round", "sent, up and down", "a round", FEDERATED
-        curves = [draw.curve_of_rounds(run.rounds, look) for run, look in zip(runs, looks, strict=True)]
-        bars = [draw.round_bar(run.rounds) for run in runs]
+        curves = [draw.curve_of_rounds(run.rounds, look, run.spent) for run, look in zip(runs, looks, strict=True)]
+        bars = [draw.round_bar(run.whole.sums) for run in runs]
         of_parts = (
             "Means over all rounds; training and encoding are those of the slowest client. On the right the same "
             "without training."
         )
     else:
         kind, counted, sent, part, measures = "Data-parallel", "epoch", "sent by a rank", "a step", PARALLEL
-        curves = [draw.curve_of_epochs(run.epochs, look) for run, look in zip(runs, looks, strict=True)]
+        curves = [draw.curve_of_epochs(run.epochs, look, run.spent) for run, look in zip(runs, looks, strict=True)]
         bars = [draw.step_bar(run.profiles) for run in runs]
         of_parts = "Means over all steps and ranks. On the right the same without computing."
     places = "; ".join(f"{label} is {run.path}" for run, label in zip(runs, labels, strict=True))
@@ -104,11 +102,11 @@ def looks_of(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Look]:
 
 
 def _total(key: str) -> Callable[[RunFiles], float | None]:
-    return lambda run: totals(run.rounds)[key] if run.rounds else None
+    return lambda run: run.whole.sums.to_json()[key] if run.rounds else None
 
 
-def _median(of: Callable[[RoundReport], float]) -> Callable[[RunFiles], float | None]:
-    return lambda run: median(map(of, run.rounds)) if run.rounds else None
+def _median(of: Callable[[WholeRun], float]) -> Callable[[RunFiles], float | None]:
+    return lambda run: of(run.whole) if run.rounds else None
 
 
 def _last(key: str) -> Callable[[RunFiles], float | None]:
@@ -116,12 +114,11 @@ def _last(key: str) -> Callable[[RunFiles], float | None]:
 
 
 def _wall_s(run: RunFiles) -> float | None:
-    value = run.summary.get("wall_s")
-    return value if isinstance(value, int | float) else None
+    return run.number("wall_s")
 
 
 def _not_counted(run: RunFiles) -> float | None:
-    return sum(sum(report.dropped.values()) for report in run.rounds) if run.rounds else None
+    return run.whole.faults.dropped.total() if run.rounds else None
 
 
 _count = "{:,.0f}".format
@@ -135,8 +132,8 @@ FEDERATED: Sequence[Measure] = (
     ("training loss", _total("loss"), _loss),
     ("up", _total("bytes_up"), size),
     ("down", _total("bytes_down"), size),
-    ("round, median", _median(lambda report: report.seconds), duration),
-    ("round without the slowest training, median", _median(lambda report: report.seconds - report.train_s), duration),
+    ("round, median", _median(lambda whole: whole.median_mean_s), duration),
+    ("round without the slowest training, median", _median(lambda whole: whole.median_other_s), duration),
     ("training of the slowest clients, in all", _total("train_s"), duration),
     ("the whole run", _wall_s, duration),
     ("updates and frames not counted", _not_counted, _count),

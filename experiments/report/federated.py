@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from statistics import median_high
 
 from gradbus.actors.federated.participation import FOR_GOOD, Strike
 from gradbus.actors.federated.report import MAX_CLIENTS, ClientTimeline, RoundReport
-from gradbus.actors.federated.rounds import Outcome
-from gradbus.experiments.amounts import duration, listed, size
+from gradbus.experiments.amounts import duration, size
 from gradbus.experiments.amounts import number as decimal
 from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.report import figures as draw
@@ -24,6 +21,7 @@ from gradbus.experiments.report.metric_parts import (
     quality_tiles,
 )
 from gradbus.experiments.report.page import (
+    MAX_ROWS,
     Page,
     PageFigure,
     PageTable,
@@ -37,8 +35,8 @@ from gradbus.experiments.report.page import (
     time_column,
 )
 from gradbus.experiments.run.live import MAX_SHOWN_METRICS
-from gradbus.experiments.rundir.directory import totals
 from gradbus.experiments.rundir.reading import RunFiles
+from gradbus.experiments.rundir.whole_run import MAX_NAMES, RoundFaults, Uneven, WholeRun
 from gradbus.runtime.plain_text import plain_line
 
 MAX_FAULTS = 60  # rows of a table of faults
@@ -51,7 +49,7 @@ def page_of(run: RunFiles) -> Page:
     reports = run.rounds
     names = [str(run.setting("federated", key, "fp32")) for key in ("codec.name", "downlink_codec.name")]
     up, down = map(style.look_of, names)
-    curve = draw.curve_of_rounds(reports, up)
+    curve = draw.curve_of_rounds(reports, up, run.spent)
     what = "Federated run" + (", codec {} up and {} down".format(*names) if run.config else "")
     return run_page(
         run, what, ControllerFile(),
@@ -67,10 +65,10 @@ def page_of(run: RunFiles) -> Page:
             )]),
             Section(title="Training at the clients", figures=[PageFigure(
                 "client-training", partial(draw.draw_client_training, reports), "Training at each client",
-                f"As the clients announce them. {of_each(reports)}".rstrip(),
+                f"As the clients announce them. {of_each(run.whole)}".rstrip(),
             )]),
             evaluation(run),
-            _time(reports),
+            _time(reports, run.whole),
             Section(title="Bytes", figures=[PageFigure(
                 "bytes", partial(draw.draw_bytes, reports, up=up, down=down), "Bytes of each round, up and down",
                 "Encoded updates that count, and the encoded model times the clients it went to. What frames, DDS and "
@@ -83,28 +81,28 @@ def page_of(run: RunFiles) -> Page:
                 "within a few times an update; one that only grows is never sent. Controller: the residual of its "
                 "message to the clients.",
             )]),
-            faults(reports),
-            Section(title="Rounds", tables=[rounds_table(reports)] if reports else []),
+            faults(run.whole.faults, any_round=bool(reports)),
+            Section(title="Rounds", tables=[rounds_table(reports, run.whole.sums.rounds)] if reports else []),
         ],
     )  # fmt: skip
 
 
 def tiles_of(run: RunFiles) -> list[Tile]:
     """The key numbers of a run with a report."""
-    reports = run.rounds
-    count, sums = len(reports), totals(reports)
-    clients = {client for report in reports for client in report.clients}
-    wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.summary.get("wall_s"), reports[-1].epsilon
+    reports, whole = run.rounds, run.whole
+    count, sums = whole.sums.rounds, whole.sums.sums
+    clients = f"{len(whole.clients)}" + (" or more" if len(whole.clients) >= MAX_NAMES else "")
+    wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.number("wall_s"), reports[-1].epsilon
     budget = run.setting("federated", "privacy.epsilon")
     allowed = f", of {budget:g} allowed" if isinstance(budget, int | float) else ""
     return [
         *quality_tiles(reports),
         *client_tiles(reports),
         Tile("rounds", str(count), f"of {wanted}" if wanted else ""),
-        Tile("clients", str(len(clients)), "whose updates count"),
-        Tile("up", size(sums["bytes_up"]), f"{size(sums['bytes_up'] // count)} a round"),
-        Tile("down", size(sums["bytes_down"]), f"{size(sums['bytes_down'] // count)} a round"),
-        Tile("a round", duration(median_high(r.seconds for r in reports)), "median, without evaluation"),
+        Tile("clients", clients, "whose updates count"),
+        Tile("up", size(sums["bytes_up"]), f"{size(int(sums['bytes_up']) // count)} a round"),
+        Tile("down", size(sums["bytes_down"]), f"{size(int(sums['bytes_down']) // count)} a round"),
+        Tile("a round", duration(whole.median_s), "median, without evaluation"),
         Tile("evaluation", duration(sums["eval_s"]), "in all, on the controller; no bytes"),
         *(
             [Tile("epsilon", f"{epsilon:.3g}", f"of differential privacy, spent{allowed}")]
@@ -119,16 +117,16 @@ def _notes(run: RunFiles) -> list[str]:
     """Return what a reader has to know first: an early end, and contradictions between the files of a run that has done
     a round."""
     notes, last, wanted = [], run.rounds[-1].round_id, run.setting("federated", "rounds")
-    if gaps := sorted(set(range(1, last + 1)) - {report.round_id for report in run.rounds}):
-        notes.append(f"Of round {listed(gaps)} there is no report.")
+    if run.whole.gaps.count:
+        notes.append(f"Of round {run.whole.gaps.text} there is no report.")
     if early := run.summary.get("ended_early"):
         notes.append(f"The run ended after round {last} of {wanted}: {early}.")
-    elif run.summary.get("outcome") == "done" and wanted and last < wanted:
+    elif run.summary.get("outcome") == "done" and isinstance(wanted, int) and last < wanted:
         notes.append(f"By its summary the run is done, but its last report is of round {last} of {wanted}.")
     never = run.summary.get("never_counted")
     named = [one for one in never if isinstance(one, dict)] if isinstance(never, list) else []
     notes += [f"Of client {one.get('client')} no update has ever counted: {one.get('reason')}." for one in named]
-    if not any(report.timeline for report in run.rounds):
+    if not run.whole.has_timelines:
         notes.append("There are no timelines of clients: the run was made by an older program.")
     return notes
 
@@ -210,7 +208,7 @@ _TIMELINE = (
 )
 
 
-def _time(reports: Sequence[RoundReport]) -> Section:
+def _time(reports: Sequence[RoundReport], whole: WholeRun) -> Section:
     shown = [PageFigure(
         "round-times", partial(draw.draw_round_times, reports), "Time of each round",
         "From the command to the published model. Training and encoding are those of the slowest client; wire and "
@@ -222,11 +220,11 @@ def _time(reports: Sequence[RoundReport]) -> Section:
         title = f"Where the time went in {what}: round {report.round_id}, {duration(report.seconds)}"
         caption = (_TIMELINE if index == 1 else "As above.") + some
         shown.append(PageFigure(f"timeline-{index}", partial(draw.draw_timeline, report), title, caption))
-    return Section(title="Time", figures=shown, tables=clients_tables(reports))
+    return Section(title="Time", figures=shown, tables=clients_tables(reports, whole))
 
 
-def clients_tables(reports: Sequence[RoundReport]) -> list[PageTable]:
-    """The means of each client over its rounds; no table without timelines."""
+def clients_tables(reports: Sequence[RoundReport], whole: WholeRun) -> list[PageTable]:
+    """The means of each client over its rounds, as far as these are kept; no table without timelines."""
     of_client: dict[int, list[ClientTimeline]] = {}
     for report in reports:
         for client in report.timeline:
@@ -246,17 +244,19 @@ def clients_tables(reports: Sequence[RoundReport]) -> list[PageTable]:
         *(time_column(phase, mean_s(phase)) for phase in phases),
         byte_column("update", [sum(t.num_bytes for t in of_client[i]) / len(of_client[i]) for i in ids]),
     ]
-    return [column_table("clients", columns, "clients", title="Clients: means per round", caption=of_each(reports))]
+    return [column_table("clients", columns, "clients", title="Clients: means per round", caption=of_each(whole))]
 
 
-def of_each(reports: Sequence[RoundReport]) -> str:
+def of_each(whole: WholeRun) -> str:
     """Return which rounds figures of single clients are of, where these are not all."""
-    many = any(report.updates > len(report.timeline) > 0 for report in reports)
-    return f"Only rounds in which the client was among the {MAX_CLIENTS} that counted last." if many else ""
+    known = [f"Only rounds in which the client was among the {MAX_CLIENTS} that counted last."] * whole.some_timelines
+    return " ".join([*known, *["Only of a sample of the rounds."] * whole.is_thinned])
 
 
-def rounds_table(reports: Sequence[RoundReport]) -> PageTable:
-    """A row for each round."""
+def rounds_table(reports: Sequence[RoundReport], total: int | None = None) -> PageTable:
+    """A row for each round. ``total``: rounds, of which ``reports`` has the first and the last, and some others."""
+    if total is not None and total > MAX_ROWS:
+        reports = [*reports[: MAX_ROWS // 2], *reports[-(MAX_ROWS // 2) :]]
     updates = column("clients", [r.updates for r in reports])
     columns = [
         column("round", [r.round_id for r in reports]),
@@ -279,7 +279,7 @@ def rounds_table(reports: Sequence[RoundReport]) -> PageTable:
         time_column("evaluate", [r.eval_s for r in reports]),
         column("dropped", [sum(r.dropped.values()) for r in reports]),
     ]
-    return column_table("rounds", columns, "rounds", file="rounds.jsonl")
+    return column_table("rounds", columns, "rounds", file="rounds.jsonl", total=total)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -311,52 +311,40 @@ REASONS = {
 """The meaning of the reasons in a report. Others explain themselves, or come from the wire: see docs/wire.md."""
 
 
-def faults(reports: Sequence[RoundReport]) -> Section:
+def faults(found: RoundFaults, *, any_round: bool) -> Section:
     """Updates and frames that did not count, rounds that did not go smoothly, and clients with bad updates."""
-    counts: Counter[str] = Counter()
-    rounds: dict[str, list[int]] = {}
-    strikes: dict[int, list[Strike]] = {}
-    marks: dict[str, Counter[int]] = {}
-    uneven = []
-    for report in reports:
-        counts.update(report.dropped)
-        for reason in report.dropped:
-            rounds.setdefault(reason, []).append(report.round_id)
-        for strike in report.strikes:
-            strikes.setdefault(strike.client_id, []).append(strike)
-        for mark, marked in report.marks.items():
-            marks.setdefault(mark, Counter()).update(marked)
-        as_planned = report.outcome in (Outcome.ALL.value, Outcome.ENOUGH.value)
-        if report.attempt > 1 or report.updates < report.expected or not as_planned:
-            uneven.append(
-                [str(report.round_id), f"{report.updates} of {report.expected}", str(report.attempt), report.outcome]
-            )
-    marked_clients = sorted({client for found in marks.values() for client in found})
+    marked_clients = sorted({client for counts in found.marks.values() for client in counts})
     tables = [
         row_table(
             "dropped", ("reason", "times", "in round", "meaning"),
-            [[reason, str(n), listed(rounds[reason]), REASONS.get(reason, "")] for reason, n in counts.most_common()],
+            [[reason, str(count), found.in_rounds[reason].text, REASONS.get(reason, "")]
+             for reason, count in found.dropped.most_common()],
             "reasons", title="Not counted, by reason",
         ),
         row_table(
-            "uneven", ("round", "clients", "attempts", "ended by"), uneven, "rounds", most=MAX_FAULTS,
-            title="Rounds that some client missed, or that were tried again",
+            "uneven", ("round", "clients", "attempts", "ended by"),
+            [_row_of(one) for one in (*found.uneven_first, *found.uneven_last)], "rounds", most=MAX_FAULTS,
+            title="Rounds that some client missed, or that were tried again", total=found.uneven,
         ),
         row_table(
             "strikes", ("client", "strikes", "in round", "the last", "what was wrong", "kept out"),
-            [[str(client), str(len(found)), listed(s.round_id for s in found), found[-1].reason, found[-1].detail,
-              _spans(found)] for client, found in sorted(strikes.items())],
+            [[str(client), str(struck.rounds.count), struck.rounds.text, struck.last.reason, struck.last.detail,
+              _spans(struck.out)] for client, struck in sorted(found.strikes.items()) if struck.last is not None],
             "clients", most=MAX_FAULTS, title="Clients with bad updates",
         ),
         row_table(
-            "marks", ("client", *marks),
-            [[str(client), *(str(found[client]) for found in marks.values())] for client in marked_clients],
+            "marks", ("client", *found.marks),
+            [[str(client), *(str(counts[client]) for counts in found.marks.values())] for client in marked_clients],
             "clients", most=MAX_FAULTS, title="Updates that did not count as they were, in how many rounds",
         ),
     ]  # fmt: skip
     shown = [table for table in tables if table.rows]
-    smooth = "Every update that was expected counted, in the first attempt." if reports and not shown else ""
+    smooth = "Every update that was expected counted, in the first attempt." if any_round and not shown else ""
     return Section(title="Drops and faults", text=smooth, tables=shown)
+
+
+def _row_of(one: Uneven) -> list[str]:
+    return [str(one.round_id), f"{one.updates} of {one.expected}", str(one.attempt), one.outcome]
 
 
 def _spans(strikes: Sequence[Strike]) -> str:

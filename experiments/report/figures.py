@@ -19,6 +19,7 @@ from gradbus.experiments.report import style
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.run.live import MAX_SHOWN_METRICS, client_metric_names
 from gradbus.experiments.rundir.reading import StepSpan
+from gradbus.experiments.rundir.whole_run import RoundSums
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats
 
@@ -36,15 +37,15 @@ MAX_LINES = 10  # clients or ranks that get a line of their own; of more there i
 Bar = Sequence[tuple[str, str, float]]
 """A stacked bar: label, colour and length of each part."""
 
-ROUND_PARTS: Sequence[tuple[str, str, Callable[[RoundReport], float]]] = (
-    ("train (slowest)", style.PHASES["train"], lambda report: report.train_s),
-    ("encode (slowest)", style.PHASES["encode"], lambda report: report.encode_s),
-    ("wire and waiting", style.PHASES["upload"], lambda report: report.wire_s),
-    ("decode, aggregate", style.PHASES["aggregate"], lambda report: report.aggregate_s),
-    ("checkpoint", style.PHASES["checkpoint"], lambda report: report.checkpoint_s),
-    ("publish", style.PHASES["send"], lambda report: report.publish_s),
+ROUND_PARTS: Sequence[tuple[str, str, str]] = (
+    ("train (slowest)", style.PHASES["train"], "train_s"),
+    ("encode (slowest)", style.PHASES["encode"], "encode_s"),
+    ("wire and waiting", style.PHASES["upload"], "wire_s"),
+    ("decode, aggregate", style.PHASES["aggregate"], "aggregate_s"),
+    ("checkpoint", style.PHASES["checkpoint"], "checkpoint_s"),
+    ("publish", style.PHASES["send"], "publish_s"),
 )
-"""Parts of the time of a round: label, colour, seconds. Their sum is the round, to rounding."""
+"""Parts of the time of a round: label, colour, field of its report. Their sum is the round, to rounding."""
 
 STEP_PARTS: Mapping[str, tuple[str, str]] = {
     "compute_s": ("compute", style.PHASES["train"]),
@@ -90,13 +91,26 @@ class Curve:
         return any(map(math.isfinite, self.accuracy))
 
 
-def curve_of_rounds(reports: Sequence[RoundReport], look: Look) -> Curve:
-    """The curve of a federated run. Its time includes the evaluation, as the clock on the wall does."""
+def curve_of_rounds(
+    reports: Sequence[RoundReport], look: Look, spent: Mapping[int, tuple[float, float]] | None = None
+) -> Curve:
+    """The curve of a federated run. Its time includes the evaluation, as the clock on the wall does.
+
+    Args:
+        spent: bytes and seconds that the run had spent when each of these rounds was done, where they are not all.
+    """
+    until = spent or dict(zip(
+        (report.round_id for report in reports),
+        zip(
+            accumulate(report.bytes_up + report.bytes_down for report in reports),
+            accumulate(report.seconds + report.eval_s for report in reports), strict=True,
+        ), strict=True,
+    ))  # fmt: skip
     return Curve(
         look,
         [report.round_id for report in reports],
-        list(accumulate(report.bytes_up + report.bytes_down for report in reports)),
-        list(accumulate(report.seconds + report.eval_s for report in reports)),
+        [until[report.round_id][0] for report in reports],
+        [until[report.round_id][1] for report in reports],
         [_or_nan(report.accuracy) for report in reports],
         [_or_nan(report.loss) for report in reports],
         [_or_nan(report.eval_loss) for report in reports],
@@ -104,15 +118,17 @@ def curve_of_rounds(reports: Sequence[RoundReport], look: Look) -> Curve:
     )
 
 
-def curve_of_epochs(reports: Sequence[EpochReport], look: Look) -> Curve:
-    """The curve of a data-parallel run, with the bytes of the rank that reports."""
+def curve_of_epochs(
+    reports: Sequence[EpochReport], look: Look, spent: Mapping[int, tuple[float, float]] | None = None
+) -> Curve:
+    """The curve of a data-parallel run, with the bytes of the rank that reports. ``spent``: as for rounds."""
     steps = [after - before for before, after in pairwise([0, *(report.step for report in reports)])]
     sent = (report.bytes_out_per_step * max(0, count) for report, count in zip(reports, steps, strict=True))
     return Curve(
         look,
         [report.epoch + 1 for report in reports],
-        list(accumulate(sent)),
-        list(accumulate(report.seconds for report in reports)),
+        [spent[report.epoch][0] for report in reports] if spent else list(accumulate(sent)),
+        [spent[report.epoch][1] for report in reports] if spent else list(accumulate(r.seconds for r in reports)),
         [_or_nan(report.accuracy) for report in reports],
         [report.loss for report in reports],
         [_or_nan(report.eval_loss) for report in reports],
@@ -181,7 +197,8 @@ def draw_round_times(reports: Sequence[RoundReport]) -> Figure | None:
     for axes, title, parts in zip(
         panels, ("all of it", "without training"), (ROUND_PARTS, ROUND_PARTS[1:]), strict=True
     ):
-        _stack(axes, [r.round_id for r in reports], [(color, [of(r) for r in reports]) for _, color, of in parts])
+        values = [(color, [getattr(report, part) for report in reports]) for _, color, part in parts]
+        _stack(axes, [report.round_id for report in reports], values)
         axes.set_title(title)
     style.legend_of_colors(figure, {label: color for label, color, _ in ROUND_PARTS})
     return figure
@@ -459,9 +476,9 @@ def draw_step_bytes(reports: Sequence[EpochReport], look: Look) -> Figure | None
 # -- runs side by side -------------------------------------------------------------------------------------------------
 
 
-def round_bar(reports: Sequence[RoundReport]) -> Bar:
+def round_bar(sums: RoundSums) -> Bar:
     """The mean round, part by part."""
-    return [(name, color, sum(map(of, reports)) / len(reports)) for name, color, of in ROUND_PARTS] if reports else []
+    return [(name, color, sums.sums[part] / sums.rounds) for name, color, part in ROUND_PARTS] if sums.rounds else []
 
 
 def step_bar(profiles: Sequence[ProfileSummary]) -> Bar:

@@ -21,7 +21,7 @@ from gradbus.experiments.rundir.directory import replaced
 from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.needs import install_line
+from gradbus.runtime.needs import how_to_install
 from gradbus.runtime.plain_text import plain_text
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ def need_extras() -> None:
     try:
         import jinja2  # noqa: F401 - only whether it is there
     except ImportError:
-        raise ConfigError(
-            f"a report needs jinja2, which is not installed: {install_line('jinja2', 'matplotlib')}"
-        ) from None
+        raise ConfigError(f"a report needs jinja2, which is not installed. {how_to_install('jinja2')}") from None
     style.need_matplotlib()
 
 
@@ -221,23 +219,25 @@ def time_column(name: str, values: Sequence[float | None]) -> Column:
 
 
 def column_table(
-    name: str, columns: Sequence[Column], counted: str, *, file: str = "", title: str = "", caption: str = ""
-) -> PageTable:
+    name: str, columns: Sequence[Column], counted: str, *, file: str = "", title: str = "", caption: str = "",
+    total: int | None = None,
+) -> PageTable:  # fmt: skip
     """A table of columns, the first of which names the row. Arguments as for :func:`row_table`."""
     heads, rows = [column.head for column in columns], list(zip(*(column.cells for column in columns), strict=True))
-    return row_table(name, heads, rows, counted, file=file, title=title, caption=caption, numbers=1)
+    return row_table(name, heads, rows, counted, file=file, title=title, caption=caption, numbers=1, total=total)
 
 
 def row_table(
     name: str, head: Sequence[str], rows: Sequence[Sequence[str]], counted: str, *, most: int = MAX_ROWS,
-    file: str = "", title: str = "", caption: str = "", numbers: int | None = None,
+    file: str = "", title: str = "", caption: str = "", numbers: int | None = None, total: int | None = None,
 ) -> PageTable:  # fmt: skip
     """A table that shows the first and the last rows where there are more than ``most``.
 
     Args:
         counted: the rows, in the plural, for the sentence on how many are left out. file: holds all of them.
+        total: how many rows there are, where ``rows`` are but the first and the last, ``most`` at least.
     """
-    if (left_out := len(rows) - most) > 0:
+    if (left_out := (len(rows) if total is None else total) - most) > 0:
         gap = ["…", *[""] * (len(head) - 1)]
         rows = [*rows[: most // 2], gap, *rows[-(most - most // 2) :]]
         where = f"; {file} has all of them" if file else ""

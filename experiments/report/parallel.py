@@ -31,7 +31,7 @@ def page_of(run: RunFiles) -> Page:
     """The page on one run."""
     algorithm = algorithm_of(run)
     look = style.look_of(algorithm or "dense")
-    curve = draw.curve_of_epochs(run.epochs, look)
+    curve = draw.curve_of_epochs(run.epochs, look, run.spent)
     world = run.summary.get("world") or run.config.get("world") or len(run.profiles) or None
     what = "Data-parallel run" + (f", {world} ranks" if world else "") + (f", {algorithm}" if algorithm else "")
     return run_page(
@@ -73,10 +73,10 @@ def tiles_of(run: RunFiles) -> list[Tile]:
         Tile("of it waiting", duration(last.wait_s_mean), "for others and the network"),
         Tile("sent per step", size(last.bytes_out_per_step), f"gradients, density {last.density:.3g}"),
     ]
-    sent, wall_s = (run.summary.get(key) for key in ("bytes_out", "wall_s"))
-    if isinstance(sent, int):
+    sent, wall_s = run.number("bytes_out"), run.number("wall_s")
+    if sent is not None:
         tiles.append(Tile("sent in all", size(sent), "by rank 0, with evaluation and saving"))
-    if isinstance(wall_s, int | float):
+    if wall_s is not None:
         eval_s = sum(profile.outside.get("eval_s", 0.0) for profile in run.profiles[:1])
         tiles.append(Tile("the run", duration(wall_s), f"of it evaluation {duration(eval_s)}"))
     return tiles

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradbus.experiments.amounts import size
-from gradbus.experiments.rundir.traces import merge_traces, readable
+from gradbus.experiments.rundir.traces import files_of_ranks, merge_traces, readable
 from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
 
 _PARTS = {
@@ -67,7 +67,7 @@ def summary_table(summaries: Sequence[ProfileSummary], *, max_ranks: int = 8) ->
 
 def load_summaries(folder: Path) -> list[ProfileSummary]:
     """Return those of all ranks there, by rank. A file that cannot be read is named in the log and left out."""
-    found = readable(sorted(folder.glob("profile-rank-*.jsonl")), read_summary)
+    found = readable(files_of_ranks(folder, "profile-rank-*.jsonl"), read_summary)
     return sorted((summary for summary in found if summary is not None), key=lambda summary: summary.rank)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.needs import install_line
+from gradbus.runtime.needs import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +137,7 @@ def have_matplotlib() -> bool:
 def need_matplotlib() -> None:
     """Raises ConfigError, with the command that installs it, if figures cannot be drawn."""
     if not have_matplotlib():
-        raise ConfigError(f"figures need matplotlib, which is not installed: {install_line('matplotlib', 'jinja2')}")
+        raise ConfigError(f"figures need matplotlib, which is not installed. {how_to_install('matplotlib')}")
 
 
 @contextlib.contextmanager

@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 
 from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import parse_json, read_text
-from gradbus.runtime.needs import install_line
+from gradbus.runtime.foreign_files import clear_way, text_inside
+from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.needs import how_to_install
 from gradbus.runtime.private_folder import make_private
 
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /]", re.ASCII)  # of metrics in MLflow, which on Windows takes no colon, either
@@ -97,7 +98,7 @@ class TrackedRun:
         self.run_id: str | None = None
         self.last_step: int | None = None
         with contextlib.suppress(OSError, ValueError):
-            found = parse_json(read_text(self._path, _MAX_NOTE_BYTES))
+            found = parse_json(text_inside(run_dir, self._path.name, _MAX_NOTE_BYTES))
             if isinstance(found, dict) and isinstance(found.get("run_id"), str):
                 self.run_id = found["run_id"]
                 last = found.get("last_step")
@@ -114,6 +115,7 @@ class TrackedRun:
         if step is not None:
             self.last_step = step if self.last_step is None else max(step, self.last_step)
         new = self._path.with_suffix(".new")
+        clear_way(new)
         new.write_text(json.dumps({"run_id": self.run_id, "last_step": self.last_step}))
         new.replace(self._path)
 
@@ -223,7 +225,7 @@ def _needed(option: str, project: str) -> Iterator[None]:
     except ImportError as error:
         package = project.replace("_", "-")
         raise ConfigError(
-            f"--{option} needs {package}, which cannot be imported here ({error}). Install it: {install_line(project)}"
+            f"--{option} needs {package}, which cannot be imported here ({error}). {how_to_install(project)}"
         ) from None
 
 

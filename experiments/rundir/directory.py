@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import math
+import os
 import platform
 import secrets
 import time
@@ -24,8 +25,18 @@ from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, WorkerFile
 from gradbus.experiments.rundir.traces import trace_of
 from gradbus.experiments.rundir.versions import machine, versions
+from gradbus.experiments.rundir.whole_run import totals
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import MAX_LINE_CHARS, lines_of, parse_json, read_text
+from gradbus.runtime.foreign_files import (
+    MAX_LINE_BYTES,
+    clear_way,
+    is_there,
+    lines_inside,
+    open_inside,
+    open_to_append,
+    text_inside,
+)
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import keep_private, make_private
 
@@ -36,7 +47,9 @@ if TYPE_CHECKING:
     from gradbus.runtime.config.federated import FederatedConfig
     from gradbus.runtime.profiling.summary import ProfileSummary
 
-MAX_FILE_BYTES = 64 << 20  # of what is read again
+MAX_FILE_BYTES = 16 << 20  # of what is read again
+MAX_CHECKPOINT_BYTES = 256 << 20  # of the JSON of a checkpoint
+_ALL = 1 << 62  # bytes, and lines: this process has written the file itself
 _MARK = ".rank-0"
 _MAX_MARK_BYTES = 64
 
@@ -90,7 +103,7 @@ class RunDirectory:
         if anew:
             write_text(path, lines)
         else:
-            with path.open("a", encoding="utf-8") as file:
+            with os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
                 file.writelines(lines)
 
     def write_summary(self, **entries: Any) -> None:
@@ -138,8 +151,8 @@ class ControllerDirectory(RunDirectory):
             if written and reports is self._of:  # another list is that of another run, as a site may begin
                 self.write_reports(map(_line, reports[written:]), anew=False)
             else:
-                path = self.path / self.reports_file
-                with path.open("rb") if path.exists() else io.BytesIO() as old:
+                is_new = not is_there(self.path, self.reports_file)
+                with io.BytesIO() if is_new else open_inside(self.path, self.reports_file) as old:
                     self.write_reports(_merged(old, reports), anew=True)
             self._written, self._of = len(reports), reports
 
@@ -169,20 +182,16 @@ class ControllerDirectory(RunDirectory):
             outcome: done, stopped or failed. seconds: of this start.
         """
         with self._unless_full("summary"):
-            sums = totals(self._rows() or reports)
+            is_written = self._written and is_there(self.path, self.reports_file)
+            sums = totals(self._rows() if is_written else reports)
             self.write_summary(outcome=outcome, **sums, wall_s=round(seconds, 3), **more)
 
-    def _rows(self) -> list[RoundReport]:
+    def _rows(self) -> Iterator[RoundReport]:
         """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
-        path = self.path / self.reports_file
-        if not self._written or not path.exists():
-            return []
         known = {field.name for field in fields(RoundReport)}
-        entries = (parse_json(line) for line in lines_of(path))
-        return [
-            RoundReport.from_json({key: value for key, value in entry.items() if key in known}).figures()
-            for entry in entries
-        ]
+        for line in lines_inside(self.path, self.reports_file, max_bytes=_ALL, max_lines=_ALL):
+            entry = parse_json(line)
+            yield RoundReport.from_json({key: value for key, value in entry.items() if key in known}).figures()
 
 
 class WorkerDirectory(RunDirectory):
@@ -197,6 +206,7 @@ class WorkerDirectory(RunDirectory):
         self._unwritten: dict[int, str] = {}  # lines by epoch, of reports that could not be written
         if rank == 0:
             with _writing(path):
+                clear_way(path / _MARK)
                 (path / _MARK).write_text(secrets.token_hex(16))
 
     @classmethod
@@ -242,8 +252,9 @@ class WorkerDirectory(RunDirectory):
 
     def _entries(self) -> list[dict[str, Any]]:
         """The lines of the file of reports, without what is cut off."""
-        path, entries = self.path / self.reports_file, []
-        for line in lines_of(path) if path.exists() else ():
+        entries = []
+        is_new = not is_there(self.path, self.reports_file)
+        for line in () if is_new else lines_inside(self.path, self.reports_file, max_bytes=_ALL, max_lines=_ALL):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 entry = parse_json(line)
                 entry["epoch"] + 0  # a number, in an object
@@ -307,7 +318,7 @@ def finished(path: Path, state: Path, wanted: int) -> FinishedRun | None:
         summary = _summary_in(path)
         rounds = int(summary["rounds"])
         if summary["outcome"] == "done" and rounds >= wanted and (path / ControllerDirectory.reports_file).exists():
-            checkpoint = parse_json(read_text(state / f"round-{rounds:06d}.json", MAX_FILE_BYTES))
+            checkpoint = parse_json(text_inside(state, f"round-{rounds:06d}.json", MAX_CHECKPOINT_BYTES))
             return FinishedRun(rounds, int(checkpoint["meta"]["run_id"], 16))
     return None
 
@@ -333,39 +344,12 @@ def open_log(path: Path, name: str) -> TextIO:
     """A file in a run directory, for appending; the directory is made if need be. Raises ConfigError."""
     with _writing(path):
         make_private(path)
-        return (path / name).open("a", encoding="utf-8")
+        return os.fdopen(open_to_append(path / name), "a", encoding="utf-8")
 
 
 def new_path(job: str) -> Path:
     """``runs/<job>-<time>`` below the current directory."""
     return Path("runs", f"{job}-{time.strftime('%Y%m%d-%H%M%S')}")
-
-
-def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
-    """The sums over the rounds."""
-    evaluated = [report.accuracy for report in reports if report.accuracy is not None]
-    sizes = ("bytes_up", "bytes_down", "bytes_up_shared", "bytes_down_shared")
-    times = ("train_s", "wire_s", "aggregate_s", "checkpoint_s", "publish_s", "eval_s")
-    return {
-        "rounds": len(reports),
-        "accuracy": evaluated[-1] if evaluated else None,
-        "best_accuracy": max(evaluated, default=None),
-        "eval_loss": next((report.eval_loss for report in reversed(reports) if report.eval_loss is not None), None),
-        "metrics": next((dict(report.metrics) for report in reversed(reports) if report.metrics), {}),
-        "by_clients": next(
-            (
-                {name: one.mean for name, one in report.by_clients.metrics.items()}
-                for report in reversed(reports)
-                if report.by_clients.asked
-            ),
-            {},
-        ),
-        "loss": reports[-1].loss if reports else None,
-        "train_metrics": dict(reports[-1].train_metrics) if reports else {},
-        **{name: sum(getattr(report, name) for report in reports) for name in sizes},
-        **{name: round(sum(getattr(report, name) for report in reports), 3) for name in times},
-        "weights_crc32": reports[-1].weights_crc32 if reports else None,
-    }
 
 
 @contextlib.contextmanager
@@ -384,13 +368,13 @@ def _cell(text: str) -> str:
 
 
 def _summary_in(path: Path) -> Any:
-    return parse_json(read_text(path / "summary.json", MAX_FILE_BYTES))
+    return parse_json(text_inside(path, "summary.json", MAX_FILE_BYTES))
 
 
 def _mark_in(folder: Path) -> str:
     """The mark there; "" if there is none, or something else by its name."""
     with contextlib.suppress(OSError, ValueError):
-        return read_text(folder / _MARK, _MAX_MARK_BYTES)
+        return text_inside(folder, _MARK, _MAX_MARK_BYTES)
     return ""
 
 
@@ -402,7 +386,7 @@ def _merged(old: BinaryIO, reports: Sequence[RoundReport]) -> Iterator[str]:
     """The lines of these reports, with what only the file as it was knows of them and of the rounds before."""
     first = reports[0].round_id if reports else 0
     places: dict[tuple[int, int], int] = {}  # by round and checksum of its model: a round done again is another one
-    while line := old.readline(MAX_LINE_CHARS):
+    while line := old.readline(MAX_LINE_BYTES):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
             entry = parse_json(line.decode())
             round_id, crc32 = int(entry["round_id"]), int(entry["weights_crc32"])
@@ -415,7 +399,7 @@ def _merged(old: BinaryIO, reports: Sequence[RoundReport]) -> Iterator[str]:
         place = places.get((report.round_id, report.weights_crc32))
         if place is not None:
             old.seek(place)
-            entry = parse_json(old.readline(MAX_LINE_CHARS).decode())
+            entry = parse_json(old.readline(MAX_LINE_BYTES).decode())
             for key, known in entry.items():
                 if known not in (None, [], {}) and _is_like(known, values.get(key)):
                     values[key] = known
@@ -447,6 +431,7 @@ def write_text(path: Path, pieces: Iterable[str]) -> None:
 def replaced(path: Path) -> Iterator[Path]:
     """Write the file that this yields; it takes the place of ``path`` at the end, or is gone if there was an error."""
     temporary = path.with_name(f"{path.name}.tmp")
+    clear_way(temporary)
     try:
         yield temporary
         temporary.replace(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,17 +15,31 @@ from pydantic import TypeAdapter, ValidationError
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import RoundReport
+from gradbus.experiments.rundir.thinned import Thinned
 from gradbus.experiments.rundir.traces import MAX_TRACE_BYTES
+from gradbus.experiments.rundir.whole_run import MAX_WHOLE, WholeRun
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import lines_of, parse_json, read_text
-from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats, read_summary
+from gradbus.runtime.foreign_files import FileRefused, is_there, lines_inside, names_inside, text_inside
+from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.profiling.summary import (
+    MAX_PROFILE_BYTES,
+    MAX_PROFILE_LINES,
+    ProfileSummary,
+    WindowStats,
+    read_summary,
+)
 
 T = TypeVar("T")
 
 Kind = Literal["federated", "parallel"]
 
-MAX_FILE_BYTES = 64 << 20  # of config.json, and of summary.json
+MAX_FILE_BYTES = 16 << 20  # of config.json, and of summary.json
+MAX_TABLE_BYTES = 64 << 20  # of cross_site.json
 MAX_TRACES = 8  # ranks whose traces are read: each may have tens of megabytes
+MAX_PROFILES = 1024  # ranks whose profiles are read
+MAX_WINDOWS = 2000  # of a rank, that are kept
+MAX_BAD_LINES = 1000  # behind so many lines that are no reports a file is not read
+_HELD_BACK = 256  # newest reports that a line further on may still replace
 MAX_LOSS = 1e30
 _LEFT_BY: dict[Kind, str] = {"federated": "rounds.jsonl", "parallel": "epochs.jsonl"}
 _SECTION: dict[Kind, str] = {"federated": "federated", "parallel": "parallel"}
@@ -38,14 +54,17 @@ class StepSpan(NamedTuple):
     end_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunFiles:
     """A run, as far as its files could be read.
 
     Attributes:
         path: its directory. kind: federated or (data) parallel.
         config, summary: as they were written; empty if they were not.
-        rounds: of a federated run, oldest first. epochs: of a parallel one.
+        rounds: of a federated run, oldest first; of very many those that ``counted`` keeps. epochs: of a parallel one.
+        counted: all rounds, where they were counted as they were read: see :attr:`whole`.
+        spent: bytes and seconds that were spent when a round or epoch was done, by its number; empty where the reports
+            are all there.
         cross_site: of a federated run that has evaluated local models.
         profiles: of its ranks. windows: by rank, oldest first. step: number of the one that ``spans`` shows, by rank.
         missing: sentences on what is not there or cannot be read.
@@ -58,11 +77,18 @@ class RunFiles:
     rounds: tuple[RoundReport, ...] = ()
     cross_site: CrossSite | None = None
     epochs: tuple[EpochReport, ...] = ()
+    counted: WholeRun | None = None
+    spent: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     profiles: tuple[ProfileSummary, ...] = ()
     windows: Mapping[int, tuple[WindowStats, ...]] = field(default_factory=dict)
     step: int | None = None
     spans: Mapping[int, tuple[StepSpan, ...]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+
+    @cached_property
+    def whole(self) -> WholeRun:
+        """Sums, counts and medians of all rounds, also of those that are not in ``rounds``."""
+        return WholeRun.of(self.rounds) if self.counted is None else self.counted
 
     @property
     def name(self) -> str:
@@ -81,6 +107,11 @@ class RunFiles:
         data = str(self.summary.get("data") or "").split(" from ")[0]  # the rest is the place of the files
         return " on ".join(str(part) for part in (model, data) if part)
 
+    def number(self, key: str) -> float | None:
+        """One number of the summary; None: it has none."""
+        value = self.summary.get(key)
+        return value if isinstance(value, int | float) else None
+
     def setting(self, section: str, key: str, default: Any = None) -> Any:
         """One key of the configuration, such as ``rounds`` or ``codec.name``."""
         found: Any = self.config.get(section)
@@ -92,9 +123,26 @@ class RunFiles:
 
 
 def kind_of(path: Path) -> Kind:
-    """Which kind of run has left this directory. Raises ConfigError: none."""
+    """Return which kind of run has left this directory.
+
+    Raises:
+        ConfigError: none, or its config.json is not a file that is opened.
+    """
     _check_directory(path)
-    return _kind(path, _json_file(path / "config.json", [], ""))
+    refused: list[str] = []
+    try:
+        config = _json_file(path, "config.json", refused, "the configuration is not known", strict=True)
+        return _kind(path, config, refused)
+    except OSError as error:
+        raise ConfigError(f"run directory {path} cannot be read: {error}") from None
+
+
+def kind_if_any(path: Path) -> Kind | None:
+    """Return the same; None where no run has left it. A config.json that cannot be read does not matter."""
+    try:
+        return _kind(path, _json_file(path, "config.json", [], ""), [])
+    except (ConfigError, OSError):
+        return None
 
 
 def _check_directory(path: Path) -> None:
@@ -112,67 +160,88 @@ def read_run(path: Path) -> RunFiles:
     _check_directory(path)
     missing: list[str] = []
     try:
-        config = _json_file(path / "config.json", missing, "the configuration is not known")
-        kind = _kind(path, config)
+        config = _json_file(path, "config.json", missing, "the configuration is not known")
+        kind = _kind(path, config, missing)
         summary = _json_file(
-            path / "summary.json", missing, "the run has not come to its end: it goes on, or was killed"
+            path, "summary.json", missing, "the run has not come to its end: it goes on, or was killed"
         )
+        known: dict[str, Any] = {"path": path, "kind": kind, "config": config, "summary": summary}
         if kind == "federated":
-            rounds = _lines(path / "rounds.jsonl", RoundReport, lambda report: report.round_id, missing)
+            whole = _rounds(path, missing)
             return RunFiles(
-                path=path, kind=kind, config=config, summary=summary, rounds=rounds,
-                cross_site=_cross_site(path / "cross_site.json", missing), missing=tuple(missing),
+                **known, rounds=whole.reports, counted=whole, spent=whole.spent if whole.is_thinned else {},
+                cross_site=_cross_site(path, missing), missing=tuple(missing),
             )  # fmt: skip
-        epochs = _lines(path / "epochs.jsonl", EpochReport, lambda report: report.epoch, missing)
+        epochs, spent = _epochs(path, missing)
         profiles, windows = profiles_of(path, missing)
         step, spans = _step(path, missing)
         return RunFiles(
-            path=path, kind=kind, config=config, summary=summary, epochs=epochs, profiles=profiles, windows=windows,
-            step=step, spans=spans, missing=tuple(missing),
+            **known, epochs=epochs, spent=spent, profiles=profiles, windows=windows, step=step, spans=spans,
+            missing=tuple(missing),
         )  # fmt: skip
     except OSError as error:
         raise ConfigError(f"run directory {path} cannot be read: {error}") from None
 
 
-def _kind(path: Path, config: Mapping[str, Any]) -> Kind:
+def _kind(path: Path, config: Mapping[str, Any], missing: list[str]) -> Kind:
     for kind, section in _SECTION.items():
         if section in config:
             return kind
     for kind, name in _LEFT_BY.items():
-        if (path / name).exists():
+        if is_there(path, name):
             return kind
-    if any(path.glob("profile-rank-*.jsonl")):
+    if names_inside(path, "profile-rank-*.jsonl"):
         return "parallel"
     raise ConfigError(
         f"{path} is no run directory: it has neither rounds.jsonl (federated) nor epochs.jsonl (data parallel), nor "
-        f"the config.json of either. Name one that a run has left, as in runs/<job>-<time>"
+        f"the config.json of either{''.join(f'. {text}' for text in missing)[:-1]}. Name one that a run has left, as "
+        f"in runs/<job>-<time>"
     )
 
 
-def _json_file(path: Path, missing: list[str], otherwise: str) -> dict[str, Any]:
-    if not path.exists():
-        missing.append(f"{path.name} is not there: {otherwise}.")
+def _json_file(
+    path: Path, name: str, missing: list[str], otherwise: str, *, strict: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """Return the object in a JSON file of a run; {} with a sentence in ``missing`` if there is none that can be read.
+
+    Raises:
+        FileRefused: with ``strict``, it is there and is not opened.
+    """
+    if not is_there(path, name):
+        missing.append(f"{name} is not there: {otherwise}.")
         return {}
     try:
-        values = _parsed(read_text(path, MAX_FILE_BYTES))
+        values = _parsed(text_inside(path, name, MAX_FILE_BYTES))
         if isinstance(values, dict):
             return values
         why = "it is no JSON object"
+    except OSError as error:
+        if strict and isinstance(error, FileRefused):
+            raise
+        why = reason(error)
     except ValueError as error:
         why = f"it is no JSON ({error})"
-    missing.append(f"{path.name} cannot be read, {why}: {otherwise}.")
+    missing.append(f"{name} cannot be read, {why}: {otherwise}.")
     return {}
 
 
 def _cross_site(path: Path, missing: list[str]) -> CrossSite | None:
     """The table of a cross-site evaluation; None: the run has made none."""
-    if not path.exists():
+    name = "cross_site.json"
+    if not is_there(path, name):
         return None
     try:
-        return TypeAdapter(CrossSite).validate_json(read_text(path, MAX_FILE_BYTES))
+        return TypeAdapter(CrossSite).validate_json(text_inside(path, name, MAX_TABLE_BYTES))
     except ValueError as error:
-        missing.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}.")
-        return None
+        missing.append(f"{name} cannot be read: {str(error).splitlines()[0]}.")
+    except OSError as error:
+        missing.append(f"{name} cannot be read: {reason(error)}.")
+    return None
+
+
+def reason(error: OSError) -> str:
+    """Return why a file cannot be read, as a clause."""
+    return f"it {error.strerror}" if isinstance(error, FileRefused) else str(error.strerror or error)
 
 
 def _parsed(text: str) -> Any:
@@ -180,37 +249,152 @@ def _parsed(text: str) -> Any:
     return parse_json(text, parse_constant=lambda _: None)
 
 
-def _lines(path: Path, kind: type[T], key: Callable[[T], int], missing: list[str]) -> tuple[T, ...]:
-    """The reports in a file, one a line, by their number; of two with the same the later counts."""
-    if not path.exists():
-        missing.append(f"{path.name} is not there: nothing was finished.")
-        return ()
-    check: TypeAdapter[T] = TypeAdapter(kind)
-    found: dict[int, T] = {}
-    bad: list[tuple[int, str]] = []
-    for number, text in enumerate(lines_of(path), start=1):
+def _rounds(path: Path, missing: list[str]) -> WholeRun:
+    """The rounds of a federated run, counted as they are read."""
+    whole = WholeRun()
+    for report in _reports(path, "rounds.jsonl", RoundReport, lambda report: report.round_id, missing):
+        whole.add(report)
+    if whole.is_thinned:
+        missing.append(
+            f"The run has {whole.sums.rounds:,} rounds: curves and timelines are sampled, such that no peak is lost. "
+            f"Sums, medians and counts are of all rounds."
+        )
+    return whole
+
+
+def _epochs(path: Path, missing: list[str]) -> tuple[tuple[EpochReport, ...], dict[int, tuple[float, float]]]:
+    """The epochs of a data-parallel run, and of very many what was spent until then; else {}."""
+    kept: Thinned[tuple[EpochReport, float, float]] = Thinned(
+        [lambda item: item[0].loss, lambda item: item[0].accuracy, lambda item: item[0].seconds], MAX_WHOLE
+    )
+    num_bytes, seconds, steps, count, last = 0.0, 0.0, 0, 0, None
+    for report in _reports(path, "epochs.jsonl", EpochReport, lambda report: report.epoch, missing):
+        num_bytes += report.bytes_out_per_step * max(0, report.step - steps)
+        seconds, steps, count = seconds + report.seconds, report.step, count + 1
+        last = (report, num_bytes, seconds)
+        kept.add(last)
+    items = kept.items()
+    if not kept.is_thinned:
+        return tuple(report for report, *_ in items), {}
+    if last is not None and items[-1] is not last:
+        items.append(last)
+    missing.append(f"The run has {count:,} epochs: curves are sampled, such that no peak is lost.")
+    return tuple(report for report, *_ in items), {report.epoch: (sent, spent_s) for report, sent, spent_s in items}
+
+
+def _reports(path: Path, name: str, kind: type[T], key: Callable[[T], int], missing: list[str]) -> Iterator[T]:
+    """Yield the reports in a file, one a line, by ascending number; of two with the same the later counts.
+
+    No more than the newest are held back for that: a report that comes again much later is left out.
+    """
+    if not is_there(path, name):
+        missing.append(f"{name} is not there: nothing was finished.")
+        return
+    held: dict[int, T] = {}
+    bad = _BadLines(name)
+    done: float = -math.inf
+    try:
+        for number, report in _numbered_reports(path, name, TypeAdapter(kind), bad, missing):
+            if key(report) <= done:
+                bad.note(number, f"number {key(report)} comes again, or far out of order")
+                continue
+            held[key(report)] = report
+            if len(held) >= 2 * _HELD_BACK:
+                for done in sorted(held)[:_HELD_BACK]:
+                    yield held.pop(done)
+    except OSError as error:
+        missing.append(f"{name} cannot be read: {reason(error)}.")
+        return
+    for number in sorted(held):
+        yield held[number]
+    missing += bad.sentences()
+    if not held and not bad.count:
+        missing.append(f"{name} is empty: nothing was finished.")
+
+
+def _numbered_reports(
+    path: Path, name: str, check: TypeAdapter[T], bad: _BadLines, missing: list[str]
+) -> Iterator[tuple[int, T]]:  # fmt: skip
+    for number, text in enumerate(lines_inside(path, name, missing.append), start=1):
+        if bad.is_enough:
+            return
         if not text.strip():
             continue
         try:
-            report = report_in(text, check)
-            found[key(report)] = report
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(step) for step in first["loc"])
-            bad.append((number, f"{where}: {first['msg']}" if where else first["msg"]))
-        except ValueError:
-            bad.append((number, "no JSON; it was cut off, if it is the last one"))
-    missing += [f"{path.name}, line {number} is left out: {why}." for number, why in bad[:5]]
-    if len(bad) > 5:
-        missing.append(f"{path.name}: {len(bad) - 5} more lines are left out.")
-    if not found and not bad:
-        missing.append(f"{path.name} is empty: nothing was finished.")
-    return tuple(found[number] for number in sorted(found))
+            yield number, report_in(text, check)
+        except ValueError as error:
+            bad.note(number, error)
+
+
+class _BadLines:
+    """Counts the lines of a file that are no reports, and names the first."""
+
+    def __init__(self, name: str) -> None:
+        self.count = 0
+        self._name = name
+        self._named: list[str] = []
+        self._newest = 0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether there were so many that the file is not read on."""
+        return self.count >= MAX_BAD_LINES
+
+    def note(self, number: int, why: ValueError | str) -> None:
+        """Take a line."""
+        self.count += 1
+        self._newest = number
+        if len(self._named) < 5:
+            self._named.append(f"{self._name}, line {number} is left out: {_why(why)}.")
+
+    def sentences(self) -> list[str]:
+        """For the reader of the report."""
+        found = list(self._named)
+        if self.is_enough:
+            found.append(
+                f"{self._name}: {self.count:,} lines are no reports; nothing behind line {self._newest:,} is read."
+            )
+        elif self.count > len(self._named):
+            found.append(f"{self._name}: {self.count - len(self._named)} more lines are left out.")
+        return found
+
+
+def _why(error: ValueError | str) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(step) for step in first["loc"])
+        return f"{where}: {first['msg']}" if where else first["msg"]
+    return error if isinstance(error, str) else "no JSON; it was cut off, if it is the last one"
+
+
+_MANY_DIGITS = re.compile("[0-9]{41}")
+_MAX_SHORT = 64  # characters between two commas
 
 
 def report_in(text: str, check: TypeAdapter[T]) -> T:
     """The report in a line of a file. Raises ValueError: there is none; it is a ValidationError where it is JSON."""
+    if not _is_odd(text):
+        try:  # it takes a fifth of the time
+            report = check.validate_json(text)
+        except ValueError:
+            report = None
+        if report is not None and _has_plain_losses(report):
+            return report
     return check.validate_python(_with_gaps(_parsed(text)))
+
+
+def _is_odd(text: str) -> bool:
+    """Whether the text has something that the two readers of JSON take differently: NaN, infinity, or a whole number
+    that floats have no place for."""
+    if "NaN" in text or "Infinity" in text:
+        return True
+    return max(map(len, text.split(","))) > _MAX_SHORT and _MANY_DIGITS.search(text) is not None
+
+
+def _has_plain_losses(report: Any) -> bool:
+    """Whether :func:`_with_gaps` would change nothing."""
+    losses = (report.loss, 0.0 if report.eval_loss is None else report.eval_loss)
+    return all(loss is not None and abs(loss) < MAX_LOSS for loss in losses)
 
 
 def _with_gaps(entry: Any) -> Any:
@@ -234,49 +418,83 @@ def profiles_of(
 ) -> tuple[tuple[ProfileSummary, ...], dict[int, tuple[WindowStats, ...]]]:
     """The profiles of all ranks, and the windows of each by rank."""
     profiles, windows = [], {}
-    files = sorted(path.glob("profile-rank-*.jsonl"))
-    for file in files:
-        summary = read_summary(file)
+    for name in (names := names_of(path, "profile-rank-*.jsonl", missing))[:MAX_PROFILES]:
+        try:
+            summary = read_summary(path / name)
+        except OSError as error:
+            missing.append(f"{name} cannot be read: {reason(error)}.")
+            continue
         if summary is None:
-            missing.append(f"{file.name} holds nothing that can be read.")
+            missing.append(f"{name} holds nothing that can be read.")
             continue
         profiles.append(summary)
-        windows[summary.rank] = tuple(_windows(file))
-    if not files:
+        windows[summary.rank] = tuple(_windows(path, name))
+    if not names:
         missing.append("There is no profile-rank-R.jsonl: where the time of a step went is not known.")
+    if len(names) > MAX_PROFILES:
+        missing.append(f"There are {len(names):,} files profile-rank-R.jsonl, of which {MAX_PROFILES:,} are read.")
     return tuple(sorted(profiles, key=lambda profile: profile.rank)), dict(sorted(windows.items()))
 
 
-def _windows(path: Path) -> list[WindowStats]:
-    """Return those of all starts of the rank. Steps that were done again after a resume count once."""
+def names_of(path: Path, pattern: str, missing: list[str]) -> list[str]:
+    """Return the files of ranks in a run directory; none, with a sentence, if it has very many entries."""
+    try:
+        return names_inside(path, pattern)
+    except FileRefused as error:
+        missing.append(f"The directory {error.strerror}: files of ranks are not looked for.")
+        return []
+
+
+def _windows(path: Path, name: str) -> list[WindowStats]:
+    """Return those of all starts of the rank. Steps that were done again after a resume count once. Of very many those
+    with the shortest and the longest steps are kept."""
     check = TypeAdapter(WindowStats)
     found: list[WindowStats] = []
-    for text in lines_of(path):
+    bad = 0
+    for text in lines_inside(path, name, max_bytes=MAX_PROFILE_BYTES, max_lines=MAX_PROFILE_LINES):
         try:
             line = _parsed(text)
             if line["kind"] == "window":
                 for amounts in (line["mean"], line["max"]):
                     amounts.update({name: math.nan for name, value in amounts.items() if value is None})
                 window = check.validate_python(line)
-                found = [earlier for earlier in found if earlier.last_step < window.first_step]
+                if window.last_step < window.first_step:
+                    continue
+                while found and found[-1].last_step >= window.first_step:
+                    found.pop()
                 found.append(window)
         except (ValueError, LookupError, TypeError, AttributeError):
-            continue
-    return found
+            bad += 1
+        if bad > MAX_BAD_LINES:
+            break
+        if len(found) > 8 * MAX_WINDOWS:
+            found = _fewer(found)
+    return found if len(found) <= MAX_WINDOWS else _fewer(found)
+
+
+def _fewer(windows: list[WindowStats]) -> list[WindowStats]:
+    kept: Thinned[WindowStats] = Thinned(
+        [lambda window: window.mean.get("step_s"), lambda window: window.mean.get("wait_s")], MAX_WINDOWS
+    )
+    for window in windows:
+        kept.add(window)
+    return kept.items()
 
 
 def _step(path: Path, missing: list[str]) -> tuple[int | None, dict[int, tuple[StepSpan, ...]]]:
     """A typical step: of those that all traces have, the one of median length; and its spans, by rank."""
-    files = sorted(path.glob("trace-rank-*.json"), key=lambda file: (len(file.name), file.name))
-    if not files:
+    names = sorted(names_of(path, "trace-rank-*.json", []), key=lambda name: (len(name), name))
+    if not names:
         missing.append("There is no trace-rank-R.json: no step can be shown in detail.")
     traces: dict[int, _Trace] = {}
-    for file in files[:MAX_TRACES]:
+    for name in names[:MAX_TRACES]:
         try:
-            trace = _Trace(_parsed(read_text(file, MAX_TRACE_BYTES)))
+            trace = _Trace(_parsed(text_inside(path, name, MAX_TRACE_BYTES)))
             traces[trace.rank] = trace
+        except OSError as error:
+            missing.append(f"{name} cannot be read: {reason(error)}.")
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-            missing.append(f"{file.name} cannot be read: {error}.")
+            missing.append(f"{name} cannot be read: {error}.")
     common = set.intersection(*(set(trace.steps) for trace in traces.values())) if traces else set()
     if not common:
         return None, {}

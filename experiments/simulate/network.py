@@ -1,6 +1,6 @@
 """Run the programs of all ranks on a model of a network: their results as in lockstep, and the time that they take.
 
-A discrete-event model on SimPy: the extra ``simulate``, or ``pip install simpy``. A message occupies each link of its
+A discrete-event model on SimPy: the extra ``simulate``. A message occupies each link of its
 route for ``overhead + bytes / rate`` and is on the next one after the link's latency; its first bytes go on before its
 last ones have come (virtual cut-through), and messages that meet at a link pass it one after the other, in the order in
 which they came. So a message that is alone on its links takes ``latency + bytes / rate``, with the sum of the latencies
@@ -46,11 +46,14 @@ from gradbus.runtime.algorithms.requests import (
 )
 from gradbus.runtime.collectives.reductions import choose
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.needs import how_to_install
 
 try:
     import simpy
 except ModuleNotFoundError:
-    raise ConfigError("the model of a network needs the package simpy: pip install simpy") from None
+    raise ConfigError(
+        f"the model of a network needs simpy, which is not installed. {how_to_install('simpy')}"
+    ) from None
 
 R = TypeVar("R")
 _Key = tuple[int, int, str, int]  # sender, receiver, name, how often it was used between these before

@@ -11,7 +11,6 @@ of an accelerator.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
 import shlex
@@ -32,6 +31,7 @@ from gradbus.experiments.simulate.steps import StepWork
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json, read_text
+from gradbus.runtime.nearest import nearest
 
 _MAX_BYTES = 4 << 20
 _MARK = "forward of "
@@ -120,8 +120,8 @@ def read_trace(name: str) -> Trace:
         elif name.endswith(".json"):
             text = read_text(Path(name), _MAX_BYTES)
         else:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}, and files *.json"
+            near = nearest(name, known)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}, and files *.json"
             raise ConfigError(f"simulate.trace: no trace {name!r}; {hint}")
         return Trace.model_validate(parse_json(text))
     except (OSError, ValueError) as error:

@@ -22,7 +22,7 @@ from gradbus.runtime.collectives.status import StallLog
 from gradbus.runtime.errors import BarrierTimeout, BusError, ConfigError, JobInUse, JoinRefused
 from gradbus.runtime.user_errors import user_error
 from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
-from gradbus.torch.formation import WORLD, Rendezvous
+from gradbus.torch.formation import WORLD, Rendezvous, store_needed
 from gradbus.torch.groups import TorchGroup, acquire_bus, job_number
 from gradbus.torch.point_to_point import Messages, monitored_barrier
 from gradbus.torch.reconfigure import HAS_RECONFIGURE, MemberHandle, Members, ReconfigureWork, check_supported
@@ -102,9 +102,10 @@ class DdsBackend(Backend):
         all_ranks = options.global_ranks_in_group
         label = str(options.group_name) if all_ranks else WORLD
         # The number of the job is asked for now: later the process that has the store may be gone.
-        self._place = Rendezvous(
-            store, rank, size, label, self._timeout_s, all_ranks[rank] if all_ranks else rank, job=job_number(store)
-        )
+        with store_needed(store, rank, label):
+            job = job_number(store)
+        job_rank = all_ranks[rank] if all_ranks else rank
+        self._place = Rendezvous(store, rank, size, label, self._timeout_s, job_rank, job=job)
         self._handle: MemberHandle | None = None
         self._uuids: set[int] = set()
         self._forming: ReconfigureWork | None = None
@@ -118,7 +119,8 @@ class DdsBackend(Backend):
     def _form(self, place: Rendezvous) -> None:
         queue = WorkQueue()
         try:
-            group = TorchGroup.form(place, queue.watch, self._check_wanted)
+            with store_needed(place.store, place.rank, place.label):
+                group = TorchGroup.form(place, queue.watch, self._check_wanted)
         except (BarrierTimeout, BusError, JoinRefused, JobInUse) as error:
             raise DistBackendError(f"[Rank {place.rank}] {error}") from error
         queue.engine, queue.later = group.engine, group.later

@@ -10,11 +10,12 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistError, DistStoreError
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError
 
 from gradbus.runtime.dds.missing_peers import EVERY_S, Reach, WaitLog, network_place
 from gradbus.runtime.errors import BarrierTimeout, ConfigError
@@ -26,6 +27,11 @@ WORLD = "world"  # the label of the group of all
 _HANDOVER_S = 2.0  # how long a process that ends may keep the rank that another one takes over
 _LOOK_S = 0.05
 _MAX_PLACE_BYTES = 4096
+
+_OUTLIVES = (
+    "A store has to outlive the process groups that are made with it: make one, and give it to each "
+    "init_process_group(store=...), or use init_method='dds://DOMAIN/JOB' (docs/torch.md, destroy and init again)"
+)
 
 log = get_logger("torch")
 
@@ -75,7 +81,10 @@ def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:
             waiting = None if reach is None else WaitLog(log, reach, group=place.label, rank=rank)
             _wait(store, key, place.timeout_s, waiting)
         except DistStoreError as error:
-            again = f", for the {time_no}th time: if another process is rank {rank}, too, give each its own"
+            again = (
+                f", time {time_no} with this store: if another process is rank {rank}, too, give each its own; if rank "
+                f"0 has made another store meanwhile: {_OUTLIVES}"
+            )
             raise BarrierTimeout(
                 f"process group {place.label!r}, rank {rank}{again if time_no > 1 else ''}",
                 missing=[0], ready=world - 1, needed=world, timeout_s=place.timeout_s,
@@ -88,6 +97,30 @@ def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:
             f"ranks with the same WORLD_SIZE"
         )
     return name
+
+
+def root_of(store: Store) -> Store:
+    """The store below all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+@contextlib.contextmanager
+def store_needed(store: Store, rank: int, label: str) -> Iterator[None]:
+    """Raise DistBackendError, with the next step, where the server of torch's own store goes while a group forms."""
+    try:
+        yield
+    except DistNetworkError as error:
+        root = root_of(store)
+        if not isinstance(root, TCPStore):  # the others have a text of their own
+            raise
+        why = str(error).partition("\n")[0]
+        raise DistBackendError(
+            f"[Rank {rank}] process group {label!r}: the store at {root.host}:{root.port} has gone before the group "
+            f"has formed ({why}). Its process, rank 0 with MASTER_ADDR, has ended, or has destroyed an earlier process "
+            f"group, and that one's store with it, which this rank had found there once more. {_OUTLIVES}"
+        ) from error
 
 
 def _wait(store: Store, key: str, timeout_s: float, waiting: WaitLog | None) -> None:

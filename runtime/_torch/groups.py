@@ -10,14 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from gradbus.runtime.bus import background
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
-from gradbus.torch.formation import WORLD, RankLocations, RankLock, Rendezvous, agreed_name
+from gradbus.torch.formation import WORLD, RankLocations, RankLock, Rendezvous, agreed_name, root_of
 
 WATCH_S = 0.25  # how often deadlines are checked
 _CHECK_S = 2.0  # how often to look whether a group that does not form ever can
@@ -35,10 +35,7 @@ def job_number(store: Store) -> str:
     It lies under all prefixes of the store: process groups that were made apart, and meet in a third one later, must be
     on one bus.
     """
-    root = store
-    while isinstance(root, PrefixStore):
-        root = root.underlying_store
-    return root.compare_set(background.JOB_KEY, "", secrets.token_hex(8)).decode()
+    return root_of(store).compare_set(background.JOB_KEY, "", secrets.token_hex(8)).decode()
 
 
 def acquire_bus(number: str, rank: int) -> background.BusThread:

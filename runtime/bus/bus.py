@@ -36,6 +36,7 @@ from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.network import NetworkConfig, Profile
 from gradbus.runtime.dds.participant import Participant, Periodic, WaitSet, Writer
+from gradbus.runtime.dds.peers import check_peers
 from gradbus.runtime.dds.topics import READABLE, TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.fast_paths import LOOPBACK
@@ -410,7 +411,8 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
         domain: DDS domain, 0 .. 232.
         network: profile ``loopback`` or ``network``, or all settings at once.
         interface: network interface; default ``lo``: nothing leaves this machine.
-        peers: addresses of all machines of the job, this one included.
+        peers: IP addresses or host names of all machines of the job, this one included. A name that does not resolve
+            yet is looked up again; with an IPv6 address among them the bus uses IPv6.
         lease_s: after so long a silence other machines take this process for dead; by default 60 s, and 10 s with
             ``network``.
         stall_timeout_s: sending fails when DDS takes nothing for so long.
@@ -429,6 +431,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     job = default_job() if job is None else job
     check_job(job, domain)
     if not isinstance(network, NetworkConfig):
+        check_peers(peers)  # one text is no list of them, but its characters would become one
         network = NetworkConfig(
             profile=network, interface=interface or LOOPBACK, peers=tuple(peers), lease_s=lease_s,
             shared_memory=shared_memory,

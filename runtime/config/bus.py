@@ -29,11 +29,12 @@ class BusSettings(Settings):
     interface: str = LOOPBACK
     """Name of the network interface that leads to the others. With `lo`, nothing leaves this machine."""
     peers: tuple[str, ...] = ()
-    """Addresses of all machines of the job, this one included, for discovery without multicast; the same list on
-    each."""
+    """Machines of the job, this one included, for discovery without multicast; the same list on each. IP addresses
+    or host names, each with or without a port (`robot-7:7410`). A name that does not resolve yet is looked up again.
+    With an IPv6 address among them the bus uses IPv6, else IPv4."""
     multicast: bool = False
     """Whether discovery and data use multicast."""
-    lease_s: Duration | None = None
+    lease_s: Annotated[float, Field(ge=0.01, le=3_600, allow_inf_nan=False)] | None = None
     """Silence, in seconds, after which a process on another machine counts as dead. null: 60 with the profile
     `loopback`, 10 with `network`, or 4 for the ranks of an elastic run."""
     stall_timeout_s: Duration = 30.0

@@ -95,14 +95,18 @@ class DataParallelConfig(Settings):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {
+        "bucket_cap_mb": "bucket_bytes",
         "checkpoint_every_steps": "checkpoint.every_steps",
         "checkpoint_timeout_s": "checkpoint.timeout_s",
         "collective_timeout_s": "timeouts.collective_s",
+        "compression": "algorithm",
         "exchange": "algorithm",
         "exchange_options": "algorithm",
+        "gradient_accumulation_steps": "accumulation_steps",
         "history_dir": "history.dir",
         "join_timeout_s": "timeouts.join_s",
         "keep_checkpoints": "checkpoint.keep",
+        "learning_rate": "optimizer.lr",
         "profile_dir": "profile.dir",
         "profile_window_steps": "profile.window_steps",
         "state_dir": "checkpoint.dir",

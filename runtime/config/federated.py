@@ -200,6 +200,14 @@ class AsynchronousSettings(Settings):
 class TrainingSettings(Settings):
     """How the clients train. The controller sends it to them."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "lr",
+        "local_epochs": "epochs",
+        "local_steps": "steps",
+        "samples": "subset_size",
+        "samples_per_round": "subset_size",
+    }
+
     epochs: Annotated[int, Field(ge=1, le=0x7FFF_FFFF)] = 1
     """Number of passes of a client over its samples in a round."""
     steps: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
@@ -474,17 +482,30 @@ class FederatedConfig(Settings):
 
     renamed: ClassVar[Mapping[str, str]] = {
         "byzantine": "strategy.byzantine",
+        "client_lr": "training.lr",
         "client_options": "training.rule",
         "client_rule": "training.rule",
+        "clients_per_round": "selection.count",
         "codec_version": "codec.version",
+        "fraction_evaluate": "evaluation.fraction",
+        "fraction_fit": "selection.fraction",
         "history_dir": "history.dir",
         "history_payloads": "history.payloads",
         "keep_checkpoints": "checkpoint.keep",
         "krum_keep": "strategy.keep",
+        "learning_rate": "training.lr",
+        "local_epochs": "training.epochs",
+        "local_steps": "training.steps",
+        "min_available_clients": "clients.min",
         "min_clients": "clients.min",
+        "min_fit_clients": "clients.min",
         "num_clients": "clients.num",
         "robust_budget_bytes": "strategy.budget_bytes",
+        "proximal_mu": "training.rule.mu",
+        "round_timeout": "round.timeout_s",
         "round_timeout_s": "round.timeout_s",
+        "samples": "training.subset_size",
+        "samples_per_round": "training.subset_size",
         "server_beta2": "strategy.beta2",
         "server_lr": "strategy.lr",
         "server_momentum": "strategy.momentum",

@@ -6,13 +6,12 @@ Files, environment and command line are merged, weak to strong. Errors name the 
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 import reprlib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,6 +19,7 @@ from gradbus.runtime.choices import Choice, Choices
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.misuse import WrongKeyword
+from gradbus.runtime.nearest import nearest
 
 MAX_FILE_BYTES = 256 << 10  # of a configuration
 MAX_FILE_MEMORY = 32 << 20  # that reading one may take: tables within tables take most
@@ -54,7 +54,7 @@ class _Explained(ModelMetaclass):
         except ValidationError as error:
             faults = error.errors(include_url=False, include_context=False)
             kind = WrongKeyword if any(fault["type"] == "extra_forbidden" for fault in faults) else ConfigError
-            raise kind(f"{cls.__name__}: {_explain_all(cls, faults)}") from None
+            raise kind(f"{cls.__name__}: {_explain_all(cls, faults, kwargs)}") from None
 
 
 class Settings(BaseModel, metaclass=_Explained):
@@ -64,6 +64,12 @@ class Settings(BaseModel, metaclass=_Explained):
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys that people may know by another name, and where they are now, as ``group.key``."""
+
+    @classmethod
+    def without_effect(cls, given: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return keys, as ``group.key``, that have no effect here, each with a sentence that says so and where the
+        value belongs: no error about another key suggests them. ``given``: the values of this group, unchecked."""
+        return {}
 
     def replaced(self, key: str, value: Any) -> Self:
         """A copy with another value of one key, such as ``checkpoint.dir``. The value is not checked."""
@@ -158,20 +164,20 @@ def check_settings(kind: type[S], values: Mapping[str, Any], *, where: str) -> S
         return kind.model_validate(values)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
-        raise ConfigError(f"{where}: {_explain_all(kind, faults)}") from None
+        raise ConfigError(f"{where}: {_explain_all(kind, faults, values)}") from None
 
 
-def _explain_all(kind: type[BaseModel], faults: Sequence[Any]) -> str:
-    lines = [_explain(kind, fault) for fault in faults[:_MAX_FAULTS]]
+def _explain_all(kind: type[BaseModel], faults: Sequence[Any], values: Mapping[str, Any]) -> str:
+    lines = [_explain(kind, fault, values) for fault in faults[:_MAX_FAULTS]]
     lines += [f"and {len(faults) - _MAX_FAULTS} more"] * (len(faults) > _MAX_FAULTS)
     return "; ".join(lines)
 
 
-def _explain(kind: type[BaseModel], fault: Any) -> str:
+def _explain(kind: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:
     location = [_short(str(step)) for step in fault["loc"]]
     name = ".".join(location) or "settings"
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {name!r}{_hint(kind, location, is_section=isinstance(fault['input'], Mapping))}"
+        return f"unknown key {name!r}{_hint(kind, location, values, is_section=isinstance(fault['input'], Mapping))}"
     if fault["type"] == "missing":
         return f"key {name!r} is missing"
     message: str = fault["msg"].removeprefix("Value error, ")
@@ -184,34 +190,63 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     return f"{name}: {message[:1].lower()}{message[1:]}{found}"
 
 
-def _hint(kind: type[BaseModel], location: list[str], *, is_section: bool) -> str:
-    """Which key was probably meant by the last step of the location: one of that name in a group within its own, else
-    in any other, else one with a similar name in its own group, or within. ``is_section``: whether its value is one;
-    another value is not meant for a group: ``roundz`` is more similar to the group ``round`` than to ``rounds``."""
-    *place, wrong = location
-    group = _group_at(kind, place)
+def _hint(kind: type[BaseModel], location: list[str], values: Mapping[str, Any], *, is_section: bool) -> str:
+    """Say which key was probably meant by the last step of the location, of those that have an effect beside
+    ``values``, all that was given."""
+    group = _group_at(kind, location[:-1])
     if group is None:
         return ""
+    meant = _probably_meant(kind, group, location, is_section)
+    useless = dict(_without_effect(kind, values))
+    if useful := [key for key in meant if key not in useless]:
+        place = ".".join(location[:-1])
+        shown = [key.rpartition(".")[2] if key.rpartition(".")[0] == place else key for key in useful[:3]]
+        return f", did you mean {' or '.join(map(repr, shown))}?"
+    if meant:
+        return f"; {meant[0]!r} {useless[meant[0]]}"
+    return f"; known here: {', '.join(sorted(group.model_fields))}"
+
+
+def _probably_meant(
+    kind: type[BaseModel], group: type[BaseModel], location: list[str], is_section: bool
+) -> Sequence[str]:
+    """Find the keys that the last step of the location may stand for: one of that name in a group within its own, else
+    in any other, else one with a near name in its own group, or within, else in any other.
+
+    ``is_section``: whether the value of the wrong key is a section, which is meant for a key that takes one; another
+    value is not meant for a group: ``roundz`` is as near to the group ``round`` as to ``rounds``.
+    """
+    *place, wrong = location
     deeper: dict[str, list[str]] = {}  # keys that are not right here, but one or more groups further down
     for path in sorted(_paths(group), key=lambda path: _field_type(group, path[0]) is Choice):
         if len(path) > 1 and path[-1] not in group.model_fields:
             deeper.setdefault(path[-1], []).append(".".join([*place, *path]))
     for old, new in getattr(group, "renamed", {}).items():
         deeper[old] = [".".join([*place, new])]
-    if elsewhere := sorted((path for path in _paths(kind) if path[-1] == wrong), key=len):
-        deeper.setdefault(wrong, [".".join(path) for path in elsewhere])
-    if wrong not in deeper:
-        known = [
-            *(key for key in group.model_fields if is_section or not _is_group(kind, [*place, key])),
-            *(key for key, found in deeper.items() if is_section or not _is_group(kind, found[0].split("."))),
-        ]
-        near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
-        if not near:
-            return f"; known here: {', '.join(sorted(group.model_fields))}"
-        if near[0] in group.model_fields:
-            return f", did you mean {near[0]!r}?"
-        wrong = near[0]
-    return f", did you mean {' or '.join(map(repr, deeper[wrong][:3]))}?"
+    everywhere: dict[str, list[str]] = {}
+    for path in sorted(_paths(kind), key=len):
+        everywhere.setdefault(path[-1], []).append(".".join(path))
+    everywhere |= {old: [new] for old, new in getattr(kind, "renamed", {}).items()}
+    if exact := deeper.get(wrong) or everywhere.get(wrong):
+        return exact
+    own = {key: [".".join([*place, key])] for key in group.model_fields}
+    for keys, slips_alone in (({**own, **deeper}, False), (everywhere, True)):
+        fits = _takes_section if is_section else _takes_value
+        fitting = [key for key, paths in keys.items() if fits(kind, paths[0].split("."))]
+        if near := nearest(wrong, fitting, slips_alone=slips_alone):
+            return keys[near]
+    return []
+
+
+def _without_effect(kind: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every key that has no effect beside the values, and the sentence that says so."""
+    if issubclass(kind, Settings):
+        yield from ((f"{prefix}{key}", why) for key, why in kind.without_effect(values).items())
+    for name in kind.model_fields:
+        inner = _field_type(kind, name)
+        if inner is not None and inner is not Choice:
+            below = values.get(name)
+            yield from _without_effect(inner, below if isinstance(below, Mapping) else {}, f"{prefix}{name}.")
 
 
 def _paths(group: type[BaseModel]) -> Iterator[tuple[str, ...]]:
@@ -259,9 +294,20 @@ def _field_type(kind: type[BaseModel] | None, key: str) -> type[BaseModel] | Non
     return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
-def _is_group(kind: type[BaseModel], location: Iterable[str]) -> bool:
-    """Whether there is a group of settings, and no choice, at this place, counted from the whole settings."""
-    return _group_at(kind, location) not in (None, Choice)
+def _takes_value(kind: type[BaseModel], location: Sequence[str]) -> bool:
+    """Whether there is a key at this place, counted from the whole settings, that is more than a group of others."""
+    return _group_at(kind, location) in (None, Choice)
+
+
+def _takes_section(kind: type[BaseModel], location: Sequence[str]) -> bool:
+    """Whether the key at this place is a group, a choice with options, or holds a mapping."""
+    *place, key = location
+    group = _group_at(kind, place)
+    field = None if group is None else group.model_fields.get(key)
+    if field is None:  # an option of a choice
+        return False
+    kinds = (field.annotation, *get_args(field.annotation))
+    return _field_type(group, key) is not None or any(get_origin(one) is dict for one in kinds)
 
 
 def _group_at(kind: type[BaseModel], location: Iterable[str]) -> type[BaseModel] | None:

@@ -27,6 +27,7 @@ from cyclonedds.core import DDSException, InstanceState, Policy, Qos, ReadCondit
 from cyclonedds.domain import DomainParticipant
 
 from gradbus.runtime.dds import libddsc, peer_processes
+from gradbus.runtime.dds.addresses import FAMILIES, family_of
 from gradbus.runtime.dds.spdp import discovery_ports, goodbye
 
 MAX_CLAIM_BYTES = 64
@@ -36,6 +37,7 @@ ANNOUNCE_S = (0.8, 2.8, 6.8)  # when a participant is announced again, after it 
 BATCH, MOST_BATCHES = 64, 16
 _PROPERTIES = {"__Hostname": "host", "__ProcessName": "process", "__Pid": "pid", "__NetworkAddresses": "addresses"}
 _MAX_TEXT = 256
+_OF_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches a socket that is bound to all addresses
 _ADDRESSES_S = 1.0  # to look for sockets takes longer the more files are open
 
 
@@ -58,8 +60,8 @@ def own_addresses(domain_id: int) -> list[tuple[str, int]]:
     """Where DDS in this process listens for news of other participants of a domain."""
     found = []
     for one in own_sockets(discovery_ports(domain_id)):
-        address, port = one.getsockname()
-        found.append(("127.0.0.1" if address == "0.0.0.0" else address, port))
+        address, port, *_ = one.getsockname()
+        found.append((_OF_ANY.get(address, address), port))
     return found
 
 
@@ -89,7 +91,7 @@ def own_sockets(ports: range) -> Iterator[socket.socket]:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
-                is_udp = one.family == socket.AF_INET and one.type == socket.SOCK_DGRAM
+                is_udp = one.family in FAMILIES and one.type == socket.SOCK_DGRAM
                 if is_udp and one.getsockname()[1] in ports:
                     yield one
         except OSError:  # it has been closed meanwhile
@@ -182,8 +184,8 @@ class Discovery:
         now_s = time.monotonic()
         if now_s > self._addresses_s + _ADDRESSES_S:
             self._addresses, self._addresses_s = own_addresses(self._domain_id), now_s
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
-            for address in self._addresses:
+        for address in self._addresses:
+            with contextlib.suppress(OSError), socket.socket(family_of(address[0]), socket.SOCK_DGRAM) as speaker:
                 for prefix in prefixes:
                     speaker.sendto(goodbye(prefix), address)
 

@@ -9,10 +9,11 @@ for each other wait for ever. So no participant is taken down before the last bu
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,14 @@ from cyclonedds.domain import Domain
 
 from gradbus.runtime import forks
 from gradbus.runtime.dds import libddsc, peer_processes
+from gradbus.runtime.dds.addresses import FAMILIES, own_address, uses_ipv6
 from gradbus.runtime.dds.discovery import Announcer, Discovery, keep_to_loopback, make_participant
 from gradbus.runtime.dds.exclusion import Exclusion
+from gradbus.runtime.dds.host_names import FIRST_LOOKUP_S, LOOKUPS
+from gradbus.runtime.dds.late_peers import LatePeers
 from gradbus.runtime.dds.log_sink import dds_log
 from gradbus.runtime.dds.network import leaves_machine
+from gradbus.runtime.dds.peers import names_in, with_addresses
 from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.errors import BusError, ConfigError
 
@@ -41,6 +46,7 @@ class SharedParticipant:
     entity: Any
     announcer: Announcer
     discovery: Discovery  # of its domain
+    late_peers: LatePeers | None = None  # of its domain, if there are some
     partitions: set[str] = field(default_factory=set)
     prefix: bytes = b""  # what all GUIDs of it begin with, and no other's
 
@@ -54,6 +60,7 @@ class _OpenDomain:
     entity: Any
     users: int = 0
     discovery: Discovery | None = None
+    late_peers: LatePeers | None = None
     participants: list[SharedParticipant] = field(default_factory=list)
     exclusion: Exclusion | None = None
 
@@ -84,7 +91,8 @@ def acquire(domain_id: int, xml: str, partition: str) -> SharedParticipant:
     """A participant for a bus; :func:`release` gives it back.
 
     Args:
-        domain_id: 0 .. 232. xml: configuration of the domain. partition: that the bus will use.
+        domain_id: 0 .. 232. xml: configuration of the domain, which may have host names for peers. partition: that the
+            bus will use.
 
     Raises:
         ConfigError: the domain is open with another configuration, or its configuration is refused.
@@ -93,8 +101,12 @@ def acquire(domain_id: int, xml: str, partition: str) -> SharedParticipant:
     """
     if _is_broken:
         raise forks.refusal("DDS")
+    names = names_in(xml)
+    addresses: dict[str, tuple[str, ...]] = {}
+    if names and domain_id not in _domains:  # before the lock: it takes a second where a name server does not answer
+        addresses = LOOKUPS.look_up(names, FIRST_LOOKUP_S, FAMILIES[uses_ipv6(xml)])
     with _lock:
-        domain = _open(domain_id, xml)
+        domain = _open(domain_id, xml, addresses)
         try:
             participant = _participant(domain_id, domain, partition)
         except DDSException as error:
@@ -105,7 +117,9 @@ def acquire(domain_id: int, xml: str, partition: str) -> SharedParticipant:
             ) from None
         participant.partitions.add(partition)
         domain.users += 1
-        return participant
+    if domain.late_peers is not None:
+        domain.late_peers.warn_once()
+    return participant
 
 
 def release(participant: SharedParticipant, partition: str) -> None:
@@ -135,7 +149,8 @@ def own_prefixes(domain_id: int) -> set[bytes]:
         return set() if domain is None else {participant.prefix for participant in domain.participants}
 
 
-def _open(domain_id: int, xml: str) -> _OpenDomain:
+def _open(domain_id: int, xml: str, addresses: Mapping[str, tuple[str, ...]]) -> _OpenDomain:
+    """Return the domain, opened if it is not. ``addresses``: of the host names among the peers, as far as known."""
     known = _domains.get(domain_id)
     if known is not None and known.xml != xml:
         raise ConfigError(
@@ -144,23 +159,51 @@ def _open(domain_id: int, xml: str) -> _OpenDomain:
         )
     if known is not None:
         return known
+    late = _late_peers(domain_id, xml, addresses)
     try:
         with dds_log.captured():
-            entity = Domain(domain_id, xml)
+            entity = Domain(domain_id, with_addresses(xml, addresses, None if late is None else late.relay))
     except DDSException as error:
+        if late is not None:
+            late.close()
         if error.code == DDSException.DDS_RETCODE_PRECONDITION_NOT_MET:
             raise ConfigError(
                 f"DDS domain {domain_id} is already open in this process, configured by somebody else. "
                 f"Choose another domain (domain={domain_id + 1}), or open the bus before the other user of DDS"
             ) from None
-        why = "; ".join(line for line in dds_log.lines() if line.startswith("config:")) or "its reason stands on stderr"
-        raise ConfigError(
-            f"Cyclone DDS refused the configuration of domain {domain_id}: {why}. Check CYCLONEDDS_URI, or unset it"
-        ) from None
+        raise _refusal(domain_id, xml) from None
     if not leaves_machine(xml):
         keep_to_loopback(domain_id)
-    known = _domains[domain_id] = _OpenDomain(xml, entity)
+    known = _domains[domain_id] = _OpenDomain(xml, entity, late_peers=late)
     return known
+
+
+def _refusal(domain_id: int, xml: str) -> ConfigError:
+    """Return the error for a configuration that Cyclone has refused, with what it has said of it."""
+    lines = dds_log.lines()
+    why = "; ".join([line for line in lines if line.startswith("config:")] or lines[-2:]) or "its reason is on stderr"
+    cure = "Check CYCLONEDDS_URI, or unset it" if os.environ.get("CYCLONEDDS_URI") else "Check the settings of the bus"
+    try:
+        own_address(xml)
+    except OSError as error:
+        return _no_address(error)
+    return ConfigError(f"Cyclone DDS refused the configuration of domain {domain_id}: {why.rstrip('. ')}. {cure}")
+
+
+def _no_address(error: OSError) -> ConfigError:
+    return ConfigError(f"{error}: is it up? Give it one, or name another interface (bus.interface)")
+
+
+def _late_peers(domain_id: int, xml: str, addresses: Mapping[str, tuple[str, ...]]) -> LatePeers | None:
+    """Return what announces this process to peers whose names have no address; None: all have one. Raises ConfigError:
+    this machine has no address itself."""
+    missing = {name: ports for name, ports in names_in(xml).items() if name not in addresses}
+    if not missing:
+        return None
+    try:
+        return LatePeers(domain_id, missing, own_address(xml))
+    except OSError as error:
+        raise _no_address(error) from None
 
 
 def _participant(domain_id: int, domain: _OpenDomain, partition: str) -> SharedParticipant:
@@ -170,7 +213,9 @@ def _participant(domain_id: int, domain: _OpenDomain, partition: str) -> SharedP
     entity = make_participant(domain_id)
     if domain.discovery is None:
         domain.discovery = Discovery(domain_id, entity)
-    participant = SharedParticipant(domain_id, entity, Announcer(entity), domain.discovery)
+    participant = SharedParticipant(domain_id, entity, Announcer(entity), domain.discovery, domain.late_peers)
+    if domain.late_peers is not None:
+        domain.late_peers.add_participant(participant.prefix)
     domain.participants.append(participant)
     return participant
 
@@ -179,6 +224,8 @@ def _close_unused(domain_id: int, domain: _OpenDomain) -> None:
     if domain.users > 0:
         return
     del _domains[domain_id]
+    if domain.late_peers is not None:
+        domain.late_peers.close()
     if domain.discovery is not None:
         domain.discovery.close()
     peer_processes.watched.rest()

@@ -16,21 +16,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree as ET
 
+from gradbus.runtime.dds.addresses import own_address, udp_socket
 from gradbus.runtime.dds.discovery import Claim, own_addresses
-from gradbus.runtime.dds.missing_peers import address_of
 from gradbus.runtime.dds.spdp import goodbye, placeholder_of
-from gradbus.runtime.fast_paths import LOOPBACK
 
 _SEARCH_S = 0.05  # how long to look for a process behind a port
 _MAX_ADDRESSES = 4  # of one participant: it says itself where it is
-_ADDRESS = re.compile(r"udp/([0-9.]+):([0-9]+)")
+_ADDRESS = re.compile(r"udp/([0-9.]+):([0-9]+)|udp6/\[([0-9a-fA-F:.]+)\]:([0-9]+)")
 
 
 class _Socket(NamedTuple):
@@ -51,15 +48,15 @@ class Exclusion:
             document: the domain's configuration. own: prefix of the GUID of a participant of this process.
 
         Raises:
-            OSError: that cannot be found: no IPv4 address, or ports of another kind.
+            OSError: that cannot be found: no address, or ports of another kind.
         """
         self._own = own
-        self._address = _own_address(document)
+        self._address = own_address(document)
         ports = [port for _, port in own_addresses(domain_id)]
         if not ports:
             raise OSError(f"this process does not listen on a port of discovery of domain {domain_id}")
         self._port = ports[0]
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket = udp_socket(self._address)
 
     def end(self, prefix: bytes) -> None:
         """Have a participant forgotten. If it still announces itself, it is found again."""
@@ -72,9 +69,9 @@ class Exclusion:
         Args:
             addresses: where it can be reached, see :class:`Claim`. own: prefixes of the participants of this process.
         """
-        for address, port in _ADDRESS.findall(addresses)[:_MAX_ADDRESSES]:
+        for place in _places(addresses)[:_MAX_ADDRESSES]:
             for one in own:
-                self._send(goodbye(one), (address, int(port)))
+                self._send(goodbye(one), place)
 
     def place(self, prefix: bytes) -> None:
         """Put a placeholder where a participant was. DDS takes some milliseconds to forget one; until then this has no
@@ -90,22 +87,16 @@ class Exclusion:
         self._socket.close()
 
 
-def _own_address(document: str) -> str:
-    interface = next(ET.fromstring(document).iter("NetworkInterface"), None)
-    given = {} if interface is None else interface.attrib
-    if given.get("address"):
-        return given["address"]
-    name = given.get("name", LOOPBACK)
-    address = "127.0.0.1" if name == LOOPBACK else address_of(name)
-    if address is None:
-        raise OSError(f"interface {name} has no IPv4 address")
-    return address
+def _places(addresses: str) -> list[tuple[str, int]]:
+    """Addresses and ports in what a participant announces."""
+    return [(four or six, int(port or port6)) for four, port, six, port6 in _ADDRESS.findall(addresses)]
 
 
 def _udp_sockets() -> Iterator[_Socket]:
-    for line in Path("/proc/self/net/udp").read_text().splitlines()[1:]:
-        fields = line.split()
-        yield _Socket(int(fields[1].rpartition(":")[2], 16), int(fields[7]), int(fields[9]))
+    for path in (Path("/proc/self/net/udp"), Path("/proc/self/net/udp6")):
+        for line in path.read_text().splitlines()[1:] if path.exists() else []:
+            fields = line.split()
+            yield _Socket(int(fields[1].rpartition(":")[2], 16), int(fields[7]), int(fields[9]))
 
 
 def _inodes(process: str) -> Iterator[int]:
@@ -127,11 +118,11 @@ def describe(claim: Claim) -> dict[str, object]:
     facts: dict[str, object] = {
         "host": claim.host[:64], "process": claim.process[:64], "pid": claim.pid[:16], "address": claim.addresses[:80],
     }  # fmt: skip
-    for address, port in _ADDRESS.findall(claim.addresses):
+    for address, port in _places(claim.addresses):
         if not _is_here(address):
             continue
         with contextlib.suppress(OSError, ValueError, IndexError):
-            listening = next((one for one in _udp_sockets() if one.port == int(port)), None)
+            listening = next((one for one in _udp_sockets() if one.port == port), None)
             if listening is not None:
                 facts["user"] = listening.user
                 facts.update(_process_of(listening.inode, claim.pid))
@@ -141,7 +132,7 @@ def describe(claim: Claim) -> dict[str, object]:
 
 def _is_here(address: str) -> bool:
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with udp_socket(address) as probe:
             probe.bind((address, 0))
     except OSError:
         return False

@@ -7,20 +7,19 @@ Mostly the others were not started, or the bus cannot reach them: it is on ``lo`
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import struct
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from gradbus.runtime.dds.addresses import FAMILIES, address_of, uses_ipv6
+from gradbus.runtime.dds.host_names import LOOKUPS, describe_missing
 from gradbus.runtime.dds.network import NetworkConfig, build_xml, interfaces, leaves_machine
+from gradbus.runtime.dds.peers import names_in
 from gradbus.runtime.fast_paths import LOOPBACK
 
 EVERY_S = 10.0
 MAX_PROCESSES = 120  # of a machine and domain
-_SIOCGIFADDR = 0x8915
 
 
 def port_range(domain: int) -> str:
@@ -30,16 +29,6 @@ def port_range(domain: int) -> str:
     """
     first = 7400 + 250 * domain + 10
     return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
-
-
-def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface of this machine; None if it has none, or the system does not tell."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def network_place() -> str:
@@ -59,6 +48,7 @@ class Reach:
         domain: of DDS. interface, peers, multicast: as it is set.
         leaves_machine: whether other machines can be reached at all.
         by_document: whether ``CYCLONEDDS_URI`` has a say in that.
+        names: host names among the peers of both. ipv6: whether it uses IPv6, else IPv4.
     """
 
     domain: int
@@ -67,15 +57,24 @@ class Reach:
     multicast: bool
     leaves_machine: bool
     by_document: bool = False
+    names: tuple[str, ...] = ()
+    ipv6: bool = False
 
     @classmethod
     def of(cls, domain: int, network: NetworkConfig) -> Reach:
         """The reach of a bus with this network. Raises ConfigError: that is wrong."""
         document = os.environ.get("CYCLONEDDS_URI")
+        merged = build_xml(network, user_document=document)
         return cls(
             domain=domain, interface=network.interface, peers=network.peers, multicast=network.multicast,
-            leaves_machine=leaves_machine(build_xml(network, user_document=document)), by_document=bool(document),
+            leaves_machine=leaves_machine(merged), by_document=bool(document), names=tuple(names_in(merged)),
+            ipv6=uses_ipv6(merged),
         )  # fmt: skip
+
+    @property
+    def unresolved(self) -> str:
+        """Return a sentence about peers whose host names have no address yet; empty: none is known to have none."""
+        return describe_missing(LOOKUPS.reasons(self.names, FAMILIES[self.ipv6]))
 
     def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
         """Return what to look at first while processes do not come, in a few words for a line that is repeated.
@@ -83,6 +82,9 @@ class Reach:
         Args:
             elsewhere: as for :meth:`advice`. one: it is one process that is missing.
         """
+        return _joined(self.unresolved, self._hint(elsewhere, one))
+
+    def _hint(self, elsewhere: bool | None, one: bool) -> str:
         start = "Start it" if one else "Start them"
         if elsewhere is False:
             return f"{start} on this machine, with the same job and domain {self.domain}"
@@ -101,6 +103,9 @@ class Reach:
         Args:
             elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.
         """
+        return _joined(self.unresolved, self._advice(elsewhere, one))
+
+    def _advice(self, elsewhere: bool | None, one: bool) -> str:
         document = ", and CYCLONEDDS_URI" if self.by_document else ""
         start, they, theirs = ("Start it", "it is", "its") if one else ("Start them", "they are", "theirs")
         if elsewhere is False:
@@ -116,7 +121,7 @@ class Reach:
                 f"GRADBUS_BUS__PEERS='[\"ADDRESS\", ...]' with the addresses of all, and a key: "
                 f"GRADBUS_BUS__SECURITY=psk and GRADBUS_BUS__KEY_FILE=FILE ('gradbus keys new FILE' makes one)"
             )
-        own = address_of(self.interface)
+        own = address_of(self.interface, ipv6=True) if self.ipv6 else address_of(self.interface)
         at = f"{own} on {self.interface}" if own else self.interface
         if not self.peers and not self.multicast:
             return (
@@ -128,6 +133,10 @@ class Reach:
             f"this machine ({at}), that bus.peers here has {theirs} ({', '.join(self.peers) or 'multicast'}), and that "
             f"UDP ports {port_range(self.domain)} pass the firewalls: 'gradbus doctor' on both sides finds it out"
         )
+
+
+def _joined(*sentences: str) -> str:
+    return ". ".join(sentence for sentence in sentences if sentence)
 
 
 class WaitLog:

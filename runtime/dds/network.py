@@ -9,7 +9,6 @@ force. So a document from the user (``CYCLONEDDS_URI``) is parsed here first and
 
 from __future__ import annotations
 
-import difflib
 import functools
 import ipaddress
 import socket
@@ -20,9 +19,12 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree as ET
 
+from gradbus.runtime.dds.fatal_values import check_fatal_values
+from gradbus.runtime.dds.peers import PeerAddress, check_peers, choose_transport, expand_peers, parse_peer, peers_in
 from gradbus.runtime.dds.spdp import discovery_ports
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
+from gradbus.runtime.nearest import nearest
 
 if TYPE_CHECKING:
     from gradbus.runtime.config.bus import BusSettings
@@ -40,6 +42,7 @@ LEASES_S: dict[Profile, float] = {"loopback": 60.0, "network": 10.0}
 # still meet if one of them is the first, and the other answers; each further port would have every machine say, in
 # another 0.2 kB/s, that nobody is there. Processes that are known, or were until their lease ended, are told for ever.
 SEARCH_S = 600.0
+MIN_LEASE_S, MAX_LEASE_S = 0.01, 3_600.0  # Cyclone takes no longer one; a shorter one ends before it is renewed
 # With 65,500 B datagrams on MTU 1500, 1 % packet loss makes a transfer collapse: the halves of datagrams that did
 # arrive fill the kernel's reassembly memory.
 DATAGRAM_BYTES: dict[Profile, int] = {"loopback": 65_500, "network": 1_400}
@@ -64,7 +67,8 @@ class NetworkConfig:
         datagram_bytes: most bytes of a datagram, 1,200 to 65,500; None: as the profile has it. One that is larger than
             a packet of the network costs less processor time, and is lost with any of its packets.
         interface: name of the network interface.
-        peers: addresses of all machines, this one included; empty: this machine alone (or everybody, with multicast).
+        peers: IP addresses or host names of all machines, this one included, see :func:`.peers.parse_peer`; empty: this
+            machine alone (or everybody, with multicast). Names without an address yet are looked up again.
         multicast: let discovery and data use multicast on the interface.
         lease_s: a process of another machine that is silent for so long is gone. The lease that counts is the silent
             one's own. DDS's own threads renew it, so a busy process does not lose it. Of a process of this machine the
@@ -87,14 +91,27 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         if self.profile not in LEASES_S:
             raise ConfigError(f"network {self.profile!r}: expected 'loopback' or 'network'")
-        if not 1_200 <= self.effective_datagram_bytes <= 65_500:
+        size = self.datagram_bytes
+        if size is not None and not (isinstance(size, int) and 1_200 <= size <= 65_500):
             raise ConfigError(f"datagram_bytes must be 1,200 to 65,500, got {self.datagram_bytes}")
-        for address in self.peers:
-            if not (address.isascii() and address.isprintable()):
-                raise ConfigError(
-                    f"peers (bus.peers): {address!r} is no address: expected printable ASCII characters. Name the "
-                    f"machine by its IP address"
-                )
+        self._check_types()
+        check_peers(self.peers)
+
+    def _check_types(self) -> None:
+        """Raise ConfigError: a value could not be written into Cyclone's configuration, or Cyclone would refuse it."""
+        if not (isinstance(self.interface, str) and self.interface):
+            raise ConfigError(
+                f"interface (bus.interface): {self.interface!r} is no name. This machine has: {', '.join(interfaces())}"
+            )
+        if not isinstance(self.multicast, bool):
+            raise ConfigError(f"multicast (bus.multicast) must be true or false, got {self.multicast!r}")
+        lease_s, per_mille = self.lease_s, self.loss_per_mille
+        if lease_s is not None and not (_is_number(lease_s) and MIN_LEASE_S <= lease_s <= MAX_LEASE_S):
+            raise ConfigError(
+                f"lease_s (bus.lease_s) must be {MIN_LEASE_S:g} to {MAX_LEASE_S:,g} seconds, got {lease_s!r}"
+            )
+        if not (isinstance(per_mille, int) and not isinstance(per_mille, bool) and 0 <= per_mille <= 1_000):
+            raise ConfigError(f"loss_per_mille must be an integer of 0 to 1,000, got {per_mille!r}")
 
     @classmethod
     def of(cls, settings: BusSettings) -> NetworkConfig:
@@ -121,6 +138,10 @@ class NetworkConfig:
         return self.interface != LOOPBACK
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def announcement_s(lease_s: float) -> float:
     """How often DDS announces a participant by itself, with a datagram for each process that it knows and each port
     that it tries. Whoever comes is announced at once; so this is for what is lost, and for those that were cut off."""
@@ -136,8 +157,8 @@ def check_interface(name: str) -> None:
     """Raise ConfigError if there is no such interface; the text lists those that there are."""
     known = interfaces()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        near = nearest(name, known)
+        hint = f"; did you mean {near!r}?" if near else "."
         raise ConfigError(f"network interface {name!r} does not exist here{hint} This machine has: {', '.join(known)}")
 
 
@@ -153,9 +174,12 @@ def build_xml(config: NetworkConfig, *, domain_id: int = 0, user_document: str |
         ConfigError: the interface does not exist, or the user's document is not a well-formed Cyclone document.
     """
     loopback = config.profile == "loopback"
-    tree = _base(config, loopback, domain_id)
-    if user_document and user_document.strip():
-        _merge(tree, _parse_user(user_document))
+    user = _parse_user(user_document) if user_document and user_document.strip() else None
+    tree = _base(config, loopback, domain_id, "127.0.0.1" if user is None or not _asks_for_ipv6(user) else "::1")
+    if user is not None:
+        _merge(tree, user)
+    expand_peers(tree, "CYCLONEDDS_URI")  # ours have been checked
+    choose_transport(tree, "peers (bus.peers)" if user is None else "CYCLONEDDS_URI and peers (bus.peers)")
     for element in tree.iter("NetworkInterface"):
         name = element.get("name")
         if name:
@@ -171,20 +195,23 @@ def leaves_machine(document: str) -> bool:
 
 def has_peers_elsewhere(document: str) -> bool:
     """Whether the configuration names machines that are not this one."""
-    addresses = [str(peer.get("Address", peer.get("address", ""))) for peer in ET.fromstring(document).iter("Peer")]
-    return not all(_is_here(address) for address in addresses)
+    return not all(_is_here(peer.host) for peer in peers_in(document))
 
 
-def _is_here(address: str) -> bool:
-    """Whether the address of a peer, which may have a port, is one of this machine's own loopback."""
-    host = address.partition(":")[0] if address.count(":") == 1 else address
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine's own loopback."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0) -> ET.Element:
+def _asks_for_ipv6(user: ET.Element) -> bool:
+    return any((element.text or "").strip().casefold() == "udp6" for element in user.iter("Transport"))
+
+
+def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0, this_machine: str = "127.0.0.1") -> ET.Element:
+    """``this_machine``: the peer where none is given and no other machine can be reached."""
     multicast = "true" if config.multicast else "false"
     document = ET.Element("CycloneDDS")
     domain = ET.SubElement(document, "Domain", Id="any")
@@ -212,15 +239,16 @@ def _base(config: NetworkConfig, loopback: bool, domain_id: int = 0) -> ET.Eleme
             "DiscoveredLocatorPruneDelay": "inf",
         },
     )
-    peers = config.peers or (() if config.multicast else ("127.0.0.1",) if config.interface == LOOPBACK else ())
+    peers = config.peers or (() if config.multicast else (this_machine,) if config.interface == LOOPBACK else ())
     if peers:
         element = ET.SubElement(discovery, "Peers")
         for address in peers:
-            first = address
-            if ":" not in address:  # else it has a port, the only one
-                ET.SubElement(element, "Peer", Address=address)
-                first = f"{address}:{discovery_ports(domain_id)[0]}"
-            ET.SubElement(element, "Peer", Address=first, PruneDelay="inf")
+            peer = parse_peer(address, "peers (bus.peers)")
+            first = peer
+            if peer.port is None:  # else it is the only one
+                ET.SubElement(element, "Peer", Address=peer.host)
+                first = PeerAddress(peer.host, discovery_ports(domain_id)[0])
+            ET.SubElement(element, "Peer", Address=first.at(first.host), PruneDelay="inf")
     internal = ET.SubElement(domain, "Internal")
     ET.SubElement(internal, "SocketReceiveBufferSize", min="default", max=f"{RECEIVE_BUFFER_BYTES >> 20}MiB")
     if not loopback:
@@ -271,6 +299,7 @@ def _parse_user(document: str) -> ET.Element:
         root = outer
     if root.tag != "CycloneDDS":
         raise ConfigError(f"{where}: expected the root element <CycloneDDS>, got <{root.tag}>")
+    check_fatal_values(root, where)
     for domain in root:
         if domain.tag != "Domain":
             raise ConfigError(f"{where}: expected <Domain> below <CycloneDDS>, got <{domain.tag}>")
@@ -292,8 +321,8 @@ def _check_ascii(root: ET.Element, where: str) -> None:
 
 def _check_section(section: ET.Element, where: str) -> None:
     if section.tag not in _SECTIONS:
-        near = difflib.get_close_matches(section.tag, _SECTIONS, n=1)
-        hint = f"; did you mean <{near[0]}>?" if near else ""
+        near = nearest(section.tag, _SECTIONS)
+        hint = f"; did you mean <{near}>?" if near else ""
         raise ConfigError(f"{where}: unknown section <{section.tag}> below <Domain>{hint}")
     for element in section.iter():
         # Cyclone ignores capitals, and so must the check of what leaves the machine.
@@ -309,7 +338,7 @@ def _check_section(section: ET.Element, where: str) -> None:
 def _names() -> dict[str, str]:
     """Elements of our own document as they are written, by their names without capitals."""
     ours = _base(NetworkConfig(peers=("127.0.0.1",), loss_per_mille=1), loopback=False)  # has all of them
-    return {element.tag.casefold(): element.tag for element in ours.iter()}
+    return {"transport": "Transport", **{element.tag.casefold(): element.tag for element in ours.iter()}}
 
 
 def _merge(ours: ET.Element, theirs: ET.Element) -> None:

@@ -399,6 +399,8 @@ class Participant:
         """Take note of what discovery has found, and have others find this process. Called once a second."""
         self._lease.discovery.look()
         self._lease.announcer.announce()
+        if self._lease.late_peers is not None:
+            self._lease.late_peers.look()
         dds_log.tell()
         return True
 

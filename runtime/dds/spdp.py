@@ -8,6 +8,8 @@ from __future__ import annotations
 import socket
 import struct
 
+from gradbus.runtime.dds.addresses import family_of
+
 PREFIX_BYTES = 12  # of a GUID: what says which participant is meant
 PLACEHOLDER_LEASE_S = 60
 _VENDOR = b"\x01\x10"  # Eclipse Cyclone DDS
@@ -16,13 +18,27 @@ _PARTICIPANT = b"\x00\x00\x01\xc1"
 _READER, _WRITER = b"\x00\x01\x00\xc7", b"\x00\x01\x00\xc2"
 _PARAMETER_LIST = b"\0\3\0\0"  # encapsulation, little-endian
 _NUMBER = 1 << 60  # of the announcement: a later one of the participant itself does not count as news
+_UDP4, _UDP6 = 1, 2  # kinds of locators
 _INLINE_QOS, _HAS_DATA, _HAS_KEY = 2, 4, 8
+
+
+PORTS_OF_A_DOMAIN = 250
+
+
+def first_port(domain_id: int) -> int:
+    """Return the first port of a domain, as RTPS has it."""
+    return 7400 + PORTS_OF_A_DOMAIN * domain_id
 
 
 def discovery_ports(domain_id: int) -> range:
     """Ports at which participants of a domain listen for announcements, as RTPS has it."""
-    first = 7400 + 250 * domain_id + 10
+    first = first_port(domain_id) + 10
     return range(first, first + 2 * 121, 2)
+
+
+def prefix_of(message: bytes) -> bytes:
+    """Return the GUID prefix of the participant that a message is from; empty: it is no RTPS message."""
+    return message[8 : 8 + PREFIX_BYTES] if message.startswith(b"RTPS") else b""
 
 
 def goodbye(prefix: bytes) -> bytes:
@@ -39,7 +55,9 @@ def placeholder_of(prefix: bytes, own: bytes, now_s: float, address: str, port: 
         prefix: of the participant's GUID. own: of a participant of this process, whom the message is for.
         now_s: the time of day. address, port: where it can be reached, which is this process itself.
     """
-    locator = struct.pack("<iI", 1, port) + bytes(12) + socket.inet_aton(address)
+    family = family_of(address)
+    kind = _UDP6 if family == socket.AF_INET6 else _UDP4
+    locator = struct.pack("<iI", kind, port) + socket.inet_pton(family, address).rjust(16, b"\0")
     parameters = _parameters(
         (0x15, b"\x02\x05\0\0"), (0x16, _VENDOR + b"\0\0"),  # protocol version, vendor
         (0x50, prefix + _PARTICIPANT), (0x58, bytes(4)),  # GUID, built-in endpoints: none

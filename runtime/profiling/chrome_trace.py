@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from gradbus.runtime.foreign_files import clear_way
 from gradbus.runtime.private_folder import make_private
 
 Row = Literal["step", "compute", "network", "collectives"]
@@ -120,6 +121,7 @@ def write_chrome_trace(path: Path, trace: Mapping[str, Any]) -> None:
     """Write it, whole or not at all; the folder is made if need be. Raises OSError."""
     make_private(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    clear_way(temporary)
     try:
         temporary.write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), encoding="utf-8")
         temporary.replace(path)

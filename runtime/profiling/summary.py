@@ -16,11 +16,15 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from gradbus.runtime.json_text import lines_of, parse_json
+from gradbus.runtime.foreign_files import lines_inside, open_to_append
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import make_private
 
 FORMAT = 1
+MAX_PROFILE_BYTES = 256 << 20  # of one rank, that are read
+MAX_PROFILE_LINES = 500_000  # the same
+MAX_BAD_LINES = 1000  # behind so many that are none of a profile it is not read
 
 log = get_logger("profile")
 
@@ -168,7 +172,7 @@ class LineFile:
         try:
             make_private(self.path.parent)
             # Unbuffered: bytes that a full disk refuses must not wait in a buffer, for close() to fail on them.
-            with open(self.path, "a+b", buffering=0) as file:
+            with os.fdopen(open_to_append(self.path), "a+b", buffering=0) as file:
                 if self._may_be_cut and file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
                     data = data if file.read(1) == b"\n" else b"\n" + data
@@ -190,8 +194,8 @@ def read_summary(path: Path) -> ProfileSummary | None:
     Raises:
         OSError: the file cannot be read.
     """
-    rank, tally, summary = None, Tally(), None
-    for text in lines_of(path):
+    rank, tally, summary, bad = None, Tally(), None, 0
+    for text in lines_inside(path.parent, path.name, max_bytes=MAX_PROFILE_BYTES, max_lines=MAX_PROFILE_LINES):
         try:
             line = parse_json(text)
             match line["kind"]:
@@ -203,7 +207,9 @@ def read_summary(path: Path) -> ProfileSummary | None:
                 case "summary":
                     summary = ProfileSummary.from_json(line)
         except (ValueError, KeyError, TypeError):
-            continue
+            bad += 1
+            if bad > MAX_BAD_LINES:
+                break
     if summary is not None or rank is None:
         return summary
     return ProfileSummary(

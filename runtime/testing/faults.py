@@ -21,17 +21,20 @@ on the time, nor on other rules. They are applied by
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.nearest import nearest
 from gradbus.runtime.wire.control import Body, kind_name
 
 ACTIONS = ("drop", "delay", "duplicate", "reorder", "corrupt", "crash")
 TOPIC_NAMES = ("command", "update", "model", "control", "collective", "store")
 CONTROL_NAMES = tuple(sorted(kind_name(kind) for kind in get_args(Body)))
+FORM = "A rule is ACTION [WHAT] [key=value ...], such as 'drop update p=0.02'; rules are separated by semicolons"
 _MAX_SECONDS = 3600.0
 _NUMBERS = {"round": True, "p": False, "nth": True, "times": True, "seconds": False}  # whether they are whole ones
 
@@ -50,10 +53,16 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
-            raise ConfigError(f"fault {self.action!r}: expected one of {', '.join(ACTIONS)}")
+            near = nearest(self.action, ACTIONS)
+            hint = f"did you mean {near!r}? Expected" if near else "expected"
+            raise ConfigError(f"fault {self.action!r}: {hint} one of {', '.join(ACTIONS)}")
         if self.what and self.what not in TOPIC_NAMES + CONTROL_NAMES:
-            known = ", ".join(TOPIC_NAMES + CONTROL_NAMES)
-            raise ConfigError(f"fault {self.action!r} of {self.what!r}: expected one of {known}, or nothing for any")
+            known = TOPIC_NAMES + CONTROL_NAMES
+            near = nearest(self.what, known)
+            hint = f"did you mean {near!r}? Expected" if near else "expected"
+            raise ConfigError(
+                f"fault {self.action!r} of {self.what!r}: {hint} one of {', '.join(known)}, or nothing for any"
+            )
         if not 0 <= self.p <= 1 or not 0 <= self.seconds <= _MAX_SECONDS:
             raise ConfigError(f"fault {self}: p must be within 0 .. 1, seconds within 0 .. {_MAX_SECONDS:g}")
         if any(number is not None and number < 1 for number in (self.nth, self.times)):
@@ -64,24 +73,52 @@ class Rule:
 
 
 def parse_rules(text: str) -> tuple[list[Rule], int]:
-    """The rules of a text, and its seed. Raises ConfigError: it says what is wrong with which rule."""
+    """The rules of a text, and its seed. Raises ConfigError: what is wrong with which rule, and what would be right."""
     rules, seed = [], 0
     for part in text.replace("\n", ";").split(";"):
         words = part.split()
         if not words:
             continue
-        if len(words) == 1 and words[0].startswith("seed="):
-            seed = int(_number(part, words[0].removeprefix("seed="), whole=True))
-            continue
-        what = words[1] if len(words) > 1 and "=" not in words[1] else ""
-        given: dict[str, Any] = {}
-        for word in words[2 if what else 1 :]:
-            key, sign, value = word.partition("=")
-            if not sign or key not in _NUMBERS:
-                raise ConfigError(f"fault {part.strip()!r}: {word!r} is not one of {', '.join(_NUMBERS)} with a number")
-            given[key] = _number(part, value, whole=_NUMBERS[key])
-        rules.append(Rule(words[0], what, **given))
+        try:
+            if len(words) == 1 and words[0].startswith("seed="):
+                seed = int(_number(part, words[0].removeprefix("seed="), whole=True))
+            else:
+                rules.append(_parse_rule(part, words))
+        except ConfigError as error:
+            meant = _in_form(part)
+            raise ConfigError(f"{error}. {f'Write {meant!r}. ' if meant else ''}{FORM}") from None
     return rules, seed
+
+
+def _parse_rule(part: str, words: list[str]) -> Rule:
+    what = words[1] if len(words) > 1 and "=" not in words[1] else ""
+    given: dict[str, Any] = {}
+    for word in words[2 if what else 1 :]:
+        key, sign, value = word.partition("=")
+        if not sign or key not in _NUMBERS:
+            raise ConfigError(f"fault {part.strip()!r}: {word!r} is not one of {', '.join(_NUMBERS)} with a number")
+        given[key] = _number(part, value, whole=_NUMBERS[key])
+    return Rule(words[0], what, **given)
+
+
+def _in_form(part: str) -> str:
+    """The rule that a text such as ``drop=0.02`` or ``delay(update, 0.1)`` has the words of, in the right form; empty:
+    it has not."""
+    words = re.findall(r"[a-z_]+|[0-9.]+", part.lower())
+    found, key = words[:1], ""
+    for word in words[1:]:
+        if word in _NUMBERS and not key:
+            key = word
+        elif word[0].isdigit() or word[0] == ".":
+            found.append(f"{key or ('seconds' if words[0] == 'delay' else 'p')}={word}")
+            key = ""
+        else:
+            found.append(word)
+    try:
+        _parse_rule(part, found or [""])
+    except ConfigError:
+        return ""
+    return "" if key else " ".join(found)
 
 
 def _number(part: str, text: str, *, whole: bool) -> float:

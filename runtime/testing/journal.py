@@ -25,6 +25,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from gradbus.runtime.foreign_files import clear_way, open_to_append
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import make_private
 
@@ -52,7 +53,7 @@ class History:
     def _open(self) -> None:
         make_private(self._directory)
         path = self._directory / f"{self._who}.jsonl"
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = open_to_append(path, 0o600)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # of the start before, cut short
             os.write(self._file, b"\n")
@@ -71,6 +72,7 @@ class History:
                 folder = self._directory / "payloads"
                 make_private(folder)
                 temporary = folder / f"{name}.{self._who}.tmp"
+                clear_way(temporary)
                 temporary.write_bytes(payload)
                 temporary.replace(folder / name)
             except OSError as error:

@@ -23,6 +23,11 @@ def test_an_unknown_codec_names_the_nearest(wrong: str, nearest: str) -> None:
         codecs.get(wrong)
 
 
+def test_a_name_like_no_codec_is_answered_with_all() -> None:
+    with pytest.raises(ValueError, match=r"^no codec 'zip'; there are fp32, "):
+        codecs.get("zip")
+
+
 def test_an_unknown_option_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'density'"):
         codecs.get("s4", densty=0.1)

@@ -92,6 +92,7 @@ def test_an_option_that_workers_do_not_have_is_refused_once(invoke, configs) -> 
     ("wrong", "right"),
     [
         ("parallel.world", "world"),
+        ("parallel.world_size", "world"),
         ("task.domain", "bus.domain"),
         ("parallel.elastic.epochs", "parallel.epochs"),
         ("parallel.checkpoint.wait_s", "parallel.elastic.wait_s"),
@@ -101,6 +102,34 @@ def test_a_key_in_a_wrong_section_is_answered_with_that_of_the_same_name(invoke,
     ended = invoke("run", "-n", 2, "--", configs / "ddp.conf.json", "--set", f"{wrong}=2")
     assert ended.code == 2
     assert f"unknown key {wrong!r}, did you mean {right!r}" in one_line(ended.err)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        (("controller", "controller"), (), "'task.batch_size' is a setting of each client: set it in the configuration "
+                                           "of the clients"),
+        (("controller", "controller"), ("--set", "task.task=mine:task"),
+         "'task.batch_size' has no effect with task.task: a task of your own sets it, or takes it as one of "
+         "task.task_options"),
+        (("worker", "ddp"), ("--set", "task.task=mine:task", "--rank", 0, "--world", 1),
+         "'task.batch_size' has no effect with task.task"),
+    ],
+)  # fmt: skip
+def test_a_key_that_has_no_effect_here_is_no_correction(invoke, configs, command, options, said) -> None:
+    name, config = command
+    key = {"controller": "federated.training.batch_size", "worker": "parallel.batch_size"}[name]
+    ended = invoke(name, configs / f"{config}.conf.json", *options, "--set", f"{key}=8")
+    assert ended.code == 2
+    line = one_line(ended.err)
+    assert f"unknown key {key!r}; {said}" in line
+    assert "did you mean" not in line
+
+
+def test_a_batch_size_of_a_worker_is_a_setting_of_its_task(invoke, configs) -> None:
+    ended = invoke("worker", configs / "ddp.conf.json", "--rank", 0, "--world", 1, "--set", "parallel.batch_size=8")
+    assert ended.code == 2
+    assert "unknown key 'parallel.batch_size', did you mean 'task.batch_size'?" in one_line(ended.err)
 
 
 def test_a_rank_that_does_not_come_is_named(invoke, configs, domain) -> None:
@@ -148,6 +177,13 @@ def test_a_document_for_cyclone_that_is_not_closed_is_refused(invoke, configs, m
     ended = invoke("client", configs / "client.conf.json", "--id", 0)
     assert ended.code == 2
     assert "CYCLONEDDS_URI is not well-formed XML" in one_line(ended.err)
+
+
+def test_faults_in_another_form_are_answered_with_the_right_one(invoke, configs) -> None:
+    ended = invoke("client", configs / "client.conf.json", "--id", 0, "--set", "bus.faults=drop=0.02")
+    assert ended.code == 2
+    assert "bus.faults: fault 'drop=0.02': " in (line := one_line(ended.err))
+    assert "Write 'drop p=0.02'" in line
 
 
 def test_an_interface_that_does_not_exist_is_named_with_those_that_do(invoke, configs) -> None:

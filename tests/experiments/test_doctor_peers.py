@@ -13,6 +13,7 @@ from typing import Any
 import doctor_node
 import pytest
 import warm
+from host_files import add_ipv6_addresses
 
 from gradbus.experiments.doctor.datagrams import Datagrams, DoctorIdentity, RemoteDoctor, probe_ports
 from gradbus.experiments.doctor.machine import Finding, Severity
@@ -69,6 +70,16 @@ def test_two_doctors_measure_the_way_between_them_and_agree_on_it(hosts: tuple[H
     assert (name, verdict) == (f"doctor at {hosts[0].address}", "advice"), second
     assert "looks for this machine, and is found" in value
     assert f"it is not in --peers here: put {hosts[0].address} there" in cure
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_two_doctors_find_each_other_over_ipv6(hosts: tuple[Host, Host], keys) -> None:
+    addresses = add_ipv6_addresses(hosts)
+    found = look(hosts, *({"peers": addresses, **keys("job.key")} for _ in hosts))
+    for ((name, value, verdict, _),), other in zip(found, reversed(addresses), strict=True):
+        assert (name, verdict) == (f"peer {other}", "ok"), found
+        assert re.search(r"round trip \d+ us", value), value
 
 
 @pytest.mark.slow

@@ -208,6 +208,26 @@ def test_a_figure_shows_every_series_with_units_and_says_how_it_was_made(
 
 
 @pytest.mark.parametrize("entry", CATALOGUE.values(), ids=list(CATALOGUE))
+def test_a_figure_names_the_data_that_it_was_made_with(entry: FigureEntry, tables: Tables) -> None:
+    with style.drawing():
+        said = {
+            data: " ".join("\n".join(texts(entry.draw(tables[entry.table], replace(FULL, data=data)))).split())
+            for data in ("mnist", "glyphs")
+        }
+    assert "MNIST" not in said["glyphs"].partition("published")[0]
+    assert ("MNIST" in said["mnist"]) == ("Glyphs (digits drawn on the spot)" in said["glyphs"])
+
+
+def test_values_published_for_mnist_are_not_drawn_beside_those_of_other_data(tables: Tables) -> None:
+    for name in ("federated_accuracy", "parallel_accuracy"):
+        entry = CATALOGUE[name]
+        with style.drawing():
+            said = " ".join("\n".join(texts(entry.draw(tables[entry.table], replace(FULL, data="glyphs")))).split())
+        assert published(name)
+        assert "published" not in said
+
+
+@pytest.mark.parametrize("entry", CATALOGUE.values(), ids=list(CATALOGUE))
 def test_a_figure_lacking_a_series_is_not_drawn(entry: FigureEntry, tables: Tables) -> None:
     some = [
         row
@@ -358,6 +378,17 @@ def test_figures_of_a_quick_run_are_kept_apart_and_their_index_says_so(
     assert page.count('command: `make figures QUICK=1 ARGS="--only ladder"`') == len(entries_of(["ladder"]))
     for group, run in runs_of(make_plan(QUICK)):
         assert (f"| {group} | [{run.label}](../../runs/figures/{run.label}-" in page) == (group == "ladder")
+
+
+def test_figures_of_other_data_are_kept_apart_and_their_index_says_so(
+    program_here: Callable[[], AbstractContextManager[Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with program_here() as here:
+        assert program.main(["--data", "glyphs", "--draw-only", "--only", "ladder"]) == 0
+        page = (here / "build" / "figures-glyphs" / "index.md").read_text(encoding="utf-8")
+        assert 'command: `make figures ARGS="--data glyphs --only ladder"`' in page
+        assert program.main(["--data", "glyphs", "--draw-only", "--install-docs"]) == 2
+    assert "--data glyphs, whose figures are for a look only" in capsys.readouterr().err
 
 
 def test_copies_for_the_documents_are_small_and_never_quick(

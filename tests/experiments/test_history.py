@@ -148,16 +148,35 @@ def test_growth_is_found_but_not_that_of_the_first_minutes(tmp_path: Path) -> No
     write(tmp_path, "resources", *samples(1, (100 + min(i, 15) for i in range(60))))
     assert broken(tmp_path) == []
     write(tmp_path, "resources", *samples(2, (100 + i / 2 for i in range(60))))
-    write(tmp_path, "resources", *samples(3, iter([100] * 60), fds=9)[:30], *samples(3, iter([100] * 60), fds=10)[30:])
+    leak = samples(3, iter([100] * 60))
+    for number, sample in enumerate(leak):
+        sample["fds"] += number // 12  # one at each of five faults
+    write(tmp_path, "resources", *leak)
     (one, other) = found(tmp_path)["I6"].violations
     assert "pid 2) grew" in one
-    assert "(pid 3): fds grew from 9 to 10" in other
+    assert "(pid 3): fds grew from 11 to 13, more than 12" in other
+
+
+@pytest.mark.parametrize(
+    ("fds", "is_growth"),
+    [
+        ([9] * 40 + [10] * 20, False),  # one more, whatever it is
+        ([9] * 40 + [11] * 20, True),
+        ([9, 9, 9, 12] * 10 + [12] * 20, False),  # as many as before, for longer
+        ([9, 9, 9, 12] * 10 + [13] * 20, True),
+    ],
+)
+def test_a_descriptor_more_is_no_leak(fds: list[int], is_growth: bool, tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD)
+    of_all = samples(1, iter([100] * len(fds)))
+    write(tmp_path, "resources", *({**sample, "fds": count} for sample, count in zip(of_all, fds, strict=True)))
+    assert (broken(tmp_path) == ["I6"]) == is_growth
 
 
 def test_what_a_process_takes_to_start_and_to_end_is_no_growth(tmp_path: Path) -> None:
     def life(pid: int) -> list[Event]:
         """It waits for others for 40 s, works for 60 s, and ends for 30 s."""
-        parts = ((40, 90, 24, 9), (100, 95, 25, 10), (130, 105, 26, 11))
+        parts = ((40, 90, 22, 7), (100, 95, 25, 10), (130, 105, 28, 13))
         lines = [samples(pid, iter([rss] * until), fds=fds, threads=threads) for until, rss, fds, threads in parts]
         return [*lines[0], *lines[1][40:], *lines[2][100:]]
 

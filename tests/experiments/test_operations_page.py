@@ -149,7 +149,7 @@ def test_the_sockets_of_a_process_are_on_these_ports(page: str, multicast: bool)
 
 def test_documents_for_dds_are_well_formed(page: str) -> None:
     documents = re.findall(r"CYCLONEDDS_URI='(.*?)'", page)
-    assert len(documents) == 2
+    assert len(documents) == 3
     for document in documents:
         merged = build_xml(NetworkConfig(), user_document=document)
         assert all(element.text in merged for element in ET.fromstring(document).iter() if element.text)

@@ -1,4 +1,4 @@
-"""JSON from files: within a size, lines in bounded pieces, and one kind of error."""
+"""JSON from files: within a size, and one kind of error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.runtime import json_text
-from gradbus.runtime.json_text import lines_of, parse_json, read_text
+from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.profiling.summary import read_summary
 
 DEEP = "[" * 100_000
@@ -42,13 +41,6 @@ def test_an_endless_file_takes_no_more_memory_than_the_limit() -> None:
         read_text(Path("/dev/zero"), 1000)
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
-
-
-def test_a_line_without_end_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_text, "MAX_LINE_CHARS", 10)
-    path = tmp_path / "file"
-    path.write_bytes(b'{"a": 1}\n' + b"[" * 25 + b"\n\xff\n")
-    assert list(lines_of(path)) == ['{"a": 1}\n', "[" * 10, "[" * 10, "[" * 5 + "\n", "\ufffd\n"]
 
 
 AMOUNTS = '"mean": {}, "max": {}, "total": {}, "outside": {}'

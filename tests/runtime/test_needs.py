@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 
-from gradbus.runtime.needs import explain, install_line, requirements
+from gradbus.runtime.needs import explain, extra_with, how_to_install, install_line, requirements
 
 CONTROLLER = "import sys; sys.argv = ['gradbus', {arguments}]; from gradbus.__main__ import main; main()"
 
@@ -94,3 +96,57 @@ def test_a_package_that_cannot_be_loaded_is_to_be_installed_anew(tmp_path: Path)
 def test_other_errors_are_not_explained_away() -> None:
     assert explain(ModuleNotFoundError("no module", name="my_package")) == ""
     assert explain(ValueError("x")) == ""
+
+
+def environment(folder: Path, *, made_by_uv: bool = False) -> Path:
+    """The interpreter of a new environment without pip."""
+    venv.create(folder, with_pip=False)
+    if made_by_uv:
+        with (folder / "pyvenv.cfg").open("a", encoding="utf-8") as file:
+            file.write("uv = 0.9.1\n")
+    return folder / "bin" / "python"
+
+
+def said_in(python: Path, *, path: Path, call: str = "install_line('matplotlib')") -> str:
+    """What this file of gradbus says in another environment, with these programs."""
+    file = Path(__file__).resolve().parents[2] / "runtime" / "needs.py"
+    code = (
+        f"import importlib.util as u; s = u.spec_from_file_location('needs', {str(file)!r}); "
+        f"m = u.module_from_spec(s); s.loader.exec_module(m); print(m.{call})"
+    )
+    environ = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "PATH": str(path)}
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environ).stdout.strip()
+
+
+@pytest.mark.parametrize("where", ["PATH", "beside", "made by it"])
+def test_an_environment_without_pip_is_installed_into_by_uv(where: str, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", made_by_uv=where == "made by it")
+    (tmp_path / "bin").mkdir()
+    uv = {"PATH": tmp_path / "bin" / "uv", "beside": python.with_name("uv")}.get(where)
+    if uv is not None:
+        uv.write_text("#!/bin/sh\n")
+        uv.chmod(0o755)
+    command = uv if where == "beside" else "uv"
+    assert said_in(python, path=tmp_path / "bin") == f"{command} pip install --python {python} 'matplotlib'"
+    again = said_in(python, path=tmp_path / "bin", call="install_line('mlflow_skinny', again=True)")
+    assert again == (
+        f"{command} pip install --python {python} --no-cache --reinstall-package mlflow-skinny 'mlflow_skinny'"
+    )
+
+
+def test_an_environment_without_pip_and_uv_gets_pip_first(tmp_path: Path) -> None:
+    python = environment(tmp_path / "a venv")
+    command = said_in(python, path=tmp_path)
+    assert command == f"'{python}' -m ensurepip && '{python}' -m pip install 'matplotlib'"
+    subprocess.run([*shlex.split(command.partition(" && ")[0])], check=True, capture_output=True)
+    assert said_in(python, path=tmp_path) == f"'{python}' -m pip install 'matplotlib'"
+
+
+def test_a_package_of_an_extra_is_installed_with_the_rest_of_it() -> None:
+    assert how_to_install("jinja2") == (
+        f"Install it, which is what the extra gradbus[figures] does: {install_line('matplotlib', 'jinja2')}"
+    )
+    assert extra_with("mlflow_skinny") == "mlflow"  # and of integrations, behind it
+    assert extra_with("torch") == ""
+    assert how_to_install("torch") == f"Install it: {install_line('torch')}"
+    assert how_to_install("pytest") == f"Install it: {install_line('pytest')}"  # not the 12 others of gradbus[dev]

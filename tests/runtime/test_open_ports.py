@@ -31,9 +31,12 @@ from gradbus.runtime.wire.messages import Control
 MALFORMED = b"RTPS\x02\x05\x01\x10" + bytes(range(12)) + bytes((0x15, 1, 4, 0)) + bytes(4)
 
 
-def test_sockets_of_a_bus_on_loopback_take_nothing_from_other_interfaces(run: Run, place: dict[str, Any]) -> None:
+@pytest.mark.parametrize("peers", [(), ("::1",)])
+def test_sockets_of_a_bus_on_loopback_take_nothing_from_other_interfaces(
+    run: Run, place: dict[str, Any], peers: tuple[str, ...]
+) -> None:
     async def main() -> None:
-        async with gradbus.connect(**place):
+        async with gradbus.connect(**place, peers=peers):
             first = 7400 + 250 * place["domain"]
             devices = [
                 one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")

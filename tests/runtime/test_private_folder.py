@@ -48,6 +48,16 @@ def test_folders_of_runs_states_and_histories_are_closed_to_others(tmp_path: Pat
     assert mode(tmp_path / "profiles") == 0o700
 
 
+def test_folders_above_that_are_made_as_well_are_closed_to_others(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path / "runs" / "one" / "state" / "rank-0").close()
+    history = History(tmp_path / "clients" / "history", "client-3", payloads=True)
+    history.keep("update.bin", b"weights")  # before the first event
+    history.close()
+    made = [folder for folder in tmp_path.rglob("*") if folder.is_dir()]
+    assert [folder.name for folder in made if mode(folder) != 0o700] == []
+    assert len(made) == 7
+
+
 def test_state_and_history_of_a_run_that_are_open_are_closed_when_it_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for name in ("state", "history"):

@@ -29,7 +29,7 @@ def run(*clients: Start, until_s: float = 100.0) -> RunHistory:
     controller = start(
         0.0, commanded=[*range(int(until_s))], committed=[second + 0.5 for second in range(int(until_s))]
     )
-    return RunHistory(Path(), [controller], {0: list(clients)})
+    return RunHistory(Path(), controller=[controller], clients={0: list(clients)})
 
 
 def test_who_comes_back_is_measured() -> None:

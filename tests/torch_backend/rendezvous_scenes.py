@@ -17,6 +17,8 @@ from structlog.testing import capture_logs
 from torch_node import RankLocation
 
 from gradbus.torch import register
+from gradbus.torch.store.client import StoreClient
+from gradbus.torch.store.messages import StoreLeave
 
 register()
 
@@ -58,6 +60,36 @@ def threads_of_gradbus() -> list[str]:
             break
         time.sleep(0.01)
     return found
+
+
+def one_rank_keeps_the_store(place: RankLocation) -> list[Any]:
+    """The same address again and again, while a variable of one rank holds the stores of the groups before."""
+    results: list[Any] = []
+    kept = []
+    for number in range(4):
+        join(place, "kept", ("dds", "gloo")[number % 2])
+        if place.rank == number // 2:
+            kept.append(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - as torch's own functions do
+        results.append(use(place))
+        dist.destroy_process_group()
+    return [*results, len(kept)]
+
+
+def farewells_are_lost(place: RankLocation) -> list[Any]:
+    """The same address again and again, where what a rank says as it leaves a store does not arrive."""
+    send = StoreClient._send  # noqa: SLF001 - where it can be lost
+
+    def lossy(client: StoreClient, message: Any, to: int) -> None:
+        if not isinstance(message, StoreLeave):
+            send(client, message, to)
+
+    StoreClient._send = lossy  # noqa: SLF001 - the same
+    results: list[Any] = []
+    for _ in range(3):
+        join(place, "farewell", timeout_s=15.0)
+        results.append(use(place))
+        dist.destroy_process_group()
+    return results
 
 
 def whole_lives(place: RankLocation) -> dict[str, Any]:

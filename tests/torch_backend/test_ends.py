@@ -177,6 +177,42 @@ def test_the_others_are_told_what_a_rank_failed_with(tmp_path: Path) -> None:
     assert re.search(r"rank [12]: failed with ValueError: a bad batch, at train.py:7 in read_batch", last), told[0]
 
 
+# Rank 1 destroys its group and makes the next one while rank 0 has the first, and with it the store at MASTER_ADDR.
+SUCCESSOR = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+
+os.environ |= {"RANK": sys.argv[2], "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+dist.init_process_group("dds", timeout=timedelta(seconds=60))
+dist.barrier()
+store = dist.distributed_c10d._get_default_store()
+while hasattr(store, "underlying_store"):
+    store = store.underlying_store
+if sys.argv[2] == "0":
+    until_s = time.monotonic() + 60
+    while not any(store.get(key) == b"2" for key in store.list_keys() if key.endswith("gradbus/times/1")):
+        assert time.monotonic() < until_s, "rank 1 has not come again"
+        time.sleep(0.02)
+del store
+dist.destroy_process_group()
+if sys.argv[2] == "1":
+    dist.init_process_group("dds", timeout=timedelta(seconds=60))
+"""
+
+
+def test_a_rank_that_finds_the_store_of_the_group_before_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kept_ports(1) as (port,):
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        (first, _, why), (second, _, err) = ended(SUCCESSOR, 2, tmp_path)
+    assert (first, second) == (0, 1), f"{why}\n{err}"
+    last = err.strip().splitlines()[-1]
+    assert f"DistBackendError: [Rank 1] process group 'world': the store at 127.0.0.1:{port} has gone before" in last
+    assert "A store has to outlive the process groups that are made with it: make one, and give it to each" in last
+
+
 # Groups, messages and works are forgotten. What is registered first runs last: when the groups have been left.
 FORGETFUL = """
 import sys, threading, time

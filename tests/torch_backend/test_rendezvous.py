@@ -146,6 +146,20 @@ def test_whole_jobs_of_both_backends_begin_and_end_with_it() -> None:
 
 
 @pytest.mark.slow
+def test_a_store_that_a_script_still_holds_is_not_used_again_by_the_next_group() -> None:
+    each = [3.0, ["0", "1"]]
+    for result in play("rendezvous_scenes", "one_rank_keeps_the_store"):
+        assert result == [each, each, each, each, 2]
+
+
+@pytest.mark.slow
+def test_a_store_that_waits_for_a_lost_farewell_does_not_keep_the_next_one_from_its_ranks() -> None:
+    each = [3.0, ["0", "1"]]
+    for result in play("rendezvous_scenes", "farewells_are_lost"):
+        assert result == [each, each, each]
+
+
+@pytest.mark.slow
 def test_when_rank_0_is_killed_all_others_are_told_soon_and_any_other_rank_is_not_missed() -> None:
     assert soonest(one_after_the_other_dies, SOON_S) < SOON_S
 

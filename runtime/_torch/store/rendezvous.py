@@ -26,6 +26,7 @@ from gradbus.torch.store.store import DdsStore
 
 _links: dict[tuple[int, int, str, int], StoreLink] = {}  # by process (a fork does not inherit threads) and address
 _lock = forks.new_lock()
+_of_groups: set[DdsStore] = set()  # handles that init_process_group has made a process group with
 
 
 def open_store(address: Address, timeout: timedelta) -> DdsStore:
@@ -53,6 +54,7 @@ def handler(
 ) -> Iterator[tuple[DdsStore, int, int]]:
     """Called by torch for an address that starts with ``dds://``."""
     address = parse(url)
+    close_those_of_destroyed_groups()
     store = open_store(address, timeout)
     try:
         yield store, address.rank, address.world
@@ -67,12 +69,33 @@ def close_with_its_group(store: DdsStore) -> None:
     torch keeps a ``PrefixStore`` for each process group until then. Without one, the handle stays open until the
     process ends: C++ may have it, and would not keep its Python part alive.
     """
+    for held, root in _stores_of_groups():
+        if root is store:
+            _of_groups.add(store)
+            closing = weakref.finalize(held, _close, store)
+            closing.atexit = False  # at exit it is closed anyway, and later
+            return
+
+
+def close_those_of_destroyed_groups() -> None:
+    """Close stores whose process groups are destroyed, and whose Python objects something still holds: a variable of
+    the script, or a cycle that the garbage collector has not found yet. A rank that used such a store again would wait
+    there for others, which have a new one."""
+    in_use = {id(root) for _, root in _stores_of_groups()}
+    for store in [store for store in list(_of_groups) if id(store) not in in_use]:
+        _close(store)
+
+
+def _close(store: DdsStore) -> None:
+    _of_groups.discard(store)
+    store.close()
+
+
+def _stores_of_groups() -> Iterator[tuple[Store, Store]]:
+    """The store that torch holds for each process group, and the one that its prefixes are of."""
     world = distributed_c10d._world  # noqa: SLF001 - torch does not list its process groups in public
     for _, held in list(world.pg_map.values()):
         root: Store = held
         while isinstance(root, PrefixStore):
             root = root.underlying_store
-        if root is store:
-            closing = weakref.finalize(held, store.close)
-            closing.atexit = False  # at exit it is closed anyway, and later
-            return
+        yield held, root

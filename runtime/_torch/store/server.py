@@ -95,6 +95,8 @@ class StoreServer(StoreEnd):
         match message:
             case StoreJoin() if not self._closing:
                 self._on_join(key, message)
+            case StoreJoin():
+                self._forget_former(key.sender, message)
             case ArbiterStatus() if key.incarnation != self.incarnation:
                 self._on_arbiter(key.incarnation, message)
             case StoreRequest() if peer is not None and self._has_joined(peer):
@@ -104,6 +106,13 @@ class StoreServer(StoreEnd):
                 self._forget(peer)
             case _:
                 pass
+
+    def _forget_former(self, rank: int, message: StoreJoin) -> None:
+        """Take a process that looks for the next store for one that has left this one, which is closing: its StoreLeave
+        was lost. Until this arbiter has gone, the next one in its process, whose bus it shares, gets nothing."""
+        host = cut(message.host, _MAX_HOST_BYTES)
+        for peer in [peer for peer in self.peers.values() if (peer.rank, peer.host) == (rank, host)]:
+            self._forget(peer)
 
     def _has_joined(self, peer: StorePeer) -> bool:
         return self._ranks.get(peer.rank) is peer

@@ -35,7 +35,8 @@ def test_the_example_of_adapters_trains_and_is_exported_whole(root: Path, tmp_pa
     assert all(report["bytes_up"] < 2 * 50_000 for report in rounds)
     assert all(report["eval_loss"] > 0 for report in rounds), "no tensor is personal: there is a whole model"
     done = export(tmp_path / "run")
-    assert done.personal == 0
+    assert done.is_whole
+    assert done.personal == []
     model = ClientTextTask(lora={"rank": 4, "alpha": 16}).build_model()
     found = load_file(done.path)
     changed = {name for name, tensor in model.state_dict().items() if not tensor.equal(found[name])}

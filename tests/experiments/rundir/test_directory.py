@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import ClientTimeline
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.profiling.summary import ProfileSummary
 
 
@@ -141,3 +143,41 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="run directory file/run cannot be written: Not a directory"):
         WorkerDirectory(Path("file/run"), 0)
+
+
+@pytest.mark.parametrize("name", ["rounds.jsonl.tmp", "summary.json.tmp", "state/round-000001.json.tmp"])
+def test_a_run_that_goes_on_writes_through_no_link(tmp_path: Path, name: str) -> None:
+    """Somebody else may have sent the directory."""
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    secret.write_text("secret")
+    (run / "state").mkdir(parents=True)
+    (run / name).symlink_to(secret)
+    with ControllerDirectory(run) as directory, CheckpointStore(run / "state") as store:
+        directory.add([RoundReport(round_id=1)])
+        directory.finish([RoundReport(round_id=1)], outcome="done", seconds=1.0)
+        store.save(Checkpoint(1, {}, {}))
+    assert secret.read_text() == "secret"
+    assert not (run / name).is_symlink()
+
+
+def test_a_rank_that_goes_on_writes_its_mark_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".rank-0").symlink_to(tmp_path / "secret")
+    WorkerDirectory(tmp_path / "run", 0)
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+@pytest.mark.parametrize(("name", "error"), [("controller.log", ConfigError), ("state/.lock", CheckpointError)])
+def test_what_a_run_appends_to_must_be_a_file(tmp_path: Path, name: str, error: type[Exception], kind: str) -> None:
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    (run / "state").mkdir(parents=True)
+    secret.write_text("secret")
+    if kind == "pipe":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to(secret)
+    with pytest.raises(error, match=f"cannot be written: is a {kind}"), ControllerDirectory(run):
+        CheckpointStore(run / "state")
+    assert secret.read_text() == "secret"

@@ -25,7 +25,7 @@ from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.state import RunState, SavedRun
 from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
-from gradbus.experiments.rundir.export import export
+from gradbus.experiments.rundir.export import TRUST_WARNING, export
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -79,19 +79,28 @@ def test_a_model_with_personal_tensors_says_which_they_are_and_a_client_brings_i
     own = {f"norm.{name}": torch.full((4,), 5.0) for name in ("weight", "bias", "running_mean", "running_var")}
     kept = {f"personal.{name}": tensor for name, tensor in own.items()}
     client = personal(tmp_path / "run", kept, exclude=["norm.*"])
-    done = export(tmp_path / "run")
+    alone = export(tmp_path / "run")
+    assert alone.absent == list(own)
+    assert "left out, as each client has its own: 'norm.weight', 'norm.bias', 'norm.running_mean'" in alone.text
+    assert "; --client DIRECTORY gives those of one\n" in alone.text
+    assert TRUST_WARNING in alone.text
+    assert load_file(alone.path).keys() == awkward().state_dict().keys() - own.keys()
+    done = export(tmp_path / "run", trust=True)
     assert "4 of them are personal, and as the model was built" in done.text
     about, found = metadata(done.path), load_file(done.path)
+    assert metadata(alone.path) == about
     assert json.loads(about["personal"]) == list(own)
     assert set(json.loads(about["shared"])) == {n for n, t in found.items() if t.is_floating_point() and n not in own}
     assert bool((found["first.weight"] == 2.0).all())
     assert torch.equal(found["norm.weight"], awkward().norm.weight.detach())
-    of_client = export(tmp_path / "run", client=client)
-    assert of_client.path.name == "model-client-3.safetensors"
-    assert "4 of them of client-3" in of_client.text
-    loaded = load_file(of_client.path)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
-    assert bool((loaded["first.weight"] == 2.0).all())
+    for trust in (True, False):
+        of_client = export(tmp_path / "run", client=client, trust=trust)
+        assert of_client.path.name == "model-client-3.safetensors"
+        assert "4 of them of client-3\n" in of_client.text
+        loaded = load_file(of_client.path)
+        assert loaded.keys() == awkward().state_dict().keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
+        assert bool((loaded["first.weight"] == 2.0).all())
 
 
 def test_a_frozen_tensor_is_personal_where_a_run_exchanges_all_of_the_model_but_that(tmp_path: Path) -> None:
@@ -180,18 +189,20 @@ def loads(state: dict[str, Any], like: nn.Module) -> None:
     assert fresh.last.weight is fresh.first.weight
 
 
+@pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("make", [federated, parallel])
-def test_the_state_of_a_run_is_written_under_the_names_of_the_model(tmp_path: Path, make: Any) -> None:
+def test_the_state_of_a_run_is_written_under_the_names_of_the_model(tmp_path: Path, make: Any, trust: bool) -> None:
     model = make(tmp_path / "run")
-    done = export(tmp_path / "run")
+    done = export(tmp_path / "run", trust=trust)
     assert done.path == tmp_path / "run" / "model.safetensors"
     assert (done.unit, done.number) == (("round", 2) if make is federated else ("step", 4))
     loads(load_file(done.path), model)
-    assert f"safetensors.torch.load_file('{done.path}')" in done.text
-    torch_file = export(tmp_path / "run", tmp_path / "other" / "net.pt")
+    assert f"model.load_state_dict(safetensors.torch.load_file('{done.path}'))" in done.text
+    assert done.is_whole
+    torch_file = export(tmp_path / "run", tmp_path / "other" / "net.pt", trust=trust)
     assert torch_file.format == "torch"
     loads(torch.load(torch_file.path, weights_only=True), model)
-    assert export(tmp_path / "run", form="torch").path == tmp_path / "run" / "model.pt"
+    assert export(tmp_path / "run", form="torch", trust=trust).path == tmp_path / "run" / "model.pt"
 
 
 def test_the_best_model_is_exported_in_place_of_the_newest(tmp_path: Path) -> None:
@@ -264,7 +275,7 @@ def test_what_cannot_be_exported_is_told_with_what_to_do(tmp_path: Path) -> None
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"task": values["task"] | {"model": "own_models:narrow"}}))
     with pytest.raises(CheckpointError, match=r"holds 'scale' as float32 of shape \(\), the model .* has none"):
-        export(tmp_path / "run")
+        export(tmp_path / "run", trust=True)
     path.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="cannot be written"):
         export(tmp_path / "run", tmp_path)

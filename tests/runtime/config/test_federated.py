@@ -147,12 +147,25 @@ def test_a_name_that_looks_like_a_number_is_not_changed_silently() -> None:
         (["federated.byzantine=1"], "federated.byzantine", "federated.strategy.byzantine"),
         (["federatd.rounds=3"], "federatd", "federated"),
         (["bus.lease=3"], "bus.lease", "lease_s"),
+        (["federated.samples_per_round=3"], "federated.samples_per_round", "federated.training.subset_size"),
+        (["federated.training.samples_per_round=3"], "federated.training.samples_per_round", "subset_size"),
+        (["federated.learning_rate=3"], "federated.learning_rate", "federated.training.lr"),
+        (["federated.local_epochs=3"], "federated.local_epochs", "federated.training.epochs"),
+        (["federated.clients_per_round=3"], "federated.clients_per_round", "federated.selection.count"),
+        (["federated.num_rounds=3"], "federated.num_rounds", "rounds"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_right_one(overrides: list[str], wrong: str, right: str) -> None:
     text = refused(overrides=overrides)
     assert f"unknown key {wrong!r}" in text
     assert f"did you mean {right!r}" in text
+
+
+@pytest.mark.parametrize("key", ["federated.power_of_clients", "federated.stale", "federated.candid", "bus.samples"])
+def test_a_far_fetched_guess_is_not_made(key: str) -> None:
+    text = refused(overrides=[f"{key}=3"])
+    assert "did you mean" not in text
+    assert f"unknown key {key!r}; known here: " in text
 
 
 def test_an_unknown_key_that_is_near_to_nothing_is_answered_with_all_that_are_known() -> None:

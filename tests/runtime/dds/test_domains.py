@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 from bus_helpers import topics_of
@@ -215,3 +217,30 @@ def test_a_participant_can_be_closed_while_the_interpreter_ends() -> None:
     program = CLOSES_LATE.replace("DOMAIN", str(DOMAIN))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("closed\n", "")
+
+
+def test_buses_of_one_domain_share_it_whether_or_not_the_names_of_peers_have_addresses_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The settings are the same; what they resolve to has changed between the first bus and the second."""
+    found: list[str] = []
+
+    def look_up(name: str, port: None, family: int, kind: int) -> list[Any]:
+        if not found:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(family, kind, 17, "", (found[0], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    xml = build_xml(NetworkConfig(peers=("127.0.0.1", "late.invalid")))
+    first = domains.acquire(DOMAIN, xml, job("first"))
+    found.append("127.0.0.1")
+    second = domains.acquire(DOMAIN, xml, job("second"))
+    try:
+        assert second is first
+        with pytest.raises(ConfigError, match="already open in this process with other network settings"):
+            domains.acquire(DOMAIN, build_xml(NetworkConfig(peers=("127.0.0.1", "other.invalid"))), job("third"))
+    finally:
+        for name in ("first", "second"):
+            domains.release(first, job(name))
+    assert first.late_peers is not None
+    first.late_peers.look()  # of a domain that is closed

@@ -207,8 +207,8 @@ def test_what_leaves_the_machine_is_known_whatever_the_capitals_of_the_users_doc
     ("address", "elsewhere"),
     [
         ("127.0.0.1", False), ("127.0.0.1:7410", False), ("localhost", False), ("localhost:7410", False),
-        ("[::1]", False), ("192.0.2.10", True), ("127.evil.example", True), ("localhost.evil.example", True),
-        ("239.255.0.1", True),
+        ("[::1]", False), ("2001:db8::1", True), ("192.0.2.10", True), ("127.evil.example", True),
+        ("localhost.evil.example", True), ("239.255.0.1", True),
     ],
 )  # fmt: skip
 def test_a_peer_is_on_this_machine_if_its_address_is_and_not_if_it_only_begins_like_one(

@@ -75,7 +75,9 @@ def test_no_sum_is_lost_when_a_node_dies(place: dict[str, Any], run: Run, name: 
             asyncio.create_task(work(place, rank, world, options(topology=topology, retry_s=0.0), program))
             for rank in range(world)
         ]
-        await all_have_one.wait()
+        having_one = asyncio.create_task(all_have_one.wait())
+        await asyncio.wait([having_one, *workers], return_when=asyncio.FIRST_COMPLETED)
+        assert having_one.done(), [worker.exception() for worker in workers if worker.done()]
         serving[node].cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving[node]

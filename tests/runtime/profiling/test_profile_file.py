@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
+from gradbus.runtime.profiling import summary as summary_module
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 from gradbus.runtime.profiling.summary import LineFile, ProfileSummary, read_summary
 
@@ -92,9 +94,10 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_stops_nothing(tmp_pa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_reported_once_and_stops_nothing() -> None:
+def test_a_full_disk_is_reported_once_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary_module, "open_to_append", lambda path: os.open("/dev/full", os.O_RDWR))
     with structlog.testing.capture_logs() as logs:
-        profile = Profile(0, window_steps=1, jsonl=Path("/dev/full"))
+        profile = Profile(0, window_steps=1, jsonl=tmp_path / "rank-0.jsonl")
         run(profile, range(3))
         profile.close()
     assert [entry["error"] for entry in logs] == ["No space left on device"]

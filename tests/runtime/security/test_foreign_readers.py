@@ -128,7 +128,13 @@ async def goes_on_beside_strangers(one: Bus, other: Bus, process: subprocess.Pop
     assert sum(taken_s) < 6 * foreign_readers.GRACE_S  # 0.1 s without strangers, and for ever without a cure
 
 
-def test_a_stranger_that_takes_nothing_is_named_and_does_not_hold_up_a_job_with_a_key(keyed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("transport", ["udp", "udp6"])
+def test_a_stranger_that_takes_nothing_is_named_and_does_not_hold_up_a_job_with_a_key(
+    keyed: dict[str, Any], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = f"<CycloneDDS><Domain><General><Transport>{transport}</Transport></General></Domain></CycloneDDS>"
+    monkeypatch.setenv("CYCLONEDDS_URI", document)  # for the stranger, too
+
     async def main() -> None:
         with stranger(keyed["domain"], 3) as process:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other:

@@ -38,7 +38,7 @@ def test_a_text_becomes_rules_and_a_seed() -> None:
     ("text", "wanted"),
     [
         ("loose update", "expected one of drop, delay, duplicate"),
-        ("drop updates", "expected one of command, update, model"),
+        ("drop updates", "Expected one of command, update, model"),
         ("drop update p=many", "expected a number, got 'many'"),
         ("drop update nth=1.5", "expected a whole number"),
         ("drop update q=1", "'q=1' is not one of round, p, nth"),
@@ -51,6 +51,26 @@ def test_a_text_becomes_rules_and_a_seed() -> None:
 def test_a_wrong_rule_is_an_error_that_says_what_would_be_right(text: str, wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
         parse_rules(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("drop=0.02", "Write 'drop p=0.02'. A rule is ACTION"),
+        ("drop 0.02", "Write 'drop p=0.02'. A rule is ACTION"),
+        ("delay(update, 0.1)", "Write 'delay update seconds=0.1'. A rule is ACTION"),
+        ("drop(p=0.02)", "Write 'drop p=0.02'. A rule is ACTION"),
+        ("Drop: update p=0.1", "Write 'drop update p=0.1'. A rule is ACTION"),
+        ("dropp update p=0.1", "fault 'dropp': did you mean 'drop'? Expected one of drop, delay,"),
+        ("drop updates", "fault 'drop' of 'updates': did you mean 'update'? Expected one of command,"),
+        ("loose=0.1", "corrupt, crash. A rule is ACTION [WHAT] [key=value ...], such as 'drop update p=0.02'; rules"),
+        ("drop=2", "corrupt, crash. A rule is ACTION"),  # 200 % in no form
+    ],
+)
+def test_a_rule_in_another_form_is_answered_with_the_right_one(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_rules(f"drop hello nth=1; {text}")
+    assert meant in str(caught.value)
 
 
 def struck(faults: Faults, count: int, *names: str, round_id: int | None = None) -> list[int]:

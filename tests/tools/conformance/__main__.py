@@ -22,6 +22,7 @@ from rich.table import Table
 
 from conformance.suite import Result, Run, run
 from gradbus.experiments.bench.results import machine
+from gradbus.runtime.needs import install_line
 
 REFERENCE, OURS = "gloo", "dds"
 _IMPORT_S = 120.0
@@ -100,7 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 150)
     if importlib.util.find_spec("expecttest") is None:
-        console.print("PyTorch's tests need the package expecttest: make setup, or pip install expecttest")
+        console.print(
+            f"PyTorch's tests need expecttest, which is not installed: make setup, or {install_line('expecttest')}"
+        )
         return 2
     chosen.out.mkdir(parents=True, exist_ok=True)
     for stale in chosen.out.glob("*.log"):

@@ -27,7 +27,7 @@ from rich.table import Table
 from fuzz.catalogue import BROKEN, NAMES, TARGETS
 from fuzz.target import RESIDENT_SLACK_BYTES
 from gradbus.experiments.amounts import size
-from gradbus.runtime.needs import install_line
+from gradbus.runtime.needs import how_to_install
 
 TOOLS = Path(__file__).resolve().parents[1]  # where a child finds this package
 _START_S = 120.0  # on top of the time given: imports, seeds, and the corpus of an earlier run
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("atheris") is None:
         print(
             "make fuzz: needs atheris, which is not installed (Linux; it has no wheels for the newest Python). "
-            f"Install it: {install_line('atheris')}, or in this repository: make setup-fuzz",
+            f"{how_to_install('atheris')}, or in this repository: make setup-fuzz",
             file=sys.stderr,
         )
         return 2

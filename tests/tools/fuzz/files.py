@@ -6,26 +6,38 @@ import functools
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from fuzz.target import Target, folder, must
+from gradbus.actors.data_parallel.replicas import describe_layout, model_tensors
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.data_parallel.saved_state import saved_state as state_of_ranks
+from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.saved_state import saved_state as state_of_rounds
+from gradbus.actors.federated.state import RunState
+from gradbus.actors.parameter_server.assignment import assign
+from gradbus.actors.parameter_server.saved_state import saved_state as state_of_servers
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.history.reader import read_history
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.experiments.rundir.reading import read_run
 from gradbus.models import mnist_files as idx
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
+from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config import settings
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.settings import Settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profiling.chrome_trace import Clock, chrome_trace
 from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
+from gradbus.runtime.saved_state import SavedState, StateNames
 
 
 def _load(number: int, path: Path | None, overrides: Iterable[str] = ()) -> Settings:
@@ -140,6 +152,66 @@ def _checkpoint_seeds() -> list[bytes]:
     return [b"\0" + described, b"\1" + described, b"\2" + tensors, b"\0" + b"[" * 2000]
 
 
+class _Model(nn.Module):
+    """A small model with all that names differ for: a frozen layer, tied weights, a counter, half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.first = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+        self.last, self.norm, self.low = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1, dtype=torch.bfloat16)
+        self.last.weight = self.first.weight
+
+
+@functools.cache
+def _saved() -> tuple[tuple[Checkpoint, Callable[[Checkpoint, Tensor], SavedState]], ...]:
+    """A checkpoint of rounds, of a rank and of a parameter server, each with its reader; and frozen values."""
+    flat = FlatModel(_Model())
+    config = FederatedConfig()
+    rounds = RunState(config, flat, STRATEGIES.make(config.strategy, flat.dim)).checkpoint_of_weights()
+    model = _Model()
+    about = {"run_id": "0" * 16, "layout": describe_layout(model), "names": StateNames.of_model(model), "settings": {}}
+    counts = dict.fromkeys(("epoch", "epoch_step", "batches", "skipped", "skipped_in_row", "num_batches"), 0)
+    rank = {**about, **counts, "rank": 0, "world": 1, "loss_sum": 0.5, "report": None}
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    (pieces,) = assign(trained, 1, 8)
+    of_server = {f"weights/{piece.name}": piece.of(trained[piece.tensor]).detach() for piece in pieces}
+    of_server |= {f"frozen/{name}": one for name, one in model.named_parameters() if name not in trained}
+    of_server |= {f"worker-0/buffer/{name}": one for name, one in model.named_buffers()}
+    shapes = [{"tensor": p.tensor, "start": p.start, "stop": p.stop, "shape": list(p.shape)} for p in pieces]
+    server = {
+        **about, "server": 0, "servers": 1, "workers": 1, "pieces": shapes, "updates": 3, "refused": 0,
+        "staleness": {}, "own": {"0": {}},
+    }  # fmt: skip
+    return (
+        (rounds, lambda one, frozen: state_of_rounds(one, lambda name: {"frozen": frozen})),
+        (Checkpoint(1, model_tensors(model), rank), lambda one, frozen: state_of_ranks(one)),
+        (Checkpoint(1, of_server, server), lambda one, frozen: state_of_servers([one])),
+    )
+
+
+def _read_saved_model(data: bytes) -> None:
+    """The first byte says whose checkpoint it is; the rest is its metadata, beside tensors that are there."""
+    if not data:
+        return
+    kept, read = _saved()[data[0] % len(_saved())]
+    try:
+        meta = parse_json(data[1:].decode("utf-8", "replace"))
+    except ValueError:
+        return
+    if not isinstance(meta, dict):
+        return
+    try:
+        state = read(Checkpoint(kept.round_id, kept.tensors, meta), FlatModel(_Model()).read_frozen())
+    except CheckpointError as error:
+        must(len(str(error)) < 2_000, "an error that nobody can read")
+        return
+    must(all(name.isprintable() for name in state.tensors), "a name that controls a terminal")
+
+
+def _saved_model_seeds() -> list[bytes]:
+    return [bytes([number]) + json.dumps(dict(kept.meta)).encode() for number, (kept, _) in enumerate(_saved())]
+
+
 def _read_idx(data: bytes) -> None:
     """The first byte: a plain file, a packed one, or one whose content is packed here."""
     if not data:
@@ -230,6 +302,7 @@ def _history_seeds() -> list[bytes]:
 TARGETS = {
     "configuration": Target(_read_configuration, settings.MAX_FILE_MEMORY, _configuration_seeds),
     "checkpoint": Target(_read_checkpoint, 4 << 20, _checkpoint_seeds),
+    "saved_model": Target(_read_saved_model, 4 << 20, _saved_model_seeds),
     "idx": Target(_read_idx, 4 << 20, _idx_seeds),
     "history": Target(_read_history, 4 << 20, _history_seeds),
     "run": Target(_read_run, 4 << 20, _run_seeds),
