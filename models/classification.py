@@ -122,7 +122,7 @@ class ClassificationTask(ShardedTraining):
         self._make_model = model
         self._data_source = data
         self._partition = partition
-        self._train_fn = train_fn
+        self.train_fn = train_fn
         self._loss = loss
         self._lock = threading.Lock()  # clients in threads of one process share the task: load and partition once
         self._split: DataSplit | None = None
@@ -235,10 +235,10 @@ class ClassificationTask(ShardedTraining):
         generator = seeded_generator("train", seed, client_id, round_id)
         if 0 < subset_size < len(share):
             share = share[torch.randperm(len(share), generator=generator)[:subset_size]]
-        if self._train_fn is not None:
+        if self.train_fn is not None:
             own_seed = derive_seed("train_fn", seed, client_id, round_id)
             samples = self.data.train.subset(share)
-            own: Callable[..., TrainResult] = self._train_fn
+            own: Callable[..., TrainResult] = self.train_fn
             if make_optimizer is not None:
                 own = partial(own, make_optimizer=make_optimizer)
             if steps:

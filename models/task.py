@@ -25,6 +25,12 @@ class TrainResult:
     loss: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def nothing(cls) -> TrainResult:
+        """The outcome of a client that has nothing to train in this round, as without data: it sits the round out, and
+        sends no update."""
+        return cls(0, None)
+
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
@@ -90,7 +96,8 @@ class Task(Protocol):
     """
 
     def build_model(self) -> nn.Module:
-        """A new model with its initial parameters, bit-equal on every node and at every call."""
+        """A new model with its initial parameters, bit-equal on every node and at every call. It has at least one
+        floating-point tensor, and lazy layers have seen a batch."""
 
     def prepare(self, client_id: int, num_clients: int) -> None:
         """Get ready to train as ``client_id`` of ``num_clients`` (load data, warm up), before the first round.
@@ -113,7 +120,9 @@ class Task(Protocol):
         """Train ``model`` in place on the data of ``client_id``.
 
         Args:
-            model: from :meth:`build_model`, with the parameters of this round loaded.
+            model: from :meth:`build_model`, with the parameters of this round loaded; the same object from round to
+                round, but a new one after a training that has changed more of it than values. When training returns,
+                its tensors must have the names and shapes that they had.
             client_id: whose data to use, 0..num_clients-1.
             round_id: with ``seed`` and ``client_id`` decides every random choice, so that a repeat gives equal bits.
             epochs: passes over the samples of this round, >= 1.

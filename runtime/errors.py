@@ -83,6 +83,11 @@ class TrainingFailed(GradbusError):
         self.clients = tuple(clients)
 
 
+class RunAborted(TrainingFailed):
+    """The controller has ended the run with an error, for which this client need not be to blame; the text has the
+    controller's words."""
+
+
 class BarrierTimeout(GradbusError, TimeoutError):
     """Not everybody was there in time.
 

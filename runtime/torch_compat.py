@@ -6,12 +6,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import torch
 
 HAS_STREAM_CONTEXT = hasattr(torch.Stream, "__enter__")  # torch 2.6 has no such method
+
+
+_COMPILED = "_orig_mod."  # what torch.compile adds to the names of a module's tensors, also of one within another
+
+
+def uncompiled_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of tensors as they are without ``torch.compile``, by the given names.
+
+    If two would be equal then, all stay as they are.
+    """
+    found = {name: name.replace(_COMPILED, "") for name in names}
+    return found if len(set(found.values())) == len(found) else {name: name for name in found}
 
 
 def available_accelerator() -> torch.device | None:

@@ -6,15 +6,18 @@ author needs is the line of theirs in between.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
 import site
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from gradbus.runtime.needs import requirements
 
@@ -54,11 +57,36 @@ class UserError:
         return f"{self.kind}: {self.message}" if self.message else self.kind
 
 
+class WrongResult(TypeError):
+    """A function of the user's has returned what cannot be used, or has left something in such a state.
+
+    It is raised by the caller, so no line of theirs is in its traceback: their function is named instead.
+
+    Attributes:
+        place: ``file:line in function``, where the function begins; empty: it has no file.
+    """
+
+    def __init__(self, text: str, function: Callable[..., Any]) -> None:
+        """``function``: whose result it is."""
+        super().__init__(text)
+        self.place = place_of(function)
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Return ``file:line in name`` of where a function begins; empty: it has no file, as one that is built in."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f"{_shown(code.co_filename)}:{code.co_firstlineno} in {code.co_name}"
+
+
 def user_error(error: BaseException) -> UserError:
     """Describe an exception by the innermost line of the user's own code that led to it."""
     message = " ".join(str(error).split())
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}..."
+    if isinstance(error, WrongResult) and error.place:
+        return UserError(type(error).__name__, message, error.place, True)
     if isinstance(error, SyntaxError) and error.filename:
         message = " ".join(str(error.msg).split())
         return UserError(type(error).__name__, message, f"{_shown(error.filename)}:{error.lineno}", True)
@@ -82,6 +110,8 @@ def readable_traceback(error: BaseException, *, full: bool = False) -> str:
 
 def traceback_with_place(error: BaseException, *, full: bool = False) -> str:
     """The same, with the place in its last line, which then says it all."""
+    if isinstance(error, WrongResult) and not full:
+        return str(user_error(error))
     report = readable_traceback(error, full=full).rstrip("\n")
     what = user_error(error)
     head, line_end, last = report.rpartition("\n")

@@ -21,9 +21,9 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
+from gradbus.actors.federated.local_training import LocalTraining, NothingToTrain, RoundInputs, reason_of
 from gradbus.actors.federated.report import ClientSummary
-from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.rounds import SAT_OUT
 from gradbus.actors.federated.session import (
     ClientContext,
     ClientHeartbeat,
@@ -42,7 +42,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
+from gradbus.runtime.errors import BusError, ConfigError, GradbusError, JoinRefused, RunAborted, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.plain_text import plain_line, plain_text
@@ -50,6 +50,7 @@ from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
+    BEFORE_FIRST_ROUND,
     PROTOCOL,
     EvaluationRequest,
     Hello,
@@ -115,6 +116,7 @@ class Client:
         self._waiting = WaitLog(log, bus.reach, client=client_id)
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
+        self._leaving = "stopped"  # why it leaves, unless the run has ended
         self._context: ClientContext  # made by _open, as are models and answers
         self._models: ClientModels
         self._answers: EvaluationAnswers
@@ -190,7 +192,8 @@ class Client:
                 has the reason.
             ConfigError: its settings do not fit the model.
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
-            TrainingFailed: the run has ended because training failed, here or on the other clients.
+            TrainingFailed: the run has ended because training failed here. RunAborted: because it failed on the other
+                clients, or a setting of the controller is wrong.
         """
         try:
             await self._compute.run(self._open)
@@ -207,9 +210,12 @@ class Client:
                     try:
                         await self._work(group)
                         await self._models.settle()
+                    except Exception as error:
+                        self._leaving = f"failed: {self._summary_of(error)}"
+                        raise
                     finally:
                         self._models.receive(False)
-                        await self._heartbeat.leave("done" if self._session.ended else "stopped")
+                        await self._heartbeat.leave("done" if self._session.ended else self._leaving)
                         for helper in helpers:
                             helper.cancel()
         except BaseExceptionGroup as errors:
@@ -352,7 +358,11 @@ class Client:
             if welcome is not None and not self._prepared:
                 self._status.set("preparing")
                 await self._heartbeat.send_hello()
-                await self._prepare(welcome, group)
+                try:
+                    await self._prepare(welcome, group)
+                except Exception as error:
+                    await self._report_unprepared(welcome, error)
+                    raise
                 self._status.set("idle")
                 self._prepared = True
                 await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
@@ -436,6 +446,7 @@ class Client:
             update = await self._make_update(welcome, command, base)
         except Exception as error:
             failure = error
+            self._models.check_frozen_again()
         finally:
             self._status.set("idle")
         # Training that was called off may have ended half way: its result is not used, also where the same command has
@@ -510,6 +521,12 @@ class Client:
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
         current = self._session
         current.mark_handled(command)
+        if isinstance(error, NothingToTrain):
+            log.info("nothing to train", client=self.client_id, round=command.round_id)
+            if current.command is command:
+                current.failure = TrainingFailure(welcome.run_id, command.round_id, SAT_OUT, SAT_OUT)
+                await self._heartbeat.send_hello()
+            return
         text = plain_text(traceback_with_place(error, full=self._config.full_traceback))
         summary = plain_line(str(user_error(error)))
         facts = {"client": self.client_id, "round": command.round_id, "error": summary}
@@ -522,13 +539,26 @@ class Client:
         if welcome.masked and isinstance(error, TooLarge):  # its text says how large
             sent = NO_ROOM
         if current.command is command:
-            reason = error.reason if isinstance(error, NonFiniteResult) else TRAINING_FAILED
-            current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason)
+            current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason_of(error))
             await self._heartbeat.send_hello()
+
+    async def _report_unprepared(self, welcome: Welcome, error: Exception) -> None:
+        """Report what this client ends with before its first round."""
+        is_own = user_error(error).is_own or not isinstance(error, GradbusError)
+        text = traceback_with_place(error, full=self._config.full_traceback) if is_own else self._summary_of(error)
+        sent = plain_text(text)[-8000:] if self._config.report_failures else type(error).__name__
+        with contextlib.suppress(BusError):
+            await self._context.publish(TrainingFailure(welcome.run_id, BEFORE_FIRST_ROUND, sent))
+
+    def _summary_of(self, error: Exception) -> str:
+        """What of an error may leave this client, in one line. The text of an error of gradbus needs no place."""
+        what = user_error(error)
+        text = str(what) if what.is_own or not isinstance(error, GradbusError) else what.what
+        return plain_line(text) if self._config.report_failures else type(error).__name__
 
     def _ended_by_failure(self, end: RunEnded) -> TrainingFailed:
         if not self._failure:
-            return TrainingFailed(f"the run has ended: {plain_line(end.reason)}")
+            return RunAborted(f"the run has ended: {plain_line(end.reason)}")
         return TrainingFailed(
             f"training failed here: {self._failure}. That has ended the run. Mend it, start the clients and then the "
             f"controller again: the run goes on from the last committed model", [self.client_id],

@@ -160,13 +160,18 @@ class ClientModels:
             self.receive(False)
 
     async def lacks_frozen(self, welcome: Welcome) -> bool:
-        """Return whether this client needs the Controller's frozen parameters. Each Welcome decides it once."""
+        """Return whether this client needs the Controller's frozen parameters. Each Welcome decides it once, and each
+        failure of the task again."""
         key = (self._context.session.incarnation, welcome.frozen)
         if welcome.frozen and key != self._frozen_known:
             if await self._context.compute.run(self._frozen_parameters.lacks_frozen, welcome):
                 return True
             self._frozen_known = key
         return False
+
+    def check_frozen_again(self) -> None:
+        """Have :meth:`lacks_frozen` look again: what the task did to the module may have changed them."""
+        self._frozen_known = (0, 0)
 
     async def fetch_frozen(self, welcome: Welcome) -> None:
         """Fetch the controller's frozen parameters, and put them into the model."""

@@ -30,7 +30,7 @@ from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
@@ -65,13 +65,13 @@ from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
-from gradbus.runtime.errors import TrainingFailed, WriteTimeout
+from gradbus.runtime.errors import ConfigError, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import TaskGroup, items_of
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.wire.control import MaskAnswer, RoundTerms, TrainingFailure
+from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, MaskAnswer, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
@@ -140,7 +140,7 @@ class Controller:
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
         sharing = Sharing.of(config)
-        self._model = FlatModel(self._task.build_model(), sharing)
+        self._model = FlatModel(self._task.build_model(), sharing, rebuild=self._task.build_model)
         check_sharing(self._model.specs, sharing)
         if config.privacy.name != "none":
             check_noise(self._model.specs, sharing)
@@ -309,7 +309,7 @@ class Controller:
     async def _run_rounds(
         self, stack: AsyncExitStack, on_report: Callable[[RoundReport], object], reason: list[str]
     ) -> None:
-        config, finished, final = self._config, False, False
+        config, finished, final, linger = self._config, False, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
@@ -341,11 +341,13 @@ class Controller:
                 finished, reason[0] = True, self._stop.reason or "all rounds are done"
                 await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
             except Exception as error:
-                reason[0], final = str(error), isinstance(error, TrainingFailed)
+                # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.
+                reason[0], final = str(error), isinstance(error, TrainingFailed | ConfigError)
+                linger = isinstance(error, ConfigError)
                 raise
             finally:
                 if not finished:
-                    await self._monitor.announce_end(ok=False, reason=reason[0], final=final)
+                    await self._monitor.announce_end(ok=False, reason=reason[0], final=final, linger=linger)
                 for helper in helpers:
                     helper.cancel()
 
@@ -421,6 +423,10 @@ class Controller:
             log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
+        if report.round_id == BEFORE_FIRST_ROUND:
+            shown = client_id & ~FIRST_HOST  # of a host, the first one of its clients
+            self._selection.note_unprepared(shown, self._losses.note_unprepared(shown, report))
+            return
         if self._losses.note_failure(self._round, client_id, report):
             self._changed()
 
@@ -627,6 +633,13 @@ class Controller:
         if terms is not None:
             await self._bus.publish(self._identity, terms)
 
+    async def _aggregate(self, round_: Round, outcome: Outcome) -> None:
+        """Make the next model of the sum of the updates; without any, the model stays as it is."""
+        if outcome is Outcome.NOTHING:
+            log.info("model unchanged", round=round_.round_id, reason=outcome.value, clients=len(round_.failed))
+        else:
+            await self._compute.run(self._strategy.finish, self._state.weights)
+
     async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
         """From the sum of the updates to the published, durable model."""
         round_id, state = round_.round_id, self._state
@@ -634,7 +647,7 @@ class Controller:
         self.progress.phase = "aggregating"
         await self._publisher.quiesce()
         self._probe.reached("after_collect_before_aggregate", round_id)
-        await self._compute.run(self._strategy.finish, state.weights)
+        await self._aggregate(round_, outcome)
         # A report that somebody gets before the model is published has the checksum; else clients do not wait for it.
         is_told = state.is_durable or self._probe.history.on or self._callbacks.follow("on_aggregate")
         crc32 = await self._compute.run(self._weights_crc32) if is_told else 0

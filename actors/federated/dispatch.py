@@ -73,7 +73,7 @@ class RoundEvents(Protocol):
         """A client has come, gone, fallen silent or become ready."""
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
-        """A client's training failed."""
+        """A client's training failed, or what it does before its first round."""
 
     def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
         """A client's part in secure aggregation."""

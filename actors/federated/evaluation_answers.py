@@ -66,6 +66,7 @@ class EvaluationAnswers:
             except EvaluationStopped:
                 return
             finally:
+                self._models.check_frozen_again()
                 context.status.set("idle")
             self._result = (session, round_id), result
         if current.wants_result(request, session):

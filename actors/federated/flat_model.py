@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradbus.actors.federated.module_structure import Structure, misfit, structure_of
 from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.saved_state import Row
+from gradbus.runtime.torch_compat import uncompiled_names
+
+log = get_logger("model")
 
 
 class FlatModel:
@@ -40,11 +45,25 @@ class FlatModel:
     def __init__(
         self, module: nn.Module, sharing: Sharing | None = None, *, rebuild: Callable[[], nn.Module] | None = None
     ) -> None:
-        """``rebuild``: makes the module anew, for the initial values of tensors that become personal later on; None:
-        the values that they have then are the initial ones."""
+        """Lay a module out.
+
+        Args:
+            rebuild: builds the module again: for :meth:`repair`, and for the initial values of tensors that become
+                personal later on. None: those values are the initial ones, and nothing is repaired.
+
+        Raises:
+            ConfigError: the module has no floating-point tensor, or one without a shape yet.
+        """
         self.module = module
         self.specs = specs_of(module)
+        if not any(spec.dtype.is_floating_point for spec in self.specs):
+            raise ConfigError(
+                f"the model has no floating-point tensor, so there is nothing to train or exchange: build_model has "
+                f"returned {type(module).__name__} with {len(self.specs)} tensors. Return a module with parameters"
+            )
         self._rebuild = rebuild
+        self._before: Structure | None = None  # of the module, when the task was given it
+        self._has_failed = False
         self._is_as_built = True
         shapes = [self.shape_of(Sharing(exchange)) for exchange in ("all", "trained")]
         self.everything, self.trained = ((shape.dim, shape.layout) for shape in shapes)
@@ -58,8 +77,10 @@ class FlatModel:
 
     def arrange(self, sharing: Sharing) -> None:
         """Lay the vector out for this sharing; the module keeps its values."""
-        if getattr(self, "_sharing", None) == sharing:
-            return
+        if getattr(self, "_sharing", None) != sharing:
+            self._lay_out(sharing)
+
+    def _lay_out(self, sharing: Sharing) -> None:
         division = divide(self.specs, sharing)
         self._sharing = sharing
         state = self.module.state_dict(keep_vars=True)
@@ -109,6 +130,59 @@ class FlatModel:
         is_changed = self.personal and not self._is_as_built and self._rebuild is not None
         source = self._rebuild() if is_changed and self._rebuild is not None else self.module
         return _copied(source.state_dict(), [spec.name for spec in self.personal])
+
+    # What the task has done to the module
+
+    def note_failure(self) -> None:
+        """Note that the task has raised, possibly in the middle of a change of the module: :meth:`repair` then compares
+        more than names and shapes."""
+        self._has_failed = True
+
+    @property
+    def misfit(self) -> str:
+        """In which names or shapes the module's tensors differ from those that it was built with; empty: in none."""
+        return misfit(self.module, self.specs)
+
+    def repair(self) -> None:
+        """Build the module again, if the task has left it with tensors of other names or shapes, or has failed and left
+        it with other tensors, submodules or hooks than it was given. Called before the task is given the module.
+
+        What is exchanged or personal has to be written again then. Frozen values are kept if the failure has left
+        them, else they are as they were built, and :attr:`frozen` says so.
+
+        Raises:
+            ConfigError: ``build_model`` does not build the same module again.
+        """
+        structure = structure_of(self.module)
+        why = self.misfit
+        if not why and self._has_failed and (structure != self._before or self._is_frozen_part_changed()):
+            why = "what has failed has left it with other tensors, submodules, hooks or frozen values"
+        self._has_failed = False
+        if why and self._rebuild is not None:
+            self._build_again(self._rebuild())
+            structure = structure_of(self.module)
+            log.warning(
+                "model built again", reason=why,
+                effect="whatever else the task has kept from the old one, such as an optimizer, is of no use any more",
+            )  # fmt: skip
+        self._before = structure
+
+    def _is_frozen_part_changed(self) -> bool:
+        return self._versions() != self._frozen_versions
+
+    def _build_again(self, module: nn.Module) -> None:
+        if module is self.module or specs_of(module) != self.specs:
+            why = misfit(module, self.specs) or "it is the same object, or has other dtypes or other frozen parameters"
+            raise ConfigError(
+                f"the model has to be built again, as a training has changed it, and build_model returns a module that "
+                f"differs from the first one: {why}. Let build_model make a new module in each call"
+            )
+        frozen = None if self._vector is None else self._vector[self._rest].to("cpu", copy=True)
+        known = self.frozen
+        self.module, self._is_as_built = module, True
+        self._lay_out(self._sharing)
+        if frozen is not None and self.frozen != known and hash_of(frozen) == known:
+            self.write_frozen(frozen)
 
     # By name
 
@@ -235,7 +309,8 @@ class FlatModel:
         self._write(self._exchanged, vector)
 
     def hold(self, vector: Tensor) -> None:
-        """Set the exchanged part to this vector, unless it is a view of it."""
+        """Set the exchanged part to this vector, unless it is a view of it, in a module that is repaired if need be."""
+        self.repair()
         if self.read().data_ptr() != vector.data_ptr():
             self.write(vector)
 
@@ -283,13 +358,16 @@ class FlatModel:
         ]
 
     def vector_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The whole vector of a module with these tensors, float32; personal ones are not in it.
+        """The whole vector of a module with these tensors, float32; personal ones are not in it. Names may be those of
+        the module before ``torch.compile``.
 
         Raises:
             KeyError: a tensor of this model is missing. ValueError: one has another shape.
         """
         vector = torch.empty(self.dim + self.frozen_dim, dtype=torch.float32)
-        for name, (tensor, place) in zip(self._places, self._tensors(), strict=True):
+        plain = uncompiled_names(tensors)
+        tensors, own = {plain[name]: one for name, one in tensors.items()}, uncompiled_names(self._places)
+        for name, (tensor, place) in zip(own.values(), self._tensors(), strict=True):
             if name not in tensors:
                 raise KeyError(f"no tensor {name!r}, there are {sorted(tensors)[:8]}")
             if tensors[name].shape != tensor.shape:

@@ -250,7 +250,7 @@ class LivenessMonitor:
 
         If all is done, or ``final``, it is repeated until they have left, as a client that misses it would go on
         waiting. Else it is sent once: they are to wait. With ``linger`` it is repeated for a while also without known
-        clients, for a controller that has just started.
+        clients, for a controller that has just started: those that come meanwhile get their Welcome, and then this.
         """
         until_s = time.monotonic() + (BYE_S if ok or final else 0.0)
         while True:

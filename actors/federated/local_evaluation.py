@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from gradbus.actors.federated.client_state import PERSONAL, ClientStateStore, part_of
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.sharing import Sharing
-from gradbus.actors.federated.task import FederatedTask
+from gradbus.actors.federated.task import FederatedTask, implementation
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.not_finite import warn_not_finite
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.user_errors import user_error
+from gradbus.runtime.user_errors import WrongResult, user_error
 from gradbus.runtime.wire.control import (
     CANDIDATE_ROUNDS,
     MAX_METRIC_CHARS,
@@ -87,8 +87,10 @@ class LocalEvaluation:
             try:
                 num_samples, metrics, failure = self._found(vector, welcome, request.round_id, should_stop)
             except EvaluationStopped:
+                self.model.note_failure()
                 raise
             except Exception as error:
+                self.model.note_failure()
                 num_samples, metrics, failure = 0, {}, told(error, self.client_id, self.tells_errors)
         seconds = max(0.0, time.perf_counter() - began_s)
         return EvaluationResult(request.run_id, request.round_id, num_samples, metrics, failure, seconds)
@@ -102,6 +104,7 @@ class LocalEvaluation:
         method: Callable[..., Any] | None = getattr(self.task, "evaluate_local", None)
         if method is None:
             return 0, {}, NO_METHOD
+        self.model.repair()
         self.model.arrange(Sharing.of_welcome(welcome))
         self.kept.start_run(welcome.run_id, self.model.dim)
         kept = kept_for(self.kept, round_id)
@@ -111,7 +114,7 @@ class LocalEvaluation:
             found = method(self.model.module, client_id=self.client_id)
         if found is None:
             return 0, {}, NO_DATA
-        num_samples, known = _read(found)
+        num_samples, known = _read(self.task, found)
         warn_not_finite(log, known, client=self.client_id, round=round_id)
         metrics = sendable(known)
         if num_samples < 1:
@@ -144,27 +147,34 @@ def sendable(metrics: Mapping[str, float], others: int = 0) -> dict[str, float]:
     return dict(list(finite.items())[: MAX_METRICS - others])
 
 
-def unreadable(method: str, found: Any, error: Exception) -> TypeError:
+def unreadable(task: object, method: str, found: Any, error: Exception) -> WrongResult:
     """The error for what this method of a task has returned: it says what is expected."""
-    return TypeError(
-        f"{method} has returned {type(found).__name__} that cannot be read ({error}): expected None, or an object with "
+    return WrongResult(
+        f"{method} has returned {described(found)} that cannot be read ({error}): expected None, or an object with "
         f"num_samples and loss, if there is one accuracy, and metrics, a mapping of names to single numbers, such as "
-        f"gradbus.models.EvalResult"
+        f"gradbus.models.EvalResult",
+        implementation(task, method),
     )
 
 
-def _read(found: Any) -> tuple[int, dict[str, float]]:
+def described(found: Any) -> str:
+    """Describe a result in a word or two: its class, and of a mapping the first keys."""
+    keys = f" with {', '.join(map(repr, list(found)[:5]))}" if isinstance(found, Mapping) and found else ""
+    return "None" if found is None else f"{type(found).__name__}{keys}"
+
+
+def _read(task: object, found: Any) -> tuple[int, dict[str, float]]:
     """Number of samples, and numbers by name: the loss, the accuracy where there is one, and the task's own.
 
     Raises:
-        TypeError: it is no result of an evaluation; it says what is.
+        WrongResult: it is no result of an evaluation; it says what is.
     """
     try:
         num_samples = int(found.num_samples)
         known = as_floats({"loss": found.loss, "accuracy": getattr(found, "accuracy", None)})
         known |= as_floats(getattr(found, "metrics", None))
     except Exception as error:
-        raise unreadable("evaluate_local", found, error) from None
+        raise unreadable(task, "evaluate_local", found, error) from None
     return num_samples, known
 
 

@@ -27,11 +27,11 @@ from gradbus.actors.federated.client_state import (
 )
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
-from gradbus.actors.federated.local_evaluation import as_floats, sendable
-from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
+from gradbus.actors.federated.local_evaluation import as_floats, described, sendable
+from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL, SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart, make_rule
 from gradbus.actors.federated.sharing import Sharing
-from gradbus.actors.federated.task import FederatedTask, TrainOutcome
+from gradbus.actors.federated.task import FederatedTask, TrainOutcome, implementation
 from gradbus.actors.federated.unsent_residuals import UnsentResiduals
 from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
@@ -46,6 +46,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.optimization.deferred_compiler import defer_compiler
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.user_errors import WrongResult
 from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
@@ -81,6 +82,17 @@ class NonFiniteResult(ValueError):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+class NothingToTrain(Exception):
+    """A task has nothing to train in a round, and says so by ``TrainResult.nothing()``: its client sits it out."""
+
+    reason = SAT_OUT
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason by which a client reports what it ends a training with."""
+    return error.reason if isinstance(error, NonFiniteResult | NothingToTrain) else TRAINING_FAILED
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -160,7 +172,9 @@ class LocalTraining:
         self._task.prepare(self._identity.sender, num_clients)
 
     def arrange(self, welcome: Welcome) -> None:
-        """Exchange what the controller does: all of the model, the trained part, or what its patterns name."""
+        """Exchange what the controller does: all of the model, the trained part, or what its patterns name. A module
+        that an earlier training has changed is built again."""
+        self._model.repair()
         self._model.arrange(Sharing.of_welcome(welcome))
 
     def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
@@ -178,17 +192,26 @@ class LocalTraining:
         (runtime/compute_limiter.py).
 
         Raises:
-            NonFiniteResult: its loss, or the model, is not finite.
+            NonFiniteResult: its loss, or the model, is not finite. NothingToTrain: this client sits the round out.
             ValueError: training made the model too large, or used no samples: the controller would refuse the update.
                 And whatever the task raises.
         """
         with TRAINING.take(should_stop):
-            return self._train(inputs, transfer, should_stop)
+            try:
+                return self._train(inputs, transfer, should_stop)
+            except BaseException:
+                self._model.note_failure()
+                raise
 
     def _train(self, inputs: RoundInputs, transfer: int, should_stop: Callable[[], bool]) -> EncodedUpdate:
         identity, welcome, command, base = self._identity, inputs.welcome, inputs.command, inputs.base
         self._probe.reached("before_training", command.round_id)
         self.arrange(welcome)
+        if welcome.frozen and self._model.frozen != welcome.frozen:
+            raise RuntimeError(
+                "the frozen parameters are not those of the controller: an earlier training has changed the module, "
+                "which was built again. They come with the next round"
+            )
         self._kept.start_run(welcome.run_id, self._model.dim)
         privacy = privacy_of(welcome.options)  # what comes with a round does not change it
         sent, terms = split_terms(without_privacy(inputs.options()))
@@ -218,7 +241,7 @@ class LocalTraining:
         if privacy is not None:
             change, noted = self._protected(privacy, inputs, end)
             facts |= noted
-        facts = _announced(outcome, others=len(facts)) | facts
+        facts = _announced(self._task, outcome, others=len(facts)) | facts
         encoded, residual, change = self._encode(codec, base, residual_before, change)
         update_norm = self._update_norm = l2_norm(change)
         self._check(encoded, base, num_samples, update_norm, residual_before)
@@ -334,7 +357,28 @@ class LocalTraining:
                 lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
                 **own,
             )  # fmt: skip
+        self._check_result(outcome)
         return outcome, {} if optimizer is None else _named(optimizer_part, optimizer.state())
+
+    def _check_result(self, outcome: TrainOutcome) -> None:
+        """Raises WrongResult: the task has returned no result of a training, or a module whose tensors cannot be
+        exchanged. NothingToTrain: it says so."""
+        train = implementation(self._task, "train")
+        try:
+            _ = int(outcome.num_samples), None if outcome.loss is None else float(outcome.loss)
+        except Exception as error:
+            raise WrongResult(
+                f"train has returned {described(outcome)}: expected an object with num_samples, an integer, and loss, "
+                f"a number or None, such as gradbus.models.TrainResult(num_samples=..., loss=...) ({error})", train,
+            ) from None  # fmt: skip
+        if int(outcome.num_samples) == 0 and outcome.loss is None:
+            raise NothingToTrain
+        if difference := self._model.misfit:
+            raise WrongResult(
+                f"training has changed the tensors of the model: {difference}. They are exchanged by name and shape. "
+                f"Undo the change before train returns (prune.remove, remove_parametrizations), or make it in "
+                f"build_model, on all nodes", train,
+            )  # fmt: skip
 
     def _train_own(
         self, training: _Training, how: PersonalTraining | None, kept: Mapping[str, Tensor]
@@ -551,13 +595,14 @@ def _to_keep(end: RoundEnd, residual: Tensor | None, optimizer: Mapping[str, Ten
     return {**kept, **optimizer}
 
 
-def _announced(outcome: Any, others: int) -> dict[str, float]:
-    """The metrics of a training that go out beside ``others`` of its rule. Raises TypeError: they cannot be read."""
+def _announced(task: object, outcome: Any, others: int) -> dict[str, float]:
+    """The metrics of a training that go out beside ``others`` of its rule. Raises WrongResult: they cannot be read."""
     try:
         return sendable(as_floats(getattr(outcome, "metrics", None)), others)
     except Exception as error:
-        raise TypeError(
-            f"train has returned metrics that cannot be read ({error}): expected a mapping of names to single numbers"
+        raise WrongResult(
+            f"train has returned metrics that cannot be read ({error}): expected a mapping of names to single numbers",
+            implementation(task, "train"),
         ) from error
 
 

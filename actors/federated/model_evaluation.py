@@ -166,7 +166,7 @@ class ModelEvaluation:
             figures = as_floats({"accuracy": found.accuracy, "eval_loss": found.loss})
             metrics = as_floats(getattr(found, "metrics", None))
         except Exception as error:
-            raise unreadable("evaluate", found, error) from None
+            raise unreadable(self._task, "evaluate", found, error) from None
         return {"accuracy": figures.get("accuracy"), "eval_loss": figures.get("eval_loss"), "metrics": metrics}
 
     async def resumed(self, reports: Sequence[RoundReport]) -> RoundReport | None:

@@ -20,6 +20,7 @@ MAX_TEXT = 300  # characters of a reason that are kept: part of it comes from th
 MAX_REPORTED_STRIKES = 64  # strikes of a round that its report names
 MAX_KNOWN = 65_536  # clients of a table: any process can make up ids
 MAX_REFUSED = 1024  # of them, those that were never let in
+PREPARING_FAILED = "preparing failed"
 NO_UPDATE = "no update came before the round ended"
 
 
@@ -137,8 +138,8 @@ class ParticipationRecord:
 
     Attributes:
         counted: rounds in which an update of it counted. num_samples: of the newest of these.
-        missed: rounds in which it was expected and did not count. reason: of the newest, ``round_id``; or of its
-            refusal, with round 0.
+        missed: rounds in which it was expected and did not count. reason: of the newest, ``round_id``; or, with round
+            0, of its refusal, or why it could not get ready.
         loss: mean training loss of the newest update that counted; None: it was not finite, or none has counted.
     """
 
@@ -175,6 +176,10 @@ class Participation:
                 participant.missed += 1
                 participant.reason, participant.round_id = reason[:MAX_TEXT], round_id
 
+    def note_unprepared(self, client_id: int, why: str) -> None:
+        """Note a client that could not get ready for its first round."""
+        self.note_refused(client_id, f"{PREPARING_FAILED}: {why}")
+
     def note_refused(self, client_id: int, reason: str) -> None:
         """Note a client that was refused."""
         participant = self._participant(client_id, MAX_REFUSED)
@@ -205,7 +210,8 @@ class Participation:
         if participant is None:
             return "it was expected and never took part in a round"
         if not participant.missed:
-            return f"it was not let in: {participant.reason}"
+            is_own = participant.reason.startswith(PREPARING_FAILED)
+            return participant.reason if is_own else f"it was not let in: {participant.reason}"
         times = f"in {participant.missed} round{'s' * (participant.missed > 1)}"
         return f"expected {times}; in round {participant.round_id}: {participant.reason}"
 

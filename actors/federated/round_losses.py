@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Collection
 
 from gradbus.actors.federated.clients import ClientRegistry
-from gradbus.actors.federated.participation import NO_UPDATE
+from gradbus.actors.federated.participation import NO_UPDATE, PREPARING_FAILED
 from gradbus.actors.federated.rounds import (
     CLIENT_LOST,
     CLIENT_SILENT,
     FAILURES,
+    SAT_OUT,
     SURPLUS,
     TRAINING_FAILED,
     Round,
@@ -43,8 +44,10 @@ class TrainingFailureLog:
         self._newest: dict[int, str] = {}
         self._last: dict[int, str] = {}  # by client, without what differs from one time to the next
 
-    def note(self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED) -> None:
-        """Log that a client's training failed; ``text`` is the traceback."""
+    def note(
+        self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED, what: str = "training"
+    ) -> None:
+        """Log that a client's training failed; ``text`` is the traceback. ``what``: in place of training."""
         text = plain_text(text[-MAX_TEXT:]).strip()
         key = _ADDRESS.sub("0x", text)
         if key not in self._seen and len(self._seen) >= MAX_DISTINCT:
@@ -56,7 +59,7 @@ class TrainingFailureLog:
         self._newest[client_id] = error
         is_first = bool(key) and self._seen[key] == 1
         (log.info if repeated and not is_first else log.error)(
-            f"training failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,
+            f"{what} failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,
             reason=reason, error=error, times=self._seen[key], **({"traceback": text} if is_first else {}),
         )  # fmt: skip
 
@@ -93,14 +96,25 @@ class RoundLosses:
             log.info("client waited for again", client=client_id, round=round_.round_id)
 
     def note_failure(self, round_: Round | None, client_id: int, report: TrainingFailure) -> bool:
-        """Note that the training of a client failed; whether that is new to the open round."""
+        """Note that the training of a client failed, or that it had nothing to train; whether that is new to the open
+        round."""
         if round_ is None or round_.staleness(report.round_id) < 0 or client_id not in round_.open:
             return False  # known already: it is repeated until the next command
+        if report.reason == SAT_OUT:
+            log.info("client sits out", client=client_id, round=report.round_id, reason=SAT_OUT)
+            round_.fail(client_id, SAT_OUT)
+            self._receiver.dropped[SAT_OUT] += 1
+            return True
         reason = report.reason if report.reason in FAILURES else TRAINING_FAILED
         self._failures.note(client_id, report.round_id, report.text, reason)
         round_.fail(client_id, reason)
         self._receiver.dropped[reason] += 1
         return True
+
+    def note_unprepared(self, client_id: int, report: TrainingFailure) -> str:
+        """Log that a client could not get ready for its first round. Returns why, in one line."""
+        self._failures.note(client_id, report.round_id, report.text, PREPARING_FAILED, what="preparing")
+        return self._failures.newest(client_id)
 
     def note_attempt(self, round_: Round) -> None:
         """An attempt at the round had too few updates, and another one follows."""
@@ -132,6 +146,8 @@ class RoundLosses:
                 f"training failed on {_named(failed)}: {self._failures.newest(failed[0])}. Mend it there, start the "
                 f"clients and then the controller again: the run goes on from the last committed model", failed,
             )  # fmt: skip
+        if sat_out := [client_id for client_id, reason in round_.failed.items() if reason == SAT_OUT]:
+            why = "; ".join([*([why] if why else []), f"{_named(sorted(sat_out))} had nothing to train"])
         return RoundTimeout(round_.round_id, len(round_.accepted), round_.minimum, attempts, why)
 
 

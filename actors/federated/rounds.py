@@ -19,6 +19,7 @@ STALE = "stale"  # its model is too old, or the round is not open
 TRAINING_FAILED = "training failed"
 NON_FINITE_LOSS = "non-finite loss"
 NON_FINITE_MODEL = "non-finite model"
+SAT_OUT = "nothing to train"  # as the client itself reports; not a failure
 FAILURES = (TRAINING_FAILED, NON_FINITE_LOSS, NON_FINITE_MODEL)  # as the clients themselves report
 
 
@@ -31,6 +32,7 @@ class Outcome(Enum):
     ENOUGH = "enough updates"
     FULL = "buffer full"
     DEADLINE = "deadline"
+    NOTHING = "no client had anything to train"
     TOO_FEW = "too few updates"
 
 
@@ -56,7 +58,8 @@ class Round:
     """The expected and accepted clients of a round, and whether it is over.
 
     It is over when all expected live clients have answered, when the quorum has been there for ``grace_s``, or at the
-    deadline, where ``minimum`` updates suffice. With fewer it has failed, or once no client is left that could answer.
+    deadline, where ``minimum`` updates suffice. With fewer it has failed, or once no client is left that could answer;
+    unless all of them, ``minimum`` or more, have had nothing to train.
 
     Attributes:
         asked: clients that were asked at the start. answered_s: from the opening to the last update that counted.
@@ -131,7 +134,7 @@ class Round:
         if self.is_full:
             return SURPLUS
         # A reported failure may be of the attempt before: an update outweighs it.
-        return "failed" if self.failed.get(client_id, TRAINING_FAILED) not in FAILURES else None
+        return "failed" if self.failed.get(client_id, TRAINING_FAILED) not in (*FAILURES, SAT_OUT) else None
 
     def accept(self, client_id: int, now_s: float) -> None:
         """An update counts, also if its client was lost or failed while it was being added."""
@@ -181,6 +184,11 @@ class Round:
             self.failed[client_id] = reason
         self.accepted.clear()
 
+    def without_enough(self) -> Outcome:
+        """Why it is over when all have answered, and too few updates count."""
+        have_sat_out = not self.accepted and set(self.failed.values()) == {SAT_OUT}
+        return Outcome.NOTHING if have_sat_out and len(self.failed) >= self.minimum else Outcome.TOO_FEW
+
     def verdict(self, now_s: float) -> Outcome | None:
         """Why the round is over at this time; None while it goes on."""
         if not self.open:
@@ -196,8 +204,8 @@ class Round:
     def _when_all_are_through(self, updates: int) -> Outcome:
         """Why the round is over once no client is left that could answer, with so many updates."""
         if updates < self.minimum:
-            return Outcome.TOO_FEW
-        return Outcome.SOME_FAILED if self.failed else Outcome.ALL
+            return self.without_enough()
+        return Outcome.SOME_FAILED if set(self.failed.values()) - {SAT_OUT} else Outcome.ALL
 
     def has_enough_requests(self, offered: Collection[int], now_s: float) -> bool:
         """Whether updates of a first round need wait no longer: all expected clients have requested an upload, or the

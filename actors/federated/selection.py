@@ -16,13 +16,15 @@ from gradbus.actors.federated.state import RunContext
 from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.dds.missing_peers import WaitLog
-from gradbus.runtime.errors import BarrierTimeout, BusError, ConfigError
+from gradbus.runtime.errors import BarrierTimeout, BusError, ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Refused
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, TrainCmd
 
 _SHOWN = 20  # clients that a line names
+_MAX_UNPREPARED = 1024  # clients whose failure is remembered: any process can make up ids
+_MEND = "Mend it there and start the client again"
 
 log = get_logger("controller")
 
@@ -137,32 +139,78 @@ class ParticipantSelection:
         self._progress = progress
         self._sleep_until = sleep_until
         self._changed = changed
+        self._unprepared: dict[
+            int, str
+        ] = {}  # clients that could not get ready, and why, in the order of their reports
 
     async def wait_for_start(self, round_id: int, accepted: Collection[int] = (), *, timeout_s: float) -> None:
         """Wait until enough clients are matched both ways and welcomed. Those in ``accepted`` need not be there, as
-        their updates count already. Raises BarrierTimeout: they were not, for so long."""
+        their updates count already. Raises BarrierTimeout: they were not, for so long; TrainingFailed: and those that
+        are missing have reported why they cannot get ready."""
         config, bus, out = self._context.config, self._context.bus, self._context.state.quarantine.excluded(round_id)
         self._progress.phase = "waiting"
         kept_out = f" (kept out: {', '.join(map(str, list(out)[:20]))})" if out else ""
+        failed = self._failed
         condition = StartCondition(
             minimum=config.clients.min, expected=config.clients.num, now_s=time.monotonic(),
             timeout_s=timeout_s, grace_s=config.clients.start_grace_s, excused=out,
             describe=lambda: (
-                f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration, bus.reach.advice()
+                f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration,
+                " ".join([*(f"{text}. {_MEND}." for text in failed().values()), bus.reach.advice()]),
             ),
         )  # fmt: skip
         waiting = WaitLog(log, bus.reach, job=bus.job, round=round_id)
-        while not condition.may_start(ready := sorted({*accepted, *self.ready(round_id)}), time.monotonic()):
-            waiting.look(self._absent(condition.missing(ready)), misconfiguration=bus.misconfiguration)
+        while not self._may_start(condition, ready := sorted({*accepted, *self.ready(round_id)}), round_id):
+            missing = condition.missing(ready)
+            only_failed = bool(failed()) and set(missing) <= failed().keys()
+            waiting.look(
+                self._absent(missing), misconfiguration=bus.misconfiguration, hint=_MEND if only_failed else ""
+            )
             # There is no event for the matching of this side, which may come after the client's last message.
             await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.clients.heartbeat_s))
         if len(ready) < (config.clients.num or 0) - len(out):
             log.warning("starting without all clients", ready=ready, expected=config.clients.num)
 
+    def _may_start(self, condition: StartCondition, ready: Sequence[int], round_id: int) -> bool:
+        """Whether to start with these clients now.
+
+        Raises:
+            BarrierTimeout: too few were ready in time. TrainingFailed: and only because the others have failed.
+        """
+        for client_id in ready:
+            self._unprepared.pop(client_id, None)
+        try:
+            return condition.may_start(ready, time.monotonic())
+        except BarrierTimeout as error:
+            failed = self._failed()
+            would_do = len({*ready, *failed}) >= error.needed
+            if not failed or not would_do or not set(error.missing) <= failed.keys():
+                raise
+            raise TrainingFailed(
+                f"round {round_id} cannot start, as {error.ready} of {error.needed} clients are ready: "
+                f"{'; '.join(failed.values())}. {_MEND}, and then the controller", sorted(failed),
+            ) from error  # fmt: skip
+
+    def note_unprepared(self, client_id: int, why: str) -> None:
+        """Note that a client could not get ready, and leaves. It may come back."""
+        self._unprepared[client_id] = why
+        if len(self._unprepared) > _MAX_UNPREPARED:
+            del self._unprepared[next(iter(self._unprepared))]
+        self._context.state.participation.note_unprepared(client_id, why)
+
+    def _failed(self) -> dict[int, str]:
+        """Why clients that are not here could not get ready, in words, by id."""
+        here = {client.client_id for client in self._registry}
+        gone = [one for one in sorted(self._unprepared) if one not in here][:_SHOWN]
+        return {one: f"client {one} failed before its first round: {self._unprepared[one]}" for one in gone}
+
     def _absent(self, missing: Collection[int]) -> list[str]:
         """Names of missing clients, for the log."""
-        here = {client.client_id for client in self._registry}
-        named = [f"client {number}{' (is here, not ready yet)' * (number in here)}" for number in missing]
+        here, failed = {client.client_id for client in self._registry}, self._failed()
+        named = [
+            failed.get(number, f"client {number}{' (is here, not ready yet)' * (number in here)}") for number in missing
+        ]
+        named += [text for number, text in failed.items() if number not in missing]
         return named[:_SHOWN] or ["some client"]
 
     def ready(self, round_id: int) -> list[int]:

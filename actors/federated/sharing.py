@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import ConfigError
@@ -114,8 +115,13 @@ class Shape(NamedTuple):
 
 
 def specs_of(module: nn.Module) -> list[TensorSpec]:
-    """The tensors of a module's state, in its order."""
+    """The tensors of a module's state, in its order. Raises ConfigError: one has no shape yet, as in a lazy module."""
     state = {name: one for name, one in module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+    if lazy := [name for name, tensor in state.items() if is_lazy(tensor)]:
+        raise ConfigError(
+            f"the model's {_some(lazy)} {'has' if len(lazy) == 1 else 'have'} no shape before the first batch: run one "
+            f"batch through the model in build_model, before it is returned"
+        )
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return [
         TensorSpec(name, tensor.dtype, tuple(tensor.shape), _kind_of(tensor), first[id(tensor)])

@@ -23,7 +23,7 @@ from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated.combinations import make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.liveness import tolerate_write_timeout
-from gradbus.actors.federated.local_training import codec_of
+from gradbus.actors.federated.local_training import NothingToTrain, codec_of
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import Outcome, Round, RoundTotals
 from gradbus.actors.federated.task import FederatedTask
@@ -211,7 +211,7 @@ class SiteController(RelayingController):
 
         Raises:
             BarrierTimeout, RoundTimeout, TrainingFailed: there are too few updates. Those that there are count in the
-            next attempt at this round.
+            next attempt at this round. NothingToTrain: no client of this site had anything to train.
         """
         self.command, self._due_s = command, due_s
         started_s = time.perf_counter()
@@ -226,6 +226,8 @@ class SiteController(RelayingController):
                         reason=str(error),
                     )  # fmt: skip
                     self.contribution = self._contributed = None
+        if self._gathered[1] is Outcome.NOTHING and self._contributed is None:
+            raise NothingToTrain
         self.progress.phase = "delivering"
         return (*await self._compute.run(self._sum.encode, self._receiver.totals), self._receiver.totals)
 
@@ -283,6 +285,10 @@ class SiteController(RelayingController):
         if (history := self._probe.history).on:
             crc32 = zlib.crc32(self._state.weights.numpy().data)
             history.note("adopted", round=round_id, crc32=crc32, held_crc32=crc32)
+
+    async def _aggregate(self, round_: Round, outcome: Outcome) -> None:
+        """Take the model of the level above, also where no client of this site had anything to train."""
+        await self._compute.run(self._strategy.finish, self._state.weights)
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
         alone: dict[str, tuple[int, ...]] = {} if self._contributed is None else {CONTRIBUTED: ()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -13,7 +13,8 @@ class TrainOutcome(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Samples trained on: the weight of the update."""
+        """Samples trained on: the weight of the update. 0, with a loss of None: this client had nothing to train, and
+        sits the round out."""
 
     @property
     def loss(self) -> float | None:
@@ -75,3 +76,12 @@ class LocalEvalOutcome(EvalOutcome, Protocol):
     @property
     def num_samples(self) -> int:
         """Samples that it was made on: the weight of this client."""
+
+
+def implementation(task: object, method: str) -> Callable[..., Any]:
+    """Return the function behind a method of a task, for errors that name it: that of the task which another one wraps
+    (``__wrapped__``), and the ``train_fn`` that a ``gradbus.models.ClassificationTask`` trains with."""
+    task = getattr(task, "__dict__", {}).get("__wrapped__", task)
+    given = getattr(task, "train_fn", None) if method == "train" else None
+    found: Callable[..., Any] = given if callable(given) else getattr(task, method)
+    return found

@@ -20,7 +20,7 @@ from typing import Any
 
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import Group, join_group
-from gradbus.runtime.collectives.aggregators import GROUP
+from gradbus.runtime.collectives.aggregators import GROUP, describe_missing
 from gradbus.runtime.collectives.membership import DONE
 from gradbus.runtime.collectives.packet_streams import PacketStreams, payload_limit
 from gradbus.runtime.errors import ConfigError
@@ -113,6 +113,7 @@ class AggregatorActor:
             joining = join_group(
                 bus, rank=world + node, world=world + nodes, name=GROUP, timeout_s=timeout_s, stall_warning_s=0.0,
                 max_payload_bytes=payload_limit(self._config.block_elems),
+                describe_missing=describe_missing(world, nodes),
             )  # fmt: skip
             async with joining as network:
                 await self._serve(bus.job, network, world, node)

@@ -22,8 +22,8 @@ from torch import Tensor
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import EvaluationStopped, LocalEvaluation, told
-from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, RoundInputs
-from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.local_training import LocalTraining, NothingToTrain, RoundInputs, reason_of
+from gradbus.actors.federated.rounds import SAT_OUT
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.privacy.client import privacy_of
@@ -170,9 +170,10 @@ class ClientTrainer:
         except Exception as error:
             if self._stopped_up_to() >= work:
                 return Parcel({"is": "stopped"})
-            reason = error.reason if isinstance(error, NonFiniteResult) else TRAINING_FAILED
-            text = traceback_with_place(error, full=self._settings.full_traceback)
-            return Parcel({"is": "failed", "reason": reason, "summary": str(user_error(error)), "text": text[-8000:]})
+            if isinstance(error, NothingToTrain):
+                return Parcel({"is": "failed", "reason": SAT_OUT, "summary": SAT_OUT, "text": SAT_OUT})
+            text, summary = traceback_with_place(error, full=self._settings.full_traceback), str(user_error(error))
+            return Parcel({"is": "failed", "reason": reason_of(error), "summary": summary, "text": text[-8000:]})
 
     def _update(
         self, inputs: RoundInputs, client: Identity, transfer: int, open_kept: OpenKept, should_stop: Callable[[], bool]

@@ -26,7 +26,7 @@ from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import DECLINED, HOSTED
 from gradbus.actors.federated.local_training import RoundInputs, codec_of
 from gradbus.actors.federated.report import ClientSummary
-from gradbus.actors.federated.rounds import TRAINING_FAILED
+from gradbus.actors.federated.rounds import SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
@@ -428,8 +428,11 @@ class ClientHost(Client):
     async def _fail(self, client_id: int, error: ClientFailed) -> None:
         """Report that the training of a client failed."""
         current, (command, session) = self._session, self._commanded
-        log.error("training failed", client=client_id, round=command.round_id, error=str(error))
-        self._failure = plain_line(f"{error} (client {client_id})")
+        if error.reason == SAT_OUT:
+            log.info("nothing to train", client=client_id, round=command.round_id)
+        else:
+            log.error("training failed", client=client_id, round=command.round_id, error=str(error))
+            self._failure = plain_line(f"{error} (client {client_id})")
         if session != current.incarnation or current.superseded(command):
             return
         current.refused_ids.add(client_id)

@@ -31,7 +31,7 @@ from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.errors import ConfigError, GradbusError
+from gradbus.runtime.errors import ConfigError, GradbusError, RunAborted
 from gradbus.runtime.private_folder import scratch_folder
 from gradbus.runtime.tasks import single_error
 
@@ -328,7 +328,8 @@ async def run_beside(controller: Coroutine[Any, Any, T], host: Coroutine[Any, An
     try:
         await asyncio.wait({serving, hosting}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            hosting.result()
+            if not isinstance(hosting.exception(), RunAborted):  # else the controller is about to end with the cause
+                hosting.result()
             await asyncio.wait({serving}, timeout=HOST_END_S)
         if not serving.done():
             raise GradbusError("the clients have ended, and the controller has not")

@@ -127,6 +127,8 @@ class _Replay:
         from gradbus.actors.aggregation import updates as updates_format
         from gradbus.actors.aggregation.updates import Facts
 
+        if not updates:
+            return  # no client had anything to train: the model stays as it is
         base = self._weights if self._held is None else self._held
         if self._strategy is not None:
             weights = torch.from_numpy(self._weights)

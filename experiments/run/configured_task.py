@@ -45,6 +45,7 @@ class _Configured:
         torch.set_num_threads(settings.threads)
         with _settings_errors():
             self._task: Any = self._make()
+        self.__wrapped__ = self._task  # errors name its methods
 
     def _make(self) -> Any:
         settings = self._settings

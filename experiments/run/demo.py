@@ -197,9 +197,9 @@ async def run_demo(
             run_tasks += [rounds, all_ended]
             await asyncio.wait(run_tasks, return_when=asyncio.FIRST_COMPLETED)
             if not rounds.done():
-                # A client ends with code 0 when the Controller has told it that the run is over: it ends soon, too.
-                well = any(task.result() == ExitCode.OK for task in clients)
-                await asyncio.wait([rounds], timeout=_FINISH_S if well else 0.0)
+                # With these a client ends when the Controller has told it that the run is over: it ends soon, too.
+                told = any(task.result() in (ExitCode.OK, ExitCode.OWN_CODE) for task in clients)
+                await asyncio.wait([rounds], timeout=_FINISH_S if told else 0.0)
                 if not rounds.done():
                     logs = f"their logs are client-*.log in {run.path}"
                     raise ClientsGone(f"all clients have ended before the run has; {logs}")

@@ -18,6 +18,11 @@ from gradbus.runtime.logs import get_logger
 
 PLACE = "run/place"  # worker 0 tells the servers which directory it is, and whether anything is left to do
 
+_START = (
+    "A server is started with gradbus parameter-server CONFIG --index I, with the configuration of the workers; "
+    "gradbus run starts all of them on one machine"
+)
+
 log = get_logger("cli")
 
 
@@ -32,22 +37,26 @@ async def join_network(bus: Bus, file: WorkerFile, rank: int, workers: int) -> A
     group = join_group(
         bus, rank=rank, world=world, name=NETWORK, timeout_s=timeouts.join_s,
         collective_timeout_s=timeouts.collective_s, stall_warning_s=0.0,
+        describe_missing=lambda missing: (
+            [_name(one, workers) for one in missing], _START if missing and min(missing) >= workers else "",
+        ),
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         try:
             network = await stack.enter_async_context(group)
         except BarrierTimeout as error:
-            missing = [
-                f"worker {one}" if one < workers else f"parameter server {one - workers}" for one in error.missing
-            ]
+            missing = [_name(one, workers) for one in error.missing]
             raise BarrierTimeout(
                 f"workers and parameter servers{': no ' if missing else ''}{', '.join(missing)}",
                 missing=error.missing, ready=error.ready, needed=error.needed, timeout_s=timeouts.join_s,
                 misconfiguration=bus.misconfiguration,
-                hint="A server is started with gradbus parameter-server CONFIG --index I, with the configuration of "
-                "the workers; gradbus run starts all of them on one machine",
+                hint=_START,
             ) from None  # fmt: skip
         yield network
+
+
+def _name(rank: int, workers: int) -> str:
+    return f"worker {rank}" if rank < workers else f"parameter server {rank - workers}"
 
 
 async def run_server(

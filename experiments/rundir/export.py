@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from gradbus.experiments.rundir.directory import replaced
 from gradbus.experiments.rundir.saved_models import FoundModel, RunCheckpoints, checkpoint_of_client, state_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.saved_state import SavedState
+from gradbus.runtime.torch_compat import uncompiled_names
 
 Format = Literal["safetensors", "torch"]
 
@@ -150,10 +151,19 @@ def _state_of(found: FoundModel, client: Path | None, *, exactly: bool, trust: b
         run_id = SavedRun.of(found.checkpoints[0]).run_id
         own = checkpoint_of_client(client, run_id, found.number, exactly=exactly)
     if not trust:
-        return state_of(found, own)
+        return _uncompiled(state_of(found, own))
     from gradbus.experiments.rundir.trusted_model import built_state  # nothing else here can run what a run names
 
-    return built_state(found, own)
+    return _uncompiled(built_state(found, own))
+
+
+def _uncompiled(state: SavedState) -> SavedState:
+    """Name the tensors as the model has them before ``torch.compile``: so other programs can load them."""
+    names = uncompiled_names([*state.tensors, *state.personal, *state.left_out])
+    return replace(
+        state, tensors={names[name]: one for name, one in state.tensors.items()},
+        personal=[names[name] for name in state.personal], left_out=[names[name] for name in state.left_out],
+    )  # fmt: skip
 
 
 def _metadata(found: FoundModel, state: SavedState, client: Path | None) -> dict[str, str]:

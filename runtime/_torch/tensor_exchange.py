@@ -15,6 +15,8 @@ from gradbus.runtime.wire.frames import Frame
 from gradbus.torch.shapes import described, readable, same_memory
 
 _REFUSED = "refused "  # how the meta of an ACK begins that refuses the payload
+_OWN, _INTO = "own ", " into "  # how it goes on where the sender's own block does not fit, and between the two
+_MAX_REFUSAL = 60  # characters of that, as they share a frame's name field
 _OWN_LATER_BYTES = 256 << 10
 
 
@@ -40,7 +42,8 @@ class TensorExchange(RefusingOperation):
 
     ``runtime/collectives/data_movement.py`` lets the sender decide what a payload is; torch gives the tensors that are
     to be filled. A payload comes with its dtype and shape. One that does not fit, in dtype or number of elements, is
-    refused: then both sides fail, and both errors describe both tensors.
+    refused: then both sides fail, and both errors describe both tensors. Where what a rank has for itself does not fit,
+    it refuses the payloads of all others, which would wait for its own until their deadlines.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class TensorExchange(RefusingOperation):
         super().__init__(signature, rank, world, peers=[*self._to, *self._into] if channel_of(signature) else None)
         self._receipts = receipts
         self._copy_own: Callable[[], object] | None = None
+        self._own_misfit = ""
         source = self._to.get(rank) if self._to_all is None else self._to_all
         if source is not None and rank in self._into:
             self._place_own(self._into[rank], source)
@@ -70,6 +74,9 @@ class TensorExchange(RefusingOperation):
         payloads are on their way, so that the other ranks need not wait for it."""
         if same_memory(land, source):
             return
+        if source.numel() != land.numel():
+            self._own_misfit = f"{_meta(source)}{_INTO}{_meta(land)}"
+            return
         copy = partial(land.copy_, source if source.shape == land.shape else source.view(land.shape))
         if source.nbytes > _OWN_LATER_BYTES:
             copy()
@@ -77,6 +84,10 @@ class TensorExchange(RefusingOperation):
             self._copy_own = copy
 
     def set_up(self) -> None:
+        if self._own_misfit:
+            for other in self.others:
+                self.refuse(other, f"{_OWN}{self._own_misfit}"[:_MAX_REFUSAL])
+            raise CollectiveError(f"collective {self.key.name!r}: {_own_misfit_text(self.rank, self._own_misfit)}")
         for sender, tensor in self._into.items():
             if sender != self.rank:
                 self.expect(sender, 0, _Filling(tensor, self.refuse, sender))
@@ -95,8 +106,10 @@ class TensorExchange(RefusingOperation):
         if signature == self.signature and part == ACK and meta.startswith(_REFUSED):
             sender = frame.key.sender
             sent = self._to.get(sender) if self._to_all is None else self._to_all
-            room = readable(meta.removeprefix(_REFUSED))
-            text = f"rank {sender} has room for {room} where this rank sends {readable(_meta(sent))}"
+            room = meta.removeprefix(_REFUSED)
+            text = f"rank {sender} has room for {readable(room)} where this rank sends {readable(_meta(sent))}"
+            if room.startswith(_OWN):
+                text = f"{_own_misfit_text(sender, room[len(_OWN) :])}; this rank sends it {readable(_meta(sent))}"
             self.fail(CollectiveError(f"collective {self.key.name!r}: {text}"))
         else:
             super().feed(frame, part, signature, meta)
@@ -107,6 +120,11 @@ class TensorExchange(RefusingOperation):
 
     def release(self) -> None:
         self._to_all, self._to, self._into, self._copy_own = None, {}, {}, None
+
+
+def _own_misfit_text(rank: int, misfit: str) -> str:
+    source, _, land = misfit.partition(_INTO)
+    return f"rank {rank} has room for {readable(land)} where it has {readable(source)} for itself"
 
 
 class _Filling(IntoMemory):

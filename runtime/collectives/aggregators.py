@@ -7,12 +7,14 @@ member is lost; what is done then is for :mod:`~.in_network`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from torch import Tensor
 
 from gradbus.runtime.collectives.group import Group, join_group
+from gradbus.runtime.collectives.membership import DescribeMissing
 from gradbus.runtime.collectives.packet_streams import PacketStreams, payload_limit
 from gradbus.runtime.errors import BarrierTimeout, CollectiveError, ConfigError
 from gradbus.runtime.in_network.options import InNetworkOptions
@@ -205,12 +207,29 @@ class AggregatorSession:
         return self._loop.time()
 
 
+def describe_missing(world: int, nodes: int) -> DescribeMissing:
+    """Return what names members of the group of ``world`` workers and ``nodes`` aggregators that have not come."""
+
+    def name(member: int) -> str:
+        if member < world:
+            return f"rank {member}"
+        return "the aggregator" if nodes == 1 else f"aggregator node {member - world}"
+
+    def describe(missing: Sequence[int]) -> tuple[list[str], str]:
+        is_start = bool(missing) and min(missing) >= world
+        own = "" if nodes == 1 else f", nodes {nodes} and each with its node"
+        start = f"Start it: 'gradbus aggregator CONFIG', for the same job and {world} workers{own}"
+        return [name(member) for member in missing], start if is_start else ""
+
+    return describe
+
+
 async def _form(stack: AsyncExitStack, workers: Group, options: InNetworkOptions, timeout_s: float) -> Group:
     world, nodes = workers.world, options.topology.num_nodes
     joining = join_group(
         workers.bus, rank=workers.rank, world=world + nodes, name=GROUP, timeout_s=timeout_s,
         collective_timeout_s=workers.timeout_s, max_payload_bytes=payload_limit(options.block_elems),
-        stall_warning_s=0.0,
+        stall_warning_s=0.0, describe_missing=describe_missing(world, nodes),
     )  # fmt: skip
     try:
         return await stack.enter_async_context(joining)

@@ -32,7 +32,7 @@ from gradbus.runtime.collectives.handle import (
     TimedOut,
     collective_timeout,
 )
-from gradbus.runtime.collectives.membership import DONE, Membership
+from gradbus.runtime.collectives.membership import DONE, DescribeMissing, Membership
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack, unpack_all
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import (
@@ -412,7 +412,7 @@ def _reason(error: BaseException) -> str:
 async def join_group(  # noqa: PLR0913 - of a user's call, each an option by name
     bus: Bus, *, rank: int, world: int, name: str = "world", timeout_s: float = 60.0,
     collective_timeout_s: float = 60.0, early_bytes: int = 256 << 20, max_payload_bytes: int = 4 << 30,
-    stall_warning_s: float = 10.0,
+    stall_warning_s: float = 10.0, describe_missing: DescribeMissing | None = None,
 ) -> AsyncIterator[Group]:  # fmt: skip
     """Form a group with the other ranks of the same job, and leave it at the end of the block.
 
@@ -429,6 +429,8 @@ async def join_group(  # noqa: PLR0913 - of a user's call, each an option by nam
         max_payload_bytes: of one payload of another rank, where its size is not known beforehand.
         stall_warning_s: a collective that waits for so long gets a line in the log that names the ranks it waits for,
             again after twice the time, and so on. 0: none does.
+        describe_missing: names ranks that have not come, for the log, and says what to do about them; None: they are
+            named by their numbers.
 
     Raises:
         ConfigError: rank, world or name are wrong, or the ranks do not fit together.
@@ -451,7 +453,7 @@ async def join_group(  # noqa: PLR0913 - of a user's call, each an option by nam
     )  # fmt: skip
     ok, reason = False, "could not form the group"
     try:
-        await membership.form(timeout_s)
+        await membership.form(timeout_s, describe_missing)
         group = Group(bus, membership, name, collective_timeout_s, max_payload_bytes)
         yield group
         ok, reason = True, group.farewell

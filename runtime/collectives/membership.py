@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gradbus.runtime import forks
@@ -38,6 +38,9 @@ DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank 
 
 # The group of all ranks of a job, here and in torch.distributed; in others the ranks have other numbers.
 _OF_ALL = re.compile(r"world(_[0-9a-f]{12})?")
+
+# Names of ranks that have not come, for the log, and what to do about them; empty: the usual.
+DescribeMissing = Callable[[Sequence[int]], tuple[Sequence[object], str]]
 
 log = get_logger("group")
 
@@ -134,8 +137,8 @@ class Membership:
         """Send more on the thread of the call, and wake no other one: it has no event loop."""
         self._link.inline_bytes = self._link.inline_shared_bytes = 8 << 20
 
-    async def form(self, timeout_s: float) -> None:
-        """Wait until all ranks are there and every topic works both ways.
+    async def form(self, timeout_s: float, describe_missing: DescribeMissing | None = None) -> None:
+        """Wait until all ranks are there and every topic works both ways. ``describe_missing``: for the log.
 
         Raises:
             BarrierTimeout: they are not within ``timeout_s``; ``.missing``.
@@ -155,7 +158,8 @@ class Membership:
                     self._changed.clear()
                     wait_s = await self._send_due()
                     missing, reason = self._missing_and_reason()
-                    waiting.look(missing, reason=reason, misconfiguration=self._bus.misconfiguration)
+                    names, hint = (missing, "") if describe_missing is None else describe_missing(missing)
+                    waiting.look(names, reason=reason, misconfiguration=self._bus.misconfiguration, hint=hint)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s):
                             await self._changed.wait()

@@ -152,7 +152,7 @@ class WaitLog:
 
     def look(
         self, missing: Any, *, began_s: float | None = None, elsewhere: bool | None = None, reason: str = "",
-        misconfiguration: str = "",
+        misconfiguration: str = "", hint: str = "",
     ) -> None:  # fmt: skip
         """Write the line if it is time.
 
@@ -160,6 +160,7 @@ class WaitLog:
             missing: who. began_s: when the wait began, by ``time.monotonic``, where that changes.
             elsewhere: as for :meth:`Reach.advice`. reason: what is known of why.
             misconfiguration: what is known of others that are set up in another way, see ``Bus.misconfiguration``.
+            hint: what to do, where it is known; else it is as :meth:`Reach.hint` says.
         """
         if began_s is not None and began_s != self._began_s:
             self._began_s, self._next_s = began_s, began_s + EVERY_S
@@ -171,5 +172,5 @@ class WaitLog:
         one = isinstance(missing, str) or len(missing) == 1
         self._log.warning(
             "still waiting", **self._facts, missing=missing, waited_s=round(now_s - self._began_s),
-            hint=". ".join([*known, self._reach.hint(elsewhere=elsewhere, one=one)]),
+            hint=". ".join([*known, hint or self._reach.hint(elsewhere=elsewhere, one=one)]),
         )  # fmt: skip

@@ -163,7 +163,11 @@ class ForeignReaders:
 
     def before_deletion(self, writers: Sequence[Writer]) -> None:
         """Exclude foreign readers that have not taken all samples of writers: to delete a writer takes up to a second
-        while a reader has not."""
+        while a reader has not.
+
+        A process that does not know all members logs nothing of that: mostly these are members that end at the same
+        time, and nothing of this process waits for them any more.
+        """
         members = self.members()
         if members is None or not self._foreign:
             return
@@ -176,7 +180,7 @@ class ForeignReaders:
                 if not self._is_out(prefix) and now_s - self._foreign.get(prefix, now_s) > GRACE_S
             }  # fmt: skip
             if late and not watched.writer.wait_for_acks(max(LEAST_ACKS_S, until_s - time.monotonic())):
-                self._exclude(dict.fromkeys(late, watched.writer.topic.name), now_s)
+                self._exclude(dict.fromkeys(late, watched.writer.topic.name), now_s, is_logged=self._knows_all)
 
     def _is_out(self, prefix: bytes) -> bool:
         known = self._excluded.get(prefix)
@@ -227,7 +231,7 @@ class ForeignReaders:
             self._strain_s, self._strict_until_s = STRAIN_S, now_s + ALERT_S
         return out
 
-    def _exclude(self, out: dict[bytes, str], now_s: float) -> None:
+    def _exclude(self, out: dict[bytes, str], now_s: float, *, is_logged: bool = True) -> None:
         with ForeignReaders._all_lock:
             elsewhere = [other for other in ForeignReaders._all if other is not self]
         chosen = [
@@ -243,7 +247,8 @@ class ForeignReaders:
         if fresh:
             with contextlib.suppress(Exception):  # what others announce may be anything
                 claims = self._node.claims()
-        self._log(fresh, claims, out, now_s)
+        if is_logged:
+            self._log(fresh, claims, out, now_s)
         own = self._node.own_prefixes()
         for prefix in chosen:
             known = self._excluded.pop(prefix, None) or _Exclusion()

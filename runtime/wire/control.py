@@ -14,6 +14,7 @@ from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, u
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
 PROTOCOL = 3
+BEFORE_FIRST_ROUND = 0  # in a TrainingFailure: a client cannot get ready, and leaves
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
 CANDIDATE_ROUNDS = range(0x7FFE_0000, 0x7FFF_0000)  # nor one of these: they stand for models that are evaluated alone
 MAX_BODY_BYTES = 64 * 1024
@@ -407,8 +408,10 @@ class TrainingFailure:
     """Client to controller: training failed; ``text`` is the traceback.
 
     Attributes:
+        round_id: of the command; BEFORE_FIRST_ROUND: the client could not load its data, and takes part in no round.
         reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
-            returned a loss, or a model, of NaN or infinity. Any other text counts as the first.
+            returned a loss, or a model, of NaN or infinity; ``nothing to train``: the client sits the round out. Any
+            other text counts as the first.
     """
 
     run_id: U64

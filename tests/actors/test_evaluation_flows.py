@@ -606,7 +606,7 @@ def test_a_client_whose_task_returns_what_is_no_result_says_so_and_goes_on() -> 
     for report in job.run():
         assert report.updates == 2
         ((why, count),) = report.by_clients.missing.items()
-        assert (why.startswith("TypeError: evaluate_local has returned dict"), count) == (True, 1)
+        assert (why.startswith("WrongResult: evaluate_local has returned dict"), count) == (True, 1)
 
 
 def test_a_client_that_declines_is_not_evaluated_on_and_trains_all_the_same() -> None:

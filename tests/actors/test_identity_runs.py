@@ -83,6 +83,17 @@ def test_differences_on_the_way_down_are_signed_as_well(known: Identities) -> No
         assert finish(start(federation, known, **rules)) == plain_weights(**rules)
 
 
+def test_a_run_of_known_nodes_ends_without_a_warning_about_readers(known: Identities) -> None:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
+        slow = {"train_s": 0.7}  # so that all are there for longer than foreign readers are left alone
+        nodes = [
+            federation.controller(**_RULES, security=known.security("server")),
+            *(federation.client(one, security=known.security(f"robot-{one}"), **slow) for one in range(2)),
+        ]
+        finish(nodes)
+    assert [event for node in nodes for event in node.all("warning") if "readers" in event["text"]] == []
+
+
 def test_strangers_are_told_why_they_are_kept_out_and_the_run_does_not_notice(known: Identities) -> None:
     known.new("stranger")
     known.allow(known.new("watcher"), "observer")

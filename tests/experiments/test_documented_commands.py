@@ -87,7 +87,7 @@ ELSEWHERE = {
 }  # fmt: skip
 NOT_RUN = {
     "minutes, or what it writes is a part of the repository": (
-        "make bench*", "make figures*", "make fuzz*", "make soak *", "make check", "make test",
+        "make bench*", "make figures*", "make fuzz*", "make nightly*", "make soak *", "make check", "make test",
         "python -m timeit *", "python -m gradbus.experiments.simulate.trace *",
     ),
     "the same with a setting more, which is parsed": (

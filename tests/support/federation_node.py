@@ -43,7 +43,7 @@ from gradbus.models import NoopTask
 from gradbus.runtime import logs
 from gradbus.runtime.config.federated import UpstreamConfig
 from gradbus.runtime.errors import GradbusError
-from gradbus.runtime.security import Security
+from gradbus.runtime.security import Security, foreign_readers
 from gradbus.runtime.security.identity import join_transport
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault
@@ -189,7 +189,7 @@ def _tell_warnings(say: Say) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._log, name)
 
-    for module in (update_receiver, shared_model_reader, shared_payload, join_transport):
+    for module in (update_receiver, shared_model_reader, shared_payload, join_transport, foreign_readers):
         module.log = Log(module.log)  # type: ignore[attr-defined]
 
 

@@ -29,6 +29,12 @@ def awkward(seed: int = 0) -> nn.Module:
     return Awkward()
 
 
+def awkward_compiled(seed: int = 0) -> nn.Module:
+    """The same behind ``torch.compile``: nothing is compiled before its first batch."""
+    model: nn.Module = torch.compile(awkward(seed))  # type: ignore[assignment]
+    return model
+
+
 def narrow() -> nn.Module:
     """Another model."""
     return nn.Linear(3, 2)

@@ -58,6 +58,75 @@ def calls(rank: int) -> dict[str, Callable[[], Any]]:
     }
 
 
+def own_blocks(place: RankLocation) -> dict[str, Any]:
+    """Calls in which what rank 0 has for itself does not fit its own output; all that travels would fit."""
+    place.start(timeout_s=30.0)
+    first = place.rank == 0
+    sizes = ([2, 1], [3, 1]) if first else ([1, 2], [1, 2])
+    lists = [torch.empty(2) if first else torch.empty(3), torch.empty(3)], torch.zeros(3)
+    calls = {
+        "all_to_all_single": lambda: dist.all_to_all_single(
+            torch.empty(sum(sizes[0])), torch.zeros(sum(sizes[1])), *sizes
+        ),
+        "all_to_all": lambda: dist.all_to_all(
+            [torch.empty(n) for n in sizes[0]], [torch.zeros(n) for n in sizes[1]]
+        ),
+        "all_gather": lambda: dist.all_gather(*lists),
+    }  # fmt: skip
+    results = {name: timed(call) for name, call in calls.items()}
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    return results | {"afterwards": tensor.tolist()}
+
+
+def moved(place: RankLocation) -> list[str]:
+    """Return what does not arrive as it was sent, of tensors of dtypes that few sums are defined for."""
+    place.start()
+    rank, other, lost = place.rank, 1 - place.rank, []
+    for name in place.options["dtypes"]:
+        dtype = getattr(torch, name)
+
+        def made(of: int, dtype: torch.dtype = dtype) -> Tensor:
+            bits = torch.arange(1, 1 + 2 * dtype.itemsize, dtype=torch.uint8) + 16 * of
+            return bits.view(dtype)
+
+        def compare(what: str, found: Tensor, of: int, name: str = name) -> None:
+            if not torch.equal(found.view(torch.uint8), made(of).view(torch.uint8)):
+                lost.append(f"{name} {what}")
+
+        gathered = [torch.empty_like(made(0)) for _ in range(2)]
+        dist.all_gather(gathered, made(rank))
+        for of, one in enumerate(gathered):
+            compare("all_gather", one, of)
+        whole = torch.empty(4, dtype=dtype)
+        dist.all_gather_into_tensor(whole, made(rank))
+        compare("all_gather_into_tensor", whole[2:], 1)
+        came = made(rank)
+        dist.broadcast(came, 1)
+        compare("broadcast", came, 1)
+        dist.all_to_all_single(whole, torch.empty(4, dtype=dtype).copy_(whole))
+        came = torch.empty_like(made(0))
+        dist.scatter(came, [made(1), made(0)] if rank == 0 else None, 0)
+        compare("scatter", came, other)
+        work = dist.isend(made(rank), other)
+        came = torch.empty_like(made(0))
+        dist.recv(came, other)
+        work.wait()
+        compare("send and recv", came, other)
+        strided = torch.empty(4, dtype=dtype)[::2]
+        dist.all_gather([torch.empty_like(made(0)), strided] if rank == 0 else gathered, made(rank))
+        if rank == 0:
+            compare("all_gather into a strided tensor", strided.contiguous(), 1)
+        if dtype.is_complex:  # torch gives the backend their real and imaginary parts
+            total = torch.tensor([1 + 2j, 3 - 1j]).to(dtype)
+            dist.all_reduce(total)
+            if total.to(torch.complex64).tolist() != [2 + 4j, 6 - 2j]:
+                lost.append(f"{name} all_reduce")
+        elif "no arithmetic for" not in said(lambda: dist.all_reduce(made(rank))):
+            lost.append(f"{name} all_reduce is not refused")
+    return lost
+
+
 def refused_here(place: RankLocation) -> dict[str, str]:
     """What is wrong on this rank alone is said before anything is sent."""
     place.start()

@@ -44,6 +44,27 @@ def test_tensors_that_do_not_fit_are_named_on_both_ranks_at_once() -> None:
             assert result[name]["after_s"] < 5.0
 
 
+def test_a_block_of_a_rank_for_itself_that_does_not_fit_is_named_on_both_ranks_at_once() -> None:
+    results = play("mistake_scenes", "own_blocks")
+    for rank, result in enumerate(results):
+        assert result.pop("afterwards") == [2.0] * 3
+        assert len(result) == 3
+        for name, told in result.items():
+            text = told["text"]
+            assert text.startswith("DistBackendError: "), (name, text)
+            faulty = "rank 0 has room for float32 of shape (2) where it has float32 of shape (3) for itself"
+            assert faulty in text, (name, text)
+            assert ("this rank sends it float32 of shape" in text) == (rank == 1), text
+            assert told["after_s"] < 10.0
+
+
+MOVED = ["complex32", "float8_e8m0fnu", "float8_e4m3fn", "float4_e2m1fn_x2"]
+
+
+def test_dtypes_without_arithmetic_are_moved_by_every_collective_and_point_to_point() -> None:
+    assert play("mistake_scenes", "moved", dtypes=MOVED) == [[], []]
+
+
 def test_what_cannot_be_done_here_is_refused_before_anything_is_sent() -> None:
     (result,) = play("mistake_scenes", "refused_here", world=1)
     assert result.pop("devices") == "[device(type='cpu')]"

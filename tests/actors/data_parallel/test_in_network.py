@@ -8,11 +8,14 @@ import functools
 
 import pytest
 from ddp_scene import make_task, new_place, succeeded, train
+from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.actors import Worker
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
 from gradbus.runtime.collectives import Group
+from gradbus.runtime.collectives.aggregators import GROUP
+from gradbus.runtime.dds import missing_peers
 from gradbus.runtime.errors import BarrierTimeout
 
 ELEMS = 2048  # ten blocks of the model
@@ -69,8 +72,13 @@ def test_the_model_has_the_bits_of_a_run_without_an_aggregator(
     assert used == [True] * 6 if leaves_at is None else used.count(False) >= 2
 
 
-def test_a_run_whose_aggregator_does_not_come_says_so() -> None:
-    outcomes = train(make_task(), algorithm=options("ina"), timeouts__join_s=1.5)
+def test_a_run_whose_aggregator_does_not_come_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missing_peers, "EVERY_S", 0.3)
+    with capture_logs() as logs:
+        outcomes = train(make_task(), algorithm=options("ina"), timeouts__join_s=3.0)
+    waits = [one for one in logs if one["event"] == "still waiting" and one["group"] == GROUP]
+    assert waits[-1]["missing"] == ["the aggregator"]
+    assert waits[-1]["hint"].endswith("Start it: 'gradbus aggregator CONFIG', for the same job and 2 workers")
     for outcome in outcomes:
         assert isinstance(outcome.error, BarrierTimeout)
         assert 2 in outcome.error.missing

@@ -110,8 +110,8 @@ def test_what_a_task_raises_is_the_reason_unless_that_may_not_leave_the_client()
 def test_what_a_task_returns_that_is_no_result_is_a_failure_that_says_what_it_should_be(outcome: Any) -> None:
     result = evaluated(Returning(outcome))
     assert (result.num_samples, result.metrics) == (0, {})
-    assert result.failure.startswith("TypeError: evaluate_local has returned")
-    assert evaluated(Returning(outcome), tells_errors=False).failure == "TypeError"
+    assert result.failure.startswith("WrongResult: evaluate_local has returned")
+    assert evaluated(Returning(outcome), tells_errors=False).failure == "WrongResult"
 
 
 def test_a_result_without_metrics_of_its_own_counts() -> None:

@@ -15,8 +15,10 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_training import LocalTraining, RoundInputs
 from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.models import ClassificationTask, Dataset, DataSplit
 from gradbus.models.task import TrainResult
 from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.user_errors import WrongResult, traceback_with_place, user_error
 from gradbus.runtime.wire.control import Receipt, Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
@@ -110,3 +112,59 @@ def test_an_update_is_one_that_the_sum_takes_or_the_training_has_failed(codec: s
 def test_training_without_samples_has_failed(num_samples: int) -> None:
     with pytest.raises(ValueError, match="expected at least one"):
         Client(Jumping(0.1, num_samples)).train(1, torch.zeros(DIM))
+
+
+class Returning(Jumping):
+    """Trains, and returns what the test says."""
+
+    def __init__(self, outcome: Any) -> None:
+        super().__init__(0.1, 1)
+        self.outcome = outcome
+
+    def train(self, model: nn.Module, *, round_id: int, **_: Any) -> Any:
+        return self.outcome
+
+
+def train_by_function(model: nn.Module, samples: Any, **_: Any) -> Any:
+    return None
+
+
+class Wrapping(Returning):
+    """As the task of a configuration file, which stands for one of the user's."""
+
+    def __init__(self, task: Any) -> None:
+        super().__init__(None)
+        self.__wrapped__ = task
+
+    def train(self, model: nn.Module, **command: Any) -> Any:
+        return self.__wrapped__.train(model, **command)
+
+
+def line_of(function: Any) -> str:
+    return f"{Path(__file__).name}:{function.__code__.co_firstlineno} in {function.__name__}"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (None, "train has returned None: "), ({"loss": 0.5}, "train has returned dict with 'loss': "),
+        (0.5, "train has returned float: "), (TrainResult(None, 0.5), "train has returned TrainResult: "),  # type: ignore[arg-type]
+        (TrainResult(3, "low"), "train has returned TrainResult: "),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("wrap", [lambda task: task, Wrapping], ids=["itself", "wrapped"])
+def test_training_that_returns_no_result_is_told_what_to_return_and_where(outcome: Any, said: str, wrap: Any) -> None:
+    with pytest.raises(WrongResult) as caught:
+        Client(wrap(Returning(outcome))).train(1, torch.zeros(DIM))
+    told = traceback_with_place(caught.value)
+    assert told.startswith(f"WrongResult: {said}expected")
+    assert "gradbus.models.TrainResult(num_samples=..., loss=...)" in told
+    assert told.endswith(line_of(Returning.train)), "the user's function, and no line of gradbus"
+
+
+def test_a_training_function_that_returns_none_is_named_in_place_of_the_task_that_calls_it() -> None:
+    data = DataSplit(Dataset("one", torch.zeros(1, DIM), torch.zeros(1, dtype=torch.int64)))
+    task = ClassificationTask(lambda: nn.Linear(DIM, 1, bias=False), data, train_fn=train_by_function)
+    with pytest.raises(WrongResult) as caught:
+        Client(task).train(1, torch.zeros(DIM))
+    assert str(user_error(caught.value)).endswith(line_of(train_by_function))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_models import awkward
+from own_models import awkward, awkward_compiled
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -31,16 +31,18 @@ from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.torch_compat import uncompiled_names
 
 TASK = TaskSettings(model="own_models:awkward", data="glyphs")
+COMPILED = TaskSettings(model="own_models:awkward_compiled", data="glyphs")
 
 
-def federated(run: Path, *, seed: int = 0, rounds: int = 2) -> nn.Module:
+def federated(run: Path, *, seed: int = 0, rounds: int = 2, task: TaskSettings = TASK) -> nn.Module:
     """The directory of a federated run, and the model at its end."""
     run.mkdir()
     config = FederatedConfig(checkpoint={"dir": run / "state"})
-    write_json(run / "config.json", ControllerFile(task=TASK, federated=config).model_dump(mode="json"))
-    module = awkward(seed)
+    write_json(run / "config.json", ControllerFile(task=task, federated=config).model_dump(mode="json"))
+    module = (awkward_compiled if task is COMPILED else awkward)(seed)
     model = FlatModel(module)
     state = RunState(config, model, STRATEGIES.make(config.strategy, model.dim))
     state.save_initial()
@@ -281,3 +283,23 @@ def test_what_cannot_be_exported_is_told_with_what_to_do(tmp_path: Path) -> None
         file.unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*run/state.*: the run has ended before"):
         export(tmp_path / "run")
+
+
+def test_a_compiled_model_is_exported_with_the_names_of_the_model_and_begins_another_run(tmp_path: Path) -> None:
+    module = federated(tmp_path / "run", task=COMPILED)
+    assert all(name.startswith("_orig_mod.") for name in module.state_dict())
+    exported = export(tmp_path / "run")
+    loaded = load_file(exported.path)
+    plain = awkward(5)
+    plain.load_state_dict(loaded)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, module.state_dict()[f"_orig_mod.{name}"])
+    for later in (awkward(5), awkward_compiled(5)):
+        assert torch.equal(FlatModel(later).vector_of(loaded)[: FlatModel(module).dim], FlatModel(module).read())
+    export(tmp_path / "run", to=tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == loaded.keys()
+
+
+def test_names_that_would_be_one_without_those_of_compile_are_left_as_they_are() -> None:
+    assert uncompiled_names(["a._orig_mod.w", "b"]) == {"a._orig_mod.w": "a.w", "b": "b"}
+    assert uncompiled_names(["a._orig_mod.w", "a.w"]) == {"a._orig_mod.w": "a._orig_mod.w", "a.w": "a.w"}

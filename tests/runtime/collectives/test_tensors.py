@@ -57,6 +57,7 @@ def test_plain_memory_is_shared_and_other_memory_is_copied(tensor: Tensor) -> No
         assert as_bytes(made).ctypes.data == made.data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", tensors.DTYPES.values(), ids=tensors.DTYPES.keys())
 def test_a_description_says_dtype_and_shape(dtype: torch.dtype) -> None:
     for shape in ((), (0,), (3,), (2, 0, 5), (1,) * 16):

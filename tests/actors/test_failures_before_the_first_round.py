@@ -1,0 +1,181 @@
+"""A client that cannot get ready for its first round: its controller says why, and what to do is to mend it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dds_domains import new_domain
+from structlog.testing import capture_logs
+
+import gradbus
+from gradbus.actors.federated import selection
+from gradbus.models import EvalResult, NoopTask
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, RunAborted, TrainingFailed
+
+DIM = 100
+_jobs = itertools.count()
+
+
+class WithoutColumn(NoopTask):
+    """Its data lack what it reads."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(DIM)
+        self._error = error
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        if self._error is not None:
+            raise self._error
+        {"age": 1}["label"]
+
+
+PLACE = f"{Path(__file__).name}:{WithoutColumn.prepare.__code__.co_firstlineno + 3} in prepare"
+SAID = "KeyError: 'label', at "
+
+
+async def ended(awaitable: Any) -> Any:
+    """Return what it returns, or what it raises."""
+    try:
+        return await awaitable
+    except Exception as error:
+        return error
+
+
+def run(
+    tasks: list[Any], *, num: int | None = None, again: dict[int, Any] | None = None, task: Any = None,
+    wrong: dict[str, Any] | None = None, **options: Any,
+) -> tuple[Any, list[Any], list[Any]]:  # fmt: skip
+    """What a controller and its clients end with, and the log.
+
+    Args:
+        num: of clients that the controller waits for. wrong: more of its settings. task: its own.
+        again: tasks with which clients start once more after they have failed. options: of the clients.
+    """
+    job, domain = f"unprepared-{os.getpid()}-{next(_jobs)}", new_domain()
+    num = num or len(tasks)
+    config = gradbus.FederatedConfig(
+        rounds=1, clients={"num": num, "min": num, "start_timeout_s": 60.0, "dead_after_s": 30.0},
+        **{"eval_every": 0, **(wrong or {})},
+    )  # fmt: skip
+
+    async def start(client_id: int, task: Any) -> Any:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            client = gradbus.Client(bus, task, client_id=client_id, config=gradbus.ClientConfig(**options))
+            return await ended(client.run())
+
+    async def one(client_id: int, task: Any) -> Any:
+        found = await start(client_id, task)
+        return await start(client_id, again[client_id]) if again and isinstance(found, Exception) else found
+
+    async def main() -> tuple[Any, list[Any]]:
+        async with asyncio.timeout(90), gradbus.connect(job=job, domain=domain) as bus:
+            controller = ended(gradbus.Controller(bus, task or NoopTask(DIM), config).run())
+            first, *others = await asyncio.gather(controller, *(one(*each) for each in enumerate(tasks)))
+            return first, others
+
+    with capture_logs() as logs:
+        return *asyncio.run(main()), logs
+
+
+def give_up_once_told(monkeypatch: pytest.MonkeyPatch, others: int = 1) -> None:
+    """The controller's deadline passes when a client has reported its failure and left, and the others are ready."""
+    told: list[Any] = []
+    note = selection.ParticipantSelection.note_unprepared
+
+    def noting(self: Any, client_id: int, why: str) -> None:
+        note(self, client_id, why)
+        told.append(self)
+
+    class UntilTold(selection.StartCondition):
+        def may_start(self, ready: Sequence[int], now_s: float) -> bool:
+            is_over = bool(told) and len(ready) == others == told[0]._registry.count_live()  # noqa: SLF001 - who is here is the controller's own affair
+            return super().may_start(ready, math.inf if is_over else now_s)
+
+    monkeypatch.setattr(selection.ParticipantSelection, "note_unprepared", noting)
+    monkeypatch.setattr(selection, "StartCondition", UntilTold)
+
+
+def test_the_controller_names_type_message_and_line_and_ends_with_them_as_the_other_clients_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_up_once_told(monkeypatch)
+    controller, (first, second), logs = run([NoopTask(DIM), WithoutColumn()])
+    assert isinstance(second, KeyError)
+    assert isinstance(controller, TrainingFailed)
+    assert controller.clients == (1,)
+    assert str(controller).startswith(
+        f"round 1 cannot start, as 1 of 2 clients are ready: client 1 failed before its first round: {SAID}"
+    )
+    assert f"{PLACE}. Mend it there and start the client again" in str(controller)
+    assert "INTERFACE" not in str(controller)
+    assert isinstance(first, RunAborted)
+    assert PLACE in str(first)
+    (told,) = [one for one in logs if one["event"] == "preparing failed on a client"]
+    assert (told["client"], told["round"]) == (1, 0)
+    assert told["error"].startswith(SAID)
+    assert '{"age": 1}["label"]' in told["traceback"]
+    (left,) = [one for one in logs if one["event"] == "client left" and one["client"] == 1]
+    assert left["reason"].startswith(f"failed: {SAID}")
+    assert left["reason"].endswith(PLACE)
+
+
+def test_a_client_that_is_mended_while_the_controller_waits_takes_part() -> None:
+    controller, clients, _ = run([NoopTask(DIM), WithoutColumn()], again={1: NoopTask(DIM)})
+    assert [report.clients for report in controller] == [(0, 1)]
+    assert [client.rounds for client in clients] == [1, 1]
+
+
+def test_only_the_type_leaves_a_client_that_keeps_its_failures_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_up_once_told(monkeypatch)
+    controller, _, logs = run([NoopTask(DIM), WithoutColumn()], report_failures=False)
+    assert "client 1 failed before its first round: KeyError. Mend" in str(controller)
+    (left,) = [one for one in logs if one["event"] == "client left" and one["client"] == 1]
+    assert left["reason"] == "failed: KeyError"
+    assert not any("label" in str(one) for one in logs)
+
+
+def test_an_error_of_the_settings_is_told_without_a_place_in_gradbus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_up_once_told(monkeypatch)
+    error = ConfigError("task.data_root 'here' has no MNIST")
+    controller, *_ = run([NoopTask(DIM), WithoutColumn(error)])
+    assert "client 1 failed before its first round: ConfigError: task.data_root 'here' has no MNIST" in str(controller)
+
+
+def test_a_controller_that_misses_others_as_well_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up_once_told(monkeypatch, others=0)
+    controller, _, _ = run([WithoutColumn()], num=2)
+    assert isinstance(controller, BarrierTimeout)
+    assert controller.missing == (0, 1)
+    assert f"client 0 failed before its first round: {SAID}" in str(controller)
+    assert "GRADBUS_BUS__INTERFACE" in str(controller), "the other may be on another machine"
+
+
+class Measured(NoopTask):
+    """Has an evaluation with one metric beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+
+    def evaluate(self, model: Any) -> EvalResult:
+        return EvalResult(None, 0.5, 10, {"rmse": 0.5})
+
+
+def test_clients_of_a_controller_with_a_wrong_configuration_end_with_its_words() -> None:
+    wrong = {"eval_every": 1, "early_stop": {"metric": "rsme", "patience": 1}}
+    controller, clients, _ = run([Measured(), Measured()], wrong=wrong, task=Measured(), controller_timeout_s=60.0)
+    assert isinstance(controller, ConfigError)
+    assert "federated.early_stop.metric" in str(controller)
+    for client in clients:
+        assert isinstance(client, RunAborted)
+        assert str(client) == f"the run has ended: {controller}"

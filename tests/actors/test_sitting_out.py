@@ -1,0 +1,133 @@
+"""Clients that have nothing to train in a round sit it out: no failure, no strike, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dds_domains import new_domain
+from structlog.testing import capture_logs
+
+import gradbus
+from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
+from gradbus.experiments.history.invariants import check
+from gradbus.experiments.history.reader import read_history
+from gradbus.models import NoopTask, TrainResult
+from gradbus.runtime.errors import RoundTimeout
+
+DIM = 50
+_jobs = itertools.count()
+
+
+class Sometimes(NoopTask):
+    """Has data in some rounds only."""
+
+    def __init__(self, without: Collection[int]) -> None:
+        super().__init__(DIM, delta="seeded")
+        self._without = without
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        result = super().train(model, **arguments)
+        return TrainResult.nothing() if arguments["round_id"] in self._without else result
+
+
+def run(
+    without: list[Collection[int]], *, rounds: int = 3, client: gradbus.ClientConfig | None = None, **changes: Any
+) -> tuple[list[gradbus.RoundReport], list[Any], list[Any]]:
+    """A run whose clients have nothing to train in these rounds: its reports, what the clients did, and the log."""
+    job, domain = f"sits-out-{os.getpid()}-{next(_jobs)}", new_domain()
+    config = gradbus.FederatedConfig(rounds=rounds, eval_every=0, **{"clients": {"num": len(without)}, **changes})
+    config = config.replaced("clients.dead_after_s", 30.0)
+
+    async def one(client_id: int) -> Any:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            return await gradbus.Client(bus, Sometimes(without[client_id]), client_id=client_id, config=client).run()
+
+    async def main() -> tuple[list[gradbus.RoundReport], list[Any]]:
+        async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus:
+            async with asyncio.TaskGroup() as group:
+                clients = [group.create_task(one(client_id)) for client_id in range(len(without))]
+                reports = await gradbus.Controller(bus, NoopTask(DIM), config).run()
+            return reports, [client.result() for client in clients]
+
+    with capture_logs() as logs:
+        return *asyncio.run(main()), logs
+
+
+def test_a_client_that_has_nothing_to_train_is_counted_as_such_and_trains_again_later() -> None:
+    reports, clients, logs = run([{}, {2}])
+    assert [report.clients for report in reports] == [(0, 1), (0,), (0, 1)]
+    assert [report.dropped.get(SAT_OUT, 0) for report in reports] == [0, 1, 0]
+    assert [report.attempt for report in reports] == [1, 1, 1]
+    assert not any(report.strikes for report in reports)
+    assert [client.rounds for client in clients] == [3, 2]
+    assert [(one["client"], one["round"]) for one in logs if one["event"] == "client sits out"] == [(1, 2)]
+    assert not [one for one in logs if one["log_level"] in ("error", "warning")]
+
+
+@pytest.mark.parametrize("changes", [{}, {"downlink_codec": "sq8"}, {"strategy": "fedadam"}], ids=str)
+def test_a_round_in_which_no_client_has_anything_to_train_is_committed_with_the_same_model(
+    changes: dict[str, Any],
+) -> None:
+    reports, _, logs = run([{2}, {2}], **changes)
+    assert [report.clients for report in reports] == [(0, 1), (), (0, 1)]
+    assert reports[1].outcome == "no client had anything to train"
+    assert (reports[1].loss, reports[1].num_samples) == (None, 0)
+    first, second, third = (report.weights_crc32 for report in reports)
+    assert first == second != third
+    (told,) = [one for one in logs if one["event"] == "model unchanged"]
+    assert (told["round"], told["clients"]) == (2, 2)
+
+
+def test_the_checker_of_histories_computes_such_a_round_again(tmp_path: Path) -> None:
+    history = {"dir": str(tmp_path), "payloads": True}
+    run([{2}, {2, 3}], rounds=4, history=history, client=gradbus.ClientConfig(history={"dir": str(tmp_path)}))
+    found = {one.name: one for one in check(read_history(tmp_path))}
+    assert {name: one.violations for name, one in found.items() if one.violations} == {}
+    assert found["I3"].checked >= 4
+
+
+def test_without_enough_updates_the_error_names_those_that_sat_out() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run([{1}, {}], rounds=1, round={"max_attempts": 2}, clients={"num": 2, "min": 2})
+    assert caught.group_contains(RoundTimeout, match="client 0 had nothing to train")
+
+
+def opened(minimum: int = 1) -> Round:
+    rules = RoundRules(minimum=minimum, quorum=1.0, deadline_s=60.0, grace_s=0.0)
+    return Round(1, range(3), rules, now_s=0.0)
+
+
+def test_a_round_has_nothing_only_if_all_that_were_expected_have_sat_it_out() -> None:
+    round_ = opened()
+    for client_id in (0, 1):
+        round_.fail(client_id, SAT_OUT)
+        assert round_.verdict(1.0) is None
+    failing, alone = opened(), opened(minimum=3)
+    round_.fail(2, SAT_OUT)
+    assert round_.verdict(1.0) is Outcome.NOTHING
+    for client_id in range(3):
+        failing.fail(client_id, SAT_OUT if client_id else "training failed")
+    assert failing.verdict(1.0) is Outcome.TOO_FEW
+    alone.lose(0)
+    for client_id in (1, 2):
+        alone.fail(client_id, SAT_OUT)
+    assert alone.verdict(1.0) is Outcome.TOO_FEW, "two of three clients that make a round"
+
+
+def test_an_update_outweighs_that_a_client_had_nothing_in_an_attempt_before() -> None:
+    round_ = opened()
+    round_.fail(0, SAT_OUT)
+    assert round_.may_send(0) is None
+
+
+def test_asynchronous_rounds_go_on_when_clients_sit_out() -> None:
+    reports, _, logs = run([{2}, {2, 3}], rounds=4, mode="asynchronous", asynchronous={"buffer": 2})
+    assert [report.round_id for report in reports] == [1, 2, 3, 4]
+    assert sum(report.dropped.get(SAT_OUT, 0) for report in reports) >= 2
+    assert not [one for one in logs if one["log_level"] == "error"]
