@@ -92,6 +92,12 @@ def open_to_append(path: Path, permissions: int = 0o666) -> int:
     return descriptor
 
 
+def check_no_link(folder: Path) -> None:
+    """Raise FileRefused if there is a link in the place of a folder that is to be written to; nothing there is fine."""
+    if folder.is_symlink():
+        raise FileRefused(folder, _why(stat.S_IFLNK, "a folder"))
+
+
 def clear_way(path: Path) -> None:
     """Remove what has the name of a temporary file that is to be written: a link would lead the writer elsewhere, and a
     pipe hold it up. Raises OSError: it is a folder, or cannot be removed."""
