@@ -31,6 +31,7 @@ from gradbus.runtime.foreign_files import (
     MAX_LINE_BYTES,
     FileRefused,
     check_no_link,
+    check_replaceable,
     clear_way,
     is_there,
     lines_inside,
@@ -443,6 +444,14 @@ def write_text(path: Path, pieces: Iterable[str]) -> None:
     """Replace a file as a whole."""
     with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(pieces)
+
+
+def check_named(path: Path, option: str) -> None:
+    """Check that a file may be written where the user says. ``option``: which has named it. Raises ConfigError."""
+    try:
+        check_replaceable(path)
+    except FileRefused as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Name another ({option})") from None
 
 
 @contextlib.contextmanager

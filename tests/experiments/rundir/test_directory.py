@@ -6,6 +6,9 @@ import errno
 import json
 import math
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +24,9 @@ from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import ClientTimeline
 from gradbus.experiments.files import WorkerFile, load
-from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
+from gradbus.experiments.report.build import make_report
+from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory, check_named, write_json
+from gradbus.experiments.rundir.export import export
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.federated import InitialCheckpointSettings
@@ -224,6 +229,48 @@ def test_payloads_of_a_history_are_not_kept_behind_a_link(tmp_path: Path) -> Non
     history.keep("update.bin", b"bytes")
     assert not history.on
     assert list((tmp_path / "victim").iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [
+    pytest.param(lambda path: export(path.parent / "run", path), id="--to"),
+    pytest.param(lambda path: make_report(path.parent / "run", (), path), id="--out"),
+])  # fmt: skip
+@pytest.mark.parametrize(("name", "kind"), [("pipe", "a pipe"), ("null", "a device"), ("folder", "a folder")])
+def test_a_file_takes_the_place_of_no_device_pipe_or_folder_that_the_user_names(
+    tmp_path: Path, write: Callable[[Path], object], name: str, kind: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to("/dev/null")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=rf"/{name} cannot be written: is {kind}, expected a regular file.*\(--"):
+        write(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "null", "pipe"]
+    assert (tmp_path / "null").is_symlink()
+
+
+def test_the_output_of_a_command_that_goes_to_a_file_is_a_device_still() -> None:
+    code = (
+        "from gradbus.runtime.foreign_files import check_replaceable as c; c(__import__('pathlib').Path('/dev/stdout'))"
+    )
+    with tempfile.TemporaryFile() as file:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=file, stderr=subprocess.PIPE, check=False, text=True
+        )
+    assert "FileRefused: /dev/stdout: is a device" in ended.stderr
+
+
+def test_a_file_takes_the_place_of_a_file_and_of_a_link_to_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "nowhere").symlink_to("not-there")
+    for name in ("file", "link", "nowhere", "new"):
+        check_named(tmp_path / name, "--to")
+
+
+def test_a_folder_with_the_name_of_a_temporary_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.json.tmp").mkdir()
+    with pytest.raises(OSError, match=r"model.json.tmp, the name of its temporary file, is that of a folder: move it"):
+        write_json(tmp_path / "model.json", {})
 
 
 def test_a_rank_that_goes_on_writes_its_mark_through_no_link(tmp_path: Path) -> None:
