@@ -144,8 +144,13 @@ class CheckpointStore:
     _keep = 1
     _lock = -1
 
-    def __init__(self, directory: Path, *, keep: int = 3) -> None:
+    def __init__(self, directory: Path, *, keep: int = 3, inside: Path | None = None) -> None:
         """Open the directory, making it if need be.
+
+        Args:
+            keep: how many rounds stay.
+            inside: the folder that the user has named; no link may lie between it and the checkpoints. None: the user
+                has named ``directory`` itself, or its name was checked before.
 
         Raises:
             CheckpointError: it cannot be made or written, or another process holds it.
@@ -156,7 +161,7 @@ class CheckpointStore:
         self.place = _Place(directory, Path())
         self._keep = keep
         try:
-            make_private(directory)
+            make_private(directory, inside=inside)
             self._lock = open_to_append(directory / ".lock", 0o600)
         except OSError as error:
             raise CheckpointError(

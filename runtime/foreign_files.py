@@ -92,11 +92,35 @@ def open_to_append(path: Path, permissions: int = 0o666) -> int:
     return descriptor
 
 
+def check_no_link(folder: Path) -> None:
+    """Raise FileRefused if there is a link in the place of a folder that is to be written to; nothing there is fine."""
+    if folder.is_symlink():
+        raise FileRefused(folder, _why(stat.S_IFLNK, "a folder"))
+
+
 def clear_way(path: Path) -> None:
     """Remove what has the name of a temporary file that is to be written: a link would lead the writer elsewhere, and a
-    pipe hold it up. Raises OSError: it is a folder, or cannot be removed."""
-    if os.path.lexists(path):
+    pipe hold it up.
+
+    Raises:
+        FileRefused: it is a folder. OSError: it cannot be removed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            raise FileRefused(path, f"{path.name}, the name of its temporary file, is that of a folder: move it away")
         path.unlink()
+
+
+def check_replaceable(path: Path) -> None:
+    """Check that a file may take the place of what has a name that the user has given. What a link leads to counts:
+    ``/dev/stdout`` is one. Raises FileRefused: it is a device, a pipe, a socket or a folder."""
+    try:
+        status = path.stat()
+    except OSError:  # there is nothing, or a link that leads to nothing: the link is replaced
+        return
+    _check_kind(status, path)
+    if os.path.dirname(os.path.abspath(path)) == "/dev":  # stdout of a command whose output goes to a file
+        raise FileRefused(path, "is a device, expected a regular file")
 
 
 def open_named(path: Path, *, max_bytes: int | None = None) -> BufferedReader:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from gradbus.runtime.foreign_files import check_no_link
 from gradbus.runtime.logs import get_logger
 
 MODE = 0o700
@@ -20,15 +21,26 @@ _LOCK = ".in-use"  # in a scratch folder: locked for as long as the process that
 log = get_logger("files")
 
 
-def make_private(folder: Path, *, tell: bool = False) -> None:
+def make_private(folder: Path, *, tell: bool = False, inside: Path | None = None) -> None:
     """Make a folder, and those above it, if need be. All that are made are this user's alone.
 
-    One that is there already stays as it is: whoever made it may want others to read it. ``tell``: the log says so if
-    they can.
+    One that is there already stays as it is: whoever made it may want others to read it.
+
+    Args:
+        tell: the log says so if others can read it.
+        inside: the folder that the user has named, which may be a link. Below it names are of our choosing, and a link
+            there leads to where the user has not asked to write.
 
     Raises:
-        OSError: it cannot be made.
+        FileRefused: a link lies between ``inside`` and the folder, or is in its place. OSError: it cannot be made.
     """
+    if inside is not None:
+        make_private(inside)
+        for part in folder.relative_to(inside).parts:
+            inside /= part
+            check_no_link(inside)
+            make_private(inside)
+        return
     try:
         folder.mkdir(mode=MODE)
     except FileNotFoundError:  # there is none above it: those get the same mode, as mkdir(parents=True) has no mode

@@ -37,7 +37,8 @@ class JointCheckpoints:
         assert config.checkpoint.dir is not None
         self._config = config
         # One more than asked for until all have saved: a crash in between must leave a step that all have.
-        self._store = CheckpointStore(Path(config.checkpoint.dir) / part, keep=config.checkpoint.keep + 1)
+        place = Path(config.checkpoint.dir)
+        self._store = CheckpointStore(place / part, keep=config.checkpoint.keep + 1, inside=place)
         if self.steps() and not config.checkpoint.resume:
             self._store.close()
             raise CheckpointError(

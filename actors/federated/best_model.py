@@ -60,7 +60,7 @@ class BestModel:
             return
         if settings.dir is None:
             raise ConfigError("federated.checkpoint.keep_best needs federated.checkpoint.dir, where the model is kept")
-        self._store = CheckpointStore(settings.dir / FOLDER, keep=1)
+        self._store = CheckpointStore(settings.dir / FOLDER, keep=1, inside=settings.dir)
         try:
             self._go_on(self._store)
         except BaseException:

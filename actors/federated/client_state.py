@@ -54,7 +54,9 @@ class ClientStateStore:
     def __init__(self, directory: Path | None, client_id: int) -> None:
         """``directory``: where they are saved; None: in memory only. Raises CheckpointError: it cannot be used."""
         self._shape: tuple[int] | None = None
-        self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT) if directory is not None else None
+        self._store: CheckpointStore | None = None
+        if directory is not None:
+            self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT, inside=directory)
         self._run_id = 0
         self._by_round: dict[int, Mapping[str, Tensor]] = {}
         self._releases: CheckpointStore | None = None  # opened once there is one
@@ -157,7 +159,7 @@ class ClientStateStore:
                     if other != directory:
                         shutil.rmtree(other, ignore_errors=True)
             if to_write or directory.is_dir():
-                self._releases = CheckpointStore(directory, keep=_KEPT)
+                self._releases = CheckpointStore(directory, keep=_KEPT, inside=self._store.directory)
         return self._releases
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from gradbus.experiments.amounts import size
 from gradbus.experiments.report import compare, federated, parallel
 from gradbus.experiments.report.page import Page, need_extras, write
+from gradbus.experiments.rundir.directory import check_named
 from gradbus.experiments.rundir.reading import RunFiles, read_run
 from gradbus.runtime.errors import ConfigError
 
@@ -25,6 +26,8 @@ def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None
             that is an extra is not installed.
     """
     need_extras()
+    if out is not None:
+        check_named(out, "--out")
     paths = [*([run_dir] if run_dir is not None else []), *compared]
     if not paths:
         raise ConfigError("which run? Name its directory: gradbus report RUN_DIR, or --compare A B")

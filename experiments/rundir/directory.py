@@ -29,6 +29,9 @@ from gradbus.experiments.rundir.whole_run import totals
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.foreign_files import (
     MAX_LINE_BYTES,
+    FileRefused,
+    check_no_link,
+    check_replaceable,
     clear_way,
     is_there,
     lines_inside,
@@ -64,12 +67,18 @@ class RunDirectory:
     reports_file: str  # a report a line
 
     def __init__(self, path: Path, *, tell: bool = True) -> None:
-        """Make the directory if need be. ``tell``: log a line if others can read it. Raises ConfigError."""
+        """Make the directory if need be. ``tell``: log a line if others can read it.
+
+        Raises:
+            ConfigError: it cannot be written, or one of its folders is a link: the run would write, and remove old
+                checkpoints, wherever that leads, and somebody else may have made the directory.
+        """
         self.path = path
         self.summary: dict[str, Any] = {}
         with _writing(path):
             make_private(path, tell=tell)
-            for folder in (self.state, self.history):
+            for folder, setting in ((self.state, "checkpoint.dir"), (self.history, "history.dir")):
+                _check_no_link(folder, setting)
                 keep_private(folder)
 
     @property
@@ -362,6 +371,16 @@ def _writing(path: Path) -> Iterator[None]:
         ) from None
 
 
+def _check_no_link(folder: Path, setting: str) -> None:
+    try:
+        check_no_link(folder)
+    except FileRefused:
+        raise ConfigError(
+            f"{folder} is a link, and a run writes through no link in its directory. Put the folder itself there; or "
+            f"remove the link, and name the place where it leads in {setting}"
+        ) from None
+
+
 def _cell(text: str) -> str:
     """Text of a peer for a spreadsheet, which would take some first characters for a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
@@ -425,6 +444,14 @@ def write_text(path: Path, pieces: Iterable[str]) -> None:
     """Replace a file as a whole."""
     with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(pieces)
+
+
+def check_named(path: Path, option: str) -> None:
+    """Check that a file may be written where the user says. ``option``: which has named it. Raises ConfigError."""
+    try:
+        check_replaceable(path)
+    except FileRefused as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Name another ({option})") from None
 
 
 @contextlib.contextmanager

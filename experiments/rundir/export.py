@@ -24,7 +24,7 @@ from torch import Tensor
 from gradbus.actors.federated.best_model import SavedBest
 from gradbus.actors.federated.state import SavedRun
 from gradbus.experiments.amounts import size
-from gradbus.experiments.rundir.directory import replaced
+from gradbus.experiments.rundir.directory import check_named, replaced
 from gradbus.experiments.rundir.saved_models import FoundModel, RunCheckpoints, checkpoint_of_client, state_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.saved_state import SavedState
@@ -121,6 +121,8 @@ def export(
         ConfigError: it is no run directory, the model cannot be made, or the file cannot be written.
         CheckpointError: there is no checkpoint, it is damaged, or it does not fit the model.
     """
+    if to is not None:
+        check_named(to, "--to")
     form = form or _SUFFIXES.get("" if to is None else to.suffix.lower(), "safetensors")
     name = "model" if client is None else f"model-{client.name}"
     target = to or run / (f"{name}.safetensors" if form == "safetensors" else f"{name}.pt")

@@ -70,7 +70,7 @@ class History:
         if self.keeps_payloads:
             try:
                 folder = self._directory / "payloads"
-                make_private(folder)
+                make_private(folder, inside=self._directory)
                 temporary = folder / f"{name}.{self._who}.tmp"
                 clear_way(temporary)
                 temporary.write_bytes(payload)

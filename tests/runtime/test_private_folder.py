@@ -14,7 +14,8 @@ import structlog
 
 from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
 from gradbus.runtime.checkpoint import CheckpointStore
-from gradbus.runtime.private_folder import make_private, scratch_folder
+from gradbus.runtime.foreign_files import FileRefused
+from gradbus.runtime.private_folder import keep_private, make_private, scratch_folder
 from gradbus.runtime.profiling.summary import LineFile
 from gradbus.runtime.testing.journal import History
 
@@ -74,10 +75,9 @@ def test_state_and_history_of_a_run_that_are_open_are_closed_when_it_goes_on(tmp
 def test_a_folder_that_was_there_or_is_a_link_keeps_its_rights(tmp_path: Path) -> None:
     shared = tmp_path / "team"
     shared.mkdir(mode=0o755)
-    run = tmp_path / "run"
-    run.mkdir(mode=0o700)
-    (run / "state").symlink_to(shared)
-    ControllerDirectory(run).log.close()
+    (tmp_path / "link").symlink_to(shared)
+    keep_private(tmp_path / "link")
+    make_private(tmp_path / "link")  # named by the user
     make_private(shared)
     CheckpointStore(shared).close()
     assert mode(shared) == 0o755
@@ -85,6 +85,20 @@ def test_a_folder_that_was_there_or_is_a_link_keeps_its_rights(tmp_path: Path) -
     file.write_text("")
     with pytest.raises(FileExistsError):
         make_private(file)
+
+
+@pytest.mark.parametrize("name", ["link", "link/below", "nowhere"])
+def test_below_the_folder_that_the_user_has_named_nothing_is_made_behind_a_link(tmp_path: Path, name: str) -> None:
+    for folder in ("named", "victim"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "by-link").symlink_to("named")
+    (tmp_path / "named" / "link").symlink_to("../victim")
+    (tmp_path / "named" / "nowhere").symlink_to("../not-there")
+    with pytest.raises(FileRefused, match="is a link"):
+        make_private(tmp_path / "by-link" / name, inside=tmp_path / "by-link")
+    make_private(tmp_path / "by-link" / "one" / "two", inside=tmp_path / "by-link")
+    assert mode(tmp_path / "named" / "one" / "two") == 0o700
+    assert list((tmp_path / "victim").iterdir()) == []
 
 
 def killed_with_a_scratch_folder() -> Path:

@@ -6,19 +6,33 @@ import errno
 import json
 import math
 import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from gradbus.actors import EpochReport, RoundReport, WorkerSummary
+from gradbus.actors.data_parallel.joint_checkpoints import JointCheckpoints
+from gradbus.actors.federated.best_model import BestModel
+from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import ClientTimeline
 from gradbus.experiments.files import WorkerFile, load
-from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
+from gradbus.experiments.report.build import make_report
+from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory, check_named, write_json
+from gradbus.experiments.rundir.export import export
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.config.federated import InitialCheckpointSettings
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.profiling.summary import ProfileSummary
+from gradbus.runtime.testing.journal import History
 
 
 def test_a_run_directory_is_written_anew_after_a_resume_and_then_appended_to(tmp_path: Path) -> None:
@@ -158,6 +172,105 @@ def test_a_run_that_goes_on_writes_through_no_link(tmp_path: Path, name: str) ->
         store.save(Checkpoint(1, {}, {}))
     assert secret.read_text() == "secret"
     assert not (run / name).is_symlink()
+
+
+@pytest.mark.parametrize(("name", "setting"), [("state", "checkpoint.dir"), ("history", "history.dir")])
+@pytest.mark.parametrize("begin", [ControllerDirectory, lambda run: WorkerDirectory(run, 1)])
+def test_a_run_does_not_go_on_where_a_folder_is_a_link(
+    tmp_path: Path, name: str, setting: str, begin: Callable[[Path], object]
+) -> None:
+    for folder in ("run", "victim"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run" / name).symlink_to("../victim")
+    with pytest.raises(ConfigError, match=f"run/{name} is a link, and a run writes through no link.*in {setting}"):
+        begin(tmp_path / "run")
+
+
+def open_rank(place: Path) -> JointCheckpoints:
+    return JointCheckpoints(DataParallelConfig().replaced("checkpoint.dir", place), "rank-0")
+
+
+def open_best(place: Path) -> BestModel:
+    not_asked: Any = None
+    return BestModel(InitialCheckpointSettings(dir=place, keep_best="accuracy"), not_asked)
+
+
+def open_releases(place: Path) -> None:
+    store = ClientStateStore(place / "clients", 3)
+    store.start_run(1, 2)
+    store.release(1, torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("rank-0", open_rank),
+        ("best", open_best),
+        ("client-3", lambda place: ClientStateStore(place, 3)),
+        ("clients/client-3/released-0000000000000001", open_releases),
+    ],
+)  # fmt: skip
+def test_checkpoints_are_not_kept_behind_a_link_that_the_user_has_not_named(
+    tmp_path: Path, name: str, begin: Callable[[Path], object]
+) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "state" / name).parent.mkdir(parents=True)
+    (tmp_path / "state" / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(CheckpointError, match="cannot be written: is a link"):
+        begin(tmp_path / "state")
+    assert list((tmp_path / "victim").iterdir()) == []
+
+
+def test_payloads_of_a_history_are_not_kept_behind_a_link(tmp_path: Path) -> None:
+    for folder in ("history", "victim"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "history" / "payloads").symlink_to("../victim")
+    history = History(tmp_path / "history", "controller", payloads=True)
+    history.keep("update.bin", b"bytes")
+    assert not history.on
+    assert list((tmp_path / "victim").iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [
+    pytest.param(lambda path: export(path.parent / "run", path), id="--to"),
+    pytest.param(lambda path: make_report(path.parent / "run", (), path), id="--out"),
+])  # fmt: skip
+@pytest.mark.parametrize(("name", "kind"), [("pipe", "a pipe"), ("null", "a device"), ("folder", "a folder")])
+def test_a_file_takes_the_place_of_no_device_pipe_or_folder_that_the_user_names(
+    tmp_path: Path, write: Callable[[Path], object], name: str, kind: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to("/dev/null")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=rf"/{name} cannot be written: is {kind}, expected a regular file.*\(--"):
+        write(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "null", "pipe"]
+    assert (tmp_path / "null").is_symlink()
+
+
+def test_the_output_of_a_command_that_goes_to_a_file_is_a_device_still() -> None:
+    code = (
+        "from gradbus.runtime.foreign_files import check_replaceable as c; c(__import__('pathlib').Path('/dev/stdout'))"
+    )
+    with tempfile.TemporaryFile() as file:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=file, stderr=subprocess.PIPE, check=False, text=True
+        )
+    assert "FileRefused: /dev/stdout: is a device" in ended.stderr
+
+
+def test_a_file_takes_the_place_of_a_file_and_of_a_link_to_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "nowhere").symlink_to("not-there")
+    for name in ("file", "link", "nowhere", "new"):
+        check_named(tmp_path / name, "--to")
+
+
+def test_a_folder_with_the_name_of_a_temporary_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.json.tmp").mkdir()
+    with pytest.raises(OSError, match=r"model.json.tmp, the name of its temporary file, is that of a folder: move it"):
+        write_json(tmp_path / "model.json", {})
 
 
 def test_a_rank_that_goes_on_writes_its_mark_through_no_link(tmp_path: Path) -> None:
