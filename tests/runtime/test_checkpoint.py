@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -414,3 +415,55 @@ def test_initial_weights_that_are_no_use_are_named(tmp_path: Path) -> None:
     for name, why in (("other", "'weights'"), ("text", "cannot be read"), ("missing", "cannot be read")):
         with pytest.raises(CheckpointError, match=rf"{name}\.safetensors.*{why}"):
             load_weights(tmp_path / f"{name}.safetensors")
+
+
+def write_header(path: Path, header: object, data: bytes = b"") -> None:
+    """Write a safetensors file by hand: its library writes none that is wrong."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def entry(shape: Any, dtype: str = "F32", end: int = 0) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+
+
+ODD_ENTRIES = {
+    "a dimension of 2^63": entry([0, 1 << 63]),
+    "two of 2^62": entry([0, 1 << 62, 1 << 62]),
+    "65 dimensions": entry([0] * 65),
+    "a negative one": entry([-1]),
+    "one that is no number": entry(["0"]),
+    "one that is true": entry([True, 0]),
+    "no list": entry(0),
+    "no shape": {"dtype": "F32", "data_offsets": [0, 0]},
+    "a dtype that torch has not": entry([4], "F6_E2M3", 3),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_ENTRIES)
+def test_a_tensor_that_torch_cannot_have_is_damage_and_no_traceback(tmp_path: Path, odd: str) -> None:
+    found = ODD_ENTRIES[odd]
+    path = tmp_path / "frozen.safetensors"
+    write_header(path, {"weights": found}, bytes(found["data_offsets"][1]))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_weights(path)
+    with pytest.raises(CheckpointError, match="Restore it from a backup"):
+        CheckpointStore.to_read(tmp_path).load_constant("frozen")
+
+
+def test_a_checkpoint_with_such_a_tensor_is_damaged_and_the_one_before_it_is_used(store: CheckpointStore) -> None:
+    data, commit = (store.directory / f"round-000002.{suffix}" for suffix in ("safetensors", "json"))
+    write_header(data, {"x": entry([0, 1 << 63])})
+    document = json.loads(commit.read_text())
+    document.pop("sha256")
+    document["tensors_sha256"] = hashlib.sha256(data.read_bytes()).hexdigest()
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    commit.write_text(json.dumps({**document, "sha256": digest}))
+    assert same(store.load_newest(), example(1))
+
+
+@pytest.mark.parametrize("shape", [[], [0], [0, 1 << 62], [1] * 64, [1, 0, 3]])
+def test_tensors_without_elements_or_with_many_dimensions_are_read(tmp_path: Path, shape: list[int]) -> None:
+    size = 0 if 0 in shape else 4
+    write_header(tmp_path / "own.safetensors", {"weights": entry(shape, end=size)}, bytes(size))
+    assert load_weights(tmp_path / "own.safetensors").numel() == size // 4
