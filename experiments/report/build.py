@@ -10,6 +10,7 @@ from gradbus.experiments.report import compare, federated, parallel
 from gradbus.experiments.report.page import Page, need_extras, write
 from gradbus.experiments.rundir.reading import RunFiles, read_run
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.plain_text import plain_line
 
 
 def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None) -> str:
@@ -33,7 +34,7 @@ def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None
     page, target = page_of(runs), out or paths[0] / default
     written = write(page, target)
     missing = f"; {len(page.notes)} things are missing, it names them" if page.notes else ""
-    return f"written to {target} ({size(written)}){missing}"
+    return f"written to {plain_line(str(target))} ({size(written)}){missing}"
 
 
 def page_of(runs: Sequence[RunFiles]) -> Page:
