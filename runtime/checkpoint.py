@@ -36,13 +36,17 @@ from gradbus.runtime.foreign_files import (
     open_to_append,
     text_inside,
 )
-from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.json_text import count_values, parse_json
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.private_folder import make_private
-from gradbus.runtime.safetensors_header import check_header
+from gradbus.runtime.safetensors_header import check_header, check_header_of
 
 FORMAT = 1
 MAX_META_BYTES = 256 << 20  # of the JSON
+# Of the JSON. Reports of 10,000 rounds with 32 metrics of the controller, of training and of clients have 4 million at
+# most, tables of 100,000 tensors 0.8 million, the 65,536 clients that are known 1.1 million. As objects of Python so
+# many values take up to 0.8 GB.
+MAX_META_VALUES = 8_000_000
 _NAME = re.compile(r"round-(\d{6,10})\.json")
 
 log = get_logger("checkpoint")
@@ -210,6 +214,7 @@ class CheckpointStore:
         data_path = self._path(checkpoint.round_id, "safetensors")
         meta_path = self._path(checkpoint.round_id, "json")
         try:
+            check_header_of(checkpoint.tensors)
             with _replacing(data_path) as temporary:
                 save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, temporary)
                 body = {
@@ -219,6 +224,8 @@ class CheckpointStore:
                 text = json.dumps({**body, "sha256": _digest_of(body)})  # indented it takes ten times as long
                 if len(text) > MAX_META_BYTES:  # all of it is ASCII
                     raise OSError(errno.EFBIG, f"its JSON has {len(text):,} bytes, at most {MAX_META_BYTES:,} are read")
+                if (values := count_values(text)) > MAX_META_VALUES:
+                    raise OSError(errno.EFBIG, f"its JSON has {values:,} values, at most {MAX_META_VALUES:,} are read")
             with _replacing(meta_path) as temporary:
                 temporary.write_text(text, encoding="utf-8")
             _sync(self.directory)
@@ -328,7 +335,8 @@ class CheckpointStore:
 
     def _load(self, round_id: int) -> Checkpoint:
         name, data_name = (f"round-{round_id:06d}.{suffix}" for suffix in ("json", "safetensors"))
-        document = parse_json(text_inside(self.place.root, self.place.below / name, MAX_META_BYTES))
+        text = text_inside(self.place.root, self.place.below / name, MAX_META_BYTES)
+        document = parse_json(text, max_values=MAX_META_VALUES)
         if not isinstance(document, dict):
             raise ValueError(f"expected a JSON object, got a {type(document).__name__}")
         if document.pop("sha256", None) != _digest_of(document):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+from collections.abc import Mapping
 from io import BufferedReader
 from typing import Any
 
-from gradbus.runtime.json_text import parse_json
+from torch import Tensor
+
+from gradbus.runtime.json_text import count_values, parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # as the library of the format has it
-# A tensor has some 10: its entry, dtype, shape of 4 dimensions and offsets. A model of 100,000 tensors with two moments
-# and a step of each (Adam) has 400,000 in a checkpoint. As objects of Python so many values take up to 0.7 GB.
+# A tensor of 4 dimensions has 10: its entry, dtype, shape and offsets. A model of 100,000 tensors with two moments and
+# a step of each (Adam) has 400,000 in a checkpoint. As objects of Python so many values take up to 0.5 GB.
 MAX_HEADER_VALUES = 5_000_000
 MAX_DIMENSIONS = 64  # as many as torch takes
 MAX_ELEMENTS = 1 << 62  # of a shape, where zeros count as ones: torch computes strides of it
@@ -37,6 +41,14 @@ def check_header(file: BufferedReader) -> None:
     if size != expected:
         raise ValueError(f"it has {size:,} bytes, by its header {expected:,}")
     file.seek(0)
+
+
+def check_header_of(tensors: Mapping[str, Tensor]) -> None:
+    """Check that :func:`check_header` takes the file of these tensors. Raises OSError: there are too many."""
+    values = sum(6 + max(1, tensor.dim()) + count_values(name) for name, tensor in tensors.items())
+    if values > MAX_HEADER_VALUES:
+        many = f"its {len(tensors):,} tensors have {values:,} values in their header"
+        raise OSError(errno.EFBIG, f"{many}, at most {MAX_HEADER_VALUES:,} are read")
 
 
 def is_shape(found: Any) -> bool:

@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from gradbus.runtime import checkpoint as module
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.json_text import count_values
+from gradbus.runtime.safetensors_header import check_header_of
 
 
 def example(round_id: int) -> Checkpoint:
@@ -295,6 +297,32 @@ def test_what_could_not_be_read_again_is_not_written(store: CheckpointStore, mon
     assert sorted(path.name for path in store.directory.iterdir()) == before
 
 
+@pytest.mark.parametrize("limit", ["checkpoint.MAX_META_VALUES", "safetensors_header.MAX_HEADER_VALUES"])
+def test_a_checkpoint_of_too_many_values_is_neither_read_nor_written(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Objects of Python take thirty times the bytes of their JSON."""
+    monkeypatch.setattr(f"gradbus.runtime.{limit}", 10)
+    with pytest.raises(CheckpointError, match=r"round-000002.json: it has \d\d values, at most 10 are read"):
+        store.load(2)
+    with pytest.raises(CheckpointError, match=r"round 3 cannot be written.*\d\d values.*, at most 10 are read"):
+        store.save(example(3))
+    assert store.rounds() == [1, 2]
+
+
+def test_the_values_of_a_header_are_counted_before_it_is_written_as_when_it_is_read(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = example(2).tensors
+    data = (store.directory / "round-000002.safetensors").read_bytes()
+    in_file = count_values(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
+    monkeypatch.setattr("gradbus.runtime.safetensors_header.MAX_HEADER_VALUES", in_file)
+    check_header_of(tensors)
+    monkeypatch.setattr("gradbus.runtime.safetensors_header.MAX_HEADER_VALUES", in_file - 1)
+    with pytest.raises(OSError, match="at most"):
+        check_header_of(tensors)
+
+
 def read_only(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -328,6 +356,8 @@ from pathlib import Path
 import torch
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.json_text import count_values
+from gradbus.runtime.safetensors_header import check_header_of
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with CheckpointStore(Path(sys.argv[1])) as store:
