@@ -11,20 +11,31 @@ _MAX_DIGITS = 40  # of a whole number: 64 bits have 20
 _STEP_BYTES = 1 << 20
 
 
-def parse_json(text: str, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+def parse_json(
+    text: str, *, parse_constant: Callable[[str], Any] | None = None, max_values: int | None = None
+) -> Any:  # fmt: skip
     """The value in ``text``.
 
     Raises:
-        ValueError: it is not JSON, lists and objects lie too deep in each other, or a whole number has so many digits
-            that floats have no place for it.
+        ValueError: it is not JSON, lists and objects lie too deep in each other, a whole number has so many digits
+            that floats have no place for it, or there are too many values.
 
     Args:
         parse_constant: what to make of ``NaN`` and ``Infinity``, which JSON does not have; by default those floats.
+        max_values: that there may be, as :func:`count_values` counts; by default any number.
     """
+    if max_values is not None and (found := count_values(text)) > max_values:
+        raise ValueError(f"it has {found:,} values, at most {max_values:,} are read: no run leaves so many there")
     try:
         return json.loads(text, parse_constant=parse_constant, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
+
+
+def count_values(text: str) -> int:
+    """Return how many lists, objects and commas a text has: JSON has about so many values. Each takes up to some 100
+    bytes as an object, and a text of 3 bytes has one."""
+    return text.count("{") + text.count("[") + text.count(",")
 
 
 def _whole_number(digits: str) -> int:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from gradbus.runtime.checkpoint import Count, Meta
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.safetensors_header import MAX_DIMENSIONS, is_shape
 
 BUFFER = "buffer/"  # before the names of buffers in a checkpoint
 MAX_TENSORS = 1_000_000  # of a model
-MAX_DIMENSIONS = 64  # as many as torch takes
 MAX_NAME_CHARS = 4096
 MAX_COPIES = 64  # times the tensors of a checkpoint: what names of tied weights may add, each with a copy
-_MAX_ELEMENTS = 1 << 62  # of a shape, where zeros count as ones: torch computes strides of it
 _FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 _FLOAT_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _FLOATS}
 
@@ -123,7 +122,7 @@ def float_dtype(name: str, dtype: str) -> torch.dtype:
 
 def size_of(name: str, shape: list[int]) -> int:
     """Return how many elements a tensor has. Raises CheckpointError: no tensor has that shape."""
-    if math.prod(max(1, one) for one in shape) > _MAX_ELEMENTS:
+    if not is_shape(shape):
         raise CheckpointError(f"{name[:80]!r} has the impossible shape {str(shape)[:80]}: it is damaged")
     return math.prod(shape)
 

@@ -7,7 +7,7 @@ the old one, or the new one, or both. A round that is evaluated again after a cr
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
 
 FOLDER = "best"
+MAX_METRIC_NAME_CHARS = 1000  # of a checkpoint: a client's metric has 64, and that of a task is a word
 
 log = get_logger("controller")
 
@@ -27,8 +28,8 @@ log = get_logger("controller")
 class Best(Meta):
     """Why a model was kept: the metric, whether ``min`` or ``max`` of it is best, and its value."""
 
-    metric: str
-    mode: str
+    metric: Annotated[str, Field(max_length=MAX_METRIC_NAME_CHARS)]
+    mode: Literal["min", "max"]
     value: Annotated[float, Field(allow_inf_nan=False)]
 
 

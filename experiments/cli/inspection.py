@@ -47,7 +47,7 @@ def report(
     """
     from gradbus.experiments.report.build import make_report
 
-    print(make_report(run_dir, compare or (), out))
+    print_text(f"{make_report(run_dir, compare or (), out)}\n")
 
 
 def matrix(
@@ -231,7 +231,7 @@ def dashboard(
 
     logs.configure(level=log_level)
     serving = Dashboard(runs_dir, port)
-    print(f"runs in {runs_dir}: {serving.url}", flush=True)
+    print_text(f"runs in {plain_line(str(runs_dir))}: {serving.url}\n")
     serving.serve()
 
 

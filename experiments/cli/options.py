@@ -14,6 +14,7 @@ import typer
 
 from gradbus.experiments.cli.choices import BindMode, LogLevel, LogStyle, LoopName
 from gradbus.experiments.run.lifecycle import guard
+from gradbus.runtime.plain_text import plain_text
 
 P = ParamSpec("P")
 
@@ -126,9 +127,10 @@ def settings_of(
 
 
 def print_text(text: str) -> None:
-    """Print a text whose reader, such as ``head`` or a pager, may end before its end."""
+    """Print a text, some of whose words may be those of others: a terminal obeys none of them. Its reader, such as
+    ``head`` or a pager, may end before its end."""
     try:
-        print(text, end="", flush=True)
+        print(plain_text(text), end="", flush=True)
     except BrokenPipeError:  # the interpreter's last flush must not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

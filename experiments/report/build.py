@@ -11,6 +11,7 @@ from gradbus.experiments.report.page import Page, need_extras, write
 from gradbus.experiments.rundir.directory import check_named
 from gradbus.experiments.rundir.reading import RunFiles, read_run
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.plain_text import plain_line
 
 
 def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None) -> str:
@@ -37,7 +38,7 @@ def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None
     written = write(page, target)
     count = len(page.notes)
     missing = f"; {count} {'thing is' if count == 1 else 'things are'} missing, which it names" if count else ""
-    return f"written to {target} ({size(written)}){missing}"
+    return f"written to {plain_line(str(target))} ({size(written)}){missing}"
 
 
 def page_of(runs: Sequence[RunFiles]) -> Page:

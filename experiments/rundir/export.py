@@ -27,6 +27,7 @@ from gradbus.experiments.amounts import size
 from gradbus.experiments.rundir.directory import check_named, replaced
 from gradbus.experiments.rundir.saved_models import FoundModel, RunCheckpoints, checkpoint_of_client, state_of
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.saved_state import SavedState
 from gradbus.runtime.torch_compat import uncompiled_names
 
@@ -71,15 +72,15 @@ class Exported:
         """For the user: what it is, what is not in it, and how to load it."""
         about = ""
         if self.client:
-            about = f", {len(self.personal)} of them of {self.client}"
+            about = f", {len(self.personal)} of them of {plain_line(self.client)}"
         elif self.personal and not self.absent:
             about = (
                 f"; {len(self.personal)} of them are personal, and as the model was built: each client has its own "
                 f"(--client DIRECTORY)"
             )
         lines = [
-            f"written to {self.path} ({size(self.num_bytes)}): {self.tensors} tensors, after {self.unit} "
-            f"{self.number}{self.why}{about}",
+            f"written to {plain_line(str(self.path))} ({size(self.num_bytes)}): {self.tensors} tensors, after "
+            f"{self.unit} {self.number}{plain_line(self.why)}{about}",
             *self._missing(),
             f"to use it: model.load_state_dict({self._load}{'' if self.is_whole else ', strict=False'})",
         ]

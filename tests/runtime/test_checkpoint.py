@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from safetensors.torch import save_file
 from gradbus.runtime import checkpoint as module
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.json_text import count_values
+from gradbus.runtime.safetensors_header import check_header_of
 
 
 def example(round_id: int) -> Checkpoint:
@@ -294,6 +297,32 @@ def test_what_could_not_be_read_again_is_not_written(store: CheckpointStore, mon
     assert sorted(path.name for path in store.directory.iterdir()) == before
 
 
+@pytest.mark.parametrize("limit", ["checkpoint.MAX_META_VALUES", "safetensors_header.MAX_HEADER_VALUES"])
+def test_a_checkpoint_of_too_many_values_is_neither_read_nor_written(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Objects of Python take thirty times the bytes of their JSON."""
+    monkeypatch.setattr(f"gradbus.runtime.{limit}", 10)
+    with pytest.raises(CheckpointError, match=r"round-000002.json: it has \d\d values, at most 10 are read"):
+        store.load(2)
+    with pytest.raises(CheckpointError, match=r"round 3 cannot be written.*\d\d values.*, at most 10 are read"):
+        store.save(example(3))
+    assert store.rounds() == [1, 2]
+
+
+def test_the_values_of_a_header_are_counted_before_it_is_written_as_when_it_is_read(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = example(2).tensors
+    data = (store.directory / "round-000002.safetensors").read_bytes()
+    in_file = count_values(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
+    monkeypatch.setattr("gradbus.runtime.safetensors_header.MAX_HEADER_VALUES", in_file)
+    check_header_of(tensors)
+    monkeypatch.setattr("gradbus.runtime.safetensors_header.MAX_HEADER_VALUES", in_file - 1)
+    with pytest.raises(OSError, match="at most"):
+        check_header_of(tensors)
+
+
 def read_only(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -327,6 +356,8 @@ from pathlib import Path
 import torch
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.json_text import count_values
+from gradbus.runtime.safetensors_header import check_header_of
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with CheckpointStore(Path(sys.argv[1])) as store:
@@ -414,3 +445,55 @@ def test_initial_weights_that_are_no_use_are_named(tmp_path: Path) -> None:
     for name, why in (("other", "'weights'"), ("text", "cannot be read"), ("missing", "cannot be read")):
         with pytest.raises(CheckpointError, match=rf"{name}\.safetensors.*{why}"):
             load_weights(tmp_path / f"{name}.safetensors")
+
+
+def write_header(path: Path, header: object, data: bytes = b"") -> None:
+    """Write a safetensors file by hand: its library writes none that is wrong."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def entry(shape: Any, dtype: str = "F32", end: int = 0) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+
+
+ODD_ENTRIES = {
+    "a dimension of 2^63": entry([0, 1 << 63]),
+    "two of 2^62": entry([0, 1 << 62, 1 << 62]),
+    "65 dimensions": entry([0] * 65),
+    "a negative one": entry([-1]),
+    "one that is no number": entry(["0"]),
+    "one that is true": entry([True, 0]),
+    "no list": entry(0),
+    "no shape": {"dtype": "F32", "data_offsets": [0, 0]},
+    "a dtype that torch has not": entry([4], "F6_E2M3", 3),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_ENTRIES)
+def test_a_tensor_that_torch_cannot_have_is_damage_and_no_traceback(tmp_path: Path, odd: str) -> None:
+    found = ODD_ENTRIES[odd]
+    path = tmp_path / "frozen.safetensors"
+    write_header(path, {"weights": found}, bytes(found["data_offsets"][1]))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_weights(path)
+    with pytest.raises(CheckpointError, match="Restore it from a backup"):
+        CheckpointStore.to_read(tmp_path).load_constant("frozen")
+
+
+def test_a_checkpoint_with_such_a_tensor_is_damaged_and_the_one_before_it_is_used(store: CheckpointStore) -> None:
+    data, commit = (store.directory / f"round-000002.{suffix}" for suffix in ("safetensors", "json"))
+    write_header(data, {"x": entry([0, 1 << 63])})
+    document = json.loads(commit.read_text())
+    document.pop("sha256")
+    document["tensors_sha256"] = hashlib.sha256(data.read_bytes()).hexdigest()
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    commit.write_text(json.dumps({**document, "sha256": digest}))
+    assert same(store.load_newest(), example(1))
+
+
+@pytest.mark.parametrize("shape", [[], [0], [0, 1 << 62], [1] * 64, [1, 0, 3]])
+def test_tensors_without_elements_or_with_many_dimensions_are_read(tmp_path: Path, shape: list[int]) -> None:
+    size = 0 if 0 in shape else 4
+    write_header(tmp_path / "own.safetensors", {"weights": entry(shape, end=size)}, bytes(size))
+    assert load_weights(tmp_path / "own.safetensors").numel() == size // 4

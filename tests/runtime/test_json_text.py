@@ -24,6 +24,16 @@ def test_what_is_no_json_or_too_deep_is_a_value_error(text: str) -> None:
         parse_json(text)
 
 
+def test_values_are_counted_before_they_take_memory() -> None:
+    text = "[" + "{}," * 100_000 + "0]"
+    assert len(parse_json(text, max_values=200_001)) == 100_001
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="it has 200,001 values, at most 200,000 are read"):
+        parse_json(text, max_values=200_000)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
 def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes("größe".encode())

@@ -231,6 +231,40 @@ def test_a_name_is_no_path(runs: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["run"]
 
 
+ODD_NAME = "evil\x1b[31m\nname"
+
+
+def with_best(runs: Path, run: Path, **best: Any) -> Path:
+    """A run directory whose best model says these things of itself, with right checksums."""
+    changed(runs / "federated", run, lambda meta, tensors: None)
+    newest = CheckpointStore.to_read(runs / "federated" / "state" / "best").load_newest()
+    assert newest is not None
+    with CheckpointStore(run / "state" / "best") as store:
+        meta = {**newest.meta, "best": {**newest.meta["best"], **best}}
+        store.save(Checkpoint(newest.round_id, newest.tensors, meta))
+    return run
+
+
+def test_a_terminal_obeys_nothing_that_a_run_directory_says(runs: Path, tmp_path: Path, invoke: Any) -> None:
+    run = with_best(runs, tmp_path / ODD_NAME, metric="\x1b]0;owned\x07\x1b[31mloss\nsaved by you", mode="max")
+    (run / "rounds.jsonl").write_bytes((runs / "federated" / "rounds.jsonl").read_bytes())
+    for words in (("export", run, "--best"), ("report", run), ("check", run), ("export", run / "none")):
+        done = invoke(*words)
+        text = done.out + done.err
+        assert text
+        assert text.replace("\n", "").isprintable()
+        assert "\nname" not in text
+        assert "\nsaved by you" not in text
+
+
+@pytest.mark.parametrize("best", [{"mode": "\x1b[2Jmax"}, {"mode": "big"}, {"metric": "m" * 5000}])
+def test_a_best_model_of_no_mode_or_of_an_endless_metric_is_damaged(
+    runs: Path, tmp_path: Path, best: dict[str, str]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"best\.(mode|metric)"):
+        export(with_best(runs, tmp_path / "run", **best), best=True)
+
+
 def test_a_link_in_a_run_directory_has_no_other_file_written(runs: Path, tmp_path: Path, invoke: Any) -> None:
     run = changed(runs / "federated", tmp_path / "run", lambda meta, tensors: None)
     (tmp_path / "precious").write_text("kept")
