@@ -20,11 +20,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from io import BufferedReader, FileIO
 from pathlib import Path, PurePath
+from typing import BinaryIO
 
 MAX_LINE_BYTES = 16 << 20  # a round with ten thousand clients has some 3 MB
 MAX_LINES_BYTES = 4 << 30  # of one file of lines
@@ -37,6 +39,7 @@ _STEP_BYTES = 1 << 20
 _PASS = getattr(os, "O_PATH", os.O_RDONLY)  # opens a folder to go through it, which needs no right to list it
 _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_NO_ZEROS = re.compile(rb"[^\0]+")
 _MAY_BE_SPARSE_BYTES = 64 << 20
 _KINDS = {
     stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder",
@@ -178,6 +181,24 @@ def lines_inside(
             note(f"{name} has {what}: nothing behind is shown.")
 
 
+def own_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that processes of this run have written, each with its place: all of them.
+
+    A machine that loses its power may leave zeros, or a hole, and the next start appends behind: what a writer is going
+    to write again must not end there. So there is no limit on lines, and a run of zeros ends a line.
+    """
+    while line := file.readline(MAX_LINE_BYTES):
+        start, found = file.tell() - len(line), False
+        for piece in _NO_ZEROS.finditer(line):
+            found = True
+            if piece.start() and piece.end() == len(line) and not line.endswith(b"\n"):
+                file.seek(start + piece.start())  # its end is not in what was read
+                break
+            yield start + piece.start(), piece[0]
+        if not found:
+            _skip_hole(file)
+
+
 def names_inside(
     folder: Path, pattern: str, *, below: str | PurePath = "", most: int | None = None
 ) -> list[str]:  # fmt: skip
@@ -284,6 +305,18 @@ def _checked(descriptor: int, path: PurePath, max_bytes: int | None) -> Buffered
 
 def _too_large(path: PurePath, num_bytes: int, max_bytes: int) -> FileRefused:
     return FileRefused(path, f"has {num_bytes:,} bytes, at most {max_bytes:,} are read: no run leaves so many there")
+
+
+def _skip_hole(file: BinaryIO) -> None:
+    """Go on with the next data, if a file is in a hole and its file system tells."""
+    with contextlib.suppress(AttributeError, OSError):  # there is none behind: reading zeros ends, too
+        place, reading_at = file.tell(), os.lseek(file.fileno(), 0, os.SEEK_CUR)
+        try:
+            data = os.lseek(file.fileno(), place, os.SEEK_DATA)
+        except OSError as error:
+            data = os.fstat(file.fileno()).st_size if error.errno == errno.ENXIO else place
+        os.lseek(file.fileno(), reading_at, os.SEEK_SET)  # as its buffer knows it
+        file.seek(data)
 
 
 def _first_hole(file: BufferedReader, size: int) -> int:

@@ -28,15 +28,14 @@ from gradbus.experiments.rundir.versions import machine, versions
 from gradbus.experiments.rundir.whole_run import totals
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.foreign_files import (
-    MAX_LINE_BYTES,
     FileRefused,
     check_no_link,
     check_replaceable,
     clear_way,
     is_there,
-    lines_inside,
     open_inside,
     open_to_append,
+    own_lines,
     text_inside,
 )
 from gradbus.runtime.json_text import parse_json
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 16 << 20  # of what is read again
 MAX_CHECKPOINT_BYTES = 256 << 20  # of the JSON of a checkpoint
-_ALL = 1 << 62  # bytes, and lines: this process has written the file itself
 _MARK = ".rank-0"
 _MAX_MARK_BYTES = 64
 
@@ -198,9 +196,10 @@ class ControllerDirectory(RunDirectory):
     def _rows(self) -> Iterator[RoundReport]:
         """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
         known = {field.name for field in fields(RoundReport)}
-        for line in lines_inside(self.path, self.reports_file, max_bytes=_ALL, max_lines=_ALL):
-            entry = parse_json(line)
-            yield RoundReport.from_json({key: value for key, value in entry.items() if key in known}).figures()
+        with open_inside(self.path, self.reports_file) as file:
+            for _, line in own_lines(file):
+                entry = parse_json(line.decode())
+                yield RoundReport.from_json({key: value for key, value in entry.items() if key in known}).figures()
 
 
 class WorkerDirectory(RunDirectory):
@@ -262,12 +261,14 @@ class WorkerDirectory(RunDirectory):
     def _entries(self) -> list[dict[str, Any]]:
         """The lines of the file of reports, without what is cut off."""
         entries = []
-        is_new = not is_there(self.path, self.reports_file)
-        for line in () if is_new else lines_inside(self.path, self.reports_file, max_bytes=_ALL, max_lines=_ALL):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = parse_json(line)
-                entry["epoch"] + 0  # a number, in an object
-                entries.append(entry)
+        if not is_there(self.path, self.reports_file):
+            return entries
+        with open_inside(self.path, self.reports_file) as file:
+            for _, line in own_lines(file):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    entry = parse_json(line.decode())
+                    entry["epoch"] + 0  # a number, in an object
+                    entries.append(entry)
         return entries
 
     def is_finished(self, rules: DataParallelConfig, folder: str = "rank-0") -> bool:
@@ -404,21 +405,24 @@ def _line(report: RoundReport | EpochReport) -> str:
 def _merged(old: BinaryIO, reports: Sequence[RoundReport]) -> Iterator[str]:
     """The lines of these reports, with what only the file as it was knows of them and of the rounds before."""
     first = reports[0].round_id if reports else 0
-    places: dict[tuple[int, int], int] = {}  # by round and checksum of its model: a round done again is another one
-    while line := old.readline(MAX_LINE_BYTES):
+    places: dict[
+        tuple[int, int], tuple[int, int]
+    ] = {}  # by round and checksum of its model: a round done again is another one
+    for place, line in own_lines(old):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
             entry = parse_json(line.decode())
             round_id, crc32 = int(entry["round_id"]), int(entry["weights_crc32"])
             if round_id < first:
                 yield json_text(entry) + "\n"
             else:
-                places[round_id, crc32] = old.tell() - len(line)
+                places[round_id, crc32] = place, len(line)
     for report in reports:
         values = report.to_json()
-        place = places.get((report.round_id, report.weights_crc32))
-        if place is not None:
+        found = places.get((report.round_id, report.weights_crc32))
+        if found is not None:
+            place, num_bytes = found
             old.seek(place)
-            entry = parse_json(old.readline(MAX_LINE_BYTES).decode())
+            entry = parse_json(old.read(num_bytes).decode())
             for key, known in entry.items():
                 if known not in (None, [], {}) and _is_like(known, values.get(key)):
                     values[key] = known

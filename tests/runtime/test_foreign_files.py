@@ -19,6 +19,7 @@ from gradbus.runtime.foreign_files import (
     open_inside,
     open_named,
     open_to_append,
+    own_lines,
     text_inside,
 )
 
@@ -148,6 +149,24 @@ def test_lines_end_at_the_first_hole(folder: Path) -> None:
     assert not rest.strip()
     assert notes == ["lines has a hole from byte 65,536 on: nothing behind is shown."]
     assert list(lines_inside(folder, "sparse", notes.append)) == []
+
+
+@pytest.mark.parametrize("max_line_bytes", [4, 16 << 20])
+def test_lines_of_our_own_come_from_behind_holes_and_zeros(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, max_line_bytes: int
+) -> None:
+    monkeypatch.setattr(foreign_files, "MAX_LINE_BYTES", max_line_bytes)
+    with (folder / "lines").open("wb") as file:
+        file.write(b"one\n\0\0two\n\0cu\0\0")
+        file.seek(1 << 30)
+        file.write(b"ab\n\0" * 2 + b"end")
+        file.truncate(2 << 30)
+    with open_inside(folder, "lines") as opened:
+        found = list(own_lines(opened))
+        assert [line for _, line in found] == [b"one\n", b"two\n", b"cu", b"ab\n", b"ab\n", b"end"]
+        for place, line in found:
+            opened.seek(place)
+            assert opened.read(len(line)) == line
 
 
 def test_a_file_of_which_nearly_nothing_is_on_the_disk_is_sparse(folder: Path) -> None:

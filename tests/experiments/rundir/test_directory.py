@@ -159,6 +159,34 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         WorkerDirectory(Path("file/run"), 0)
 
 
+def damaged(path: Path, lines: list[str]) -> None:
+    """The first line, what a loss of power leaves, then the others: half a line, a hole, zeros, many empty lines."""
+    with path.open("wb") as file:
+        file.write(f"{lines[0]}\n{lines[0][:5]}".encode())
+        file.seek(40 << 30, os.SEEK_CUR)
+        file.write(f"{lines[1]}\n".encode() + b"\0" * 5000 + b"\n" * 2000 + f"{lines[2]}\n".encode())
+
+
+def test_a_run_that_goes_on_keeps_its_reports_behind_a_hole(tmp_path: Path) -> None:
+    timeline = (ClientTimeline(client_id=3, counted_s=1.5),)
+    reports = [RoundReport(round_id=i, weights_crc32=10 + i, timeline=timeline) for i in (1, 2, 3)]
+    damaged(tmp_path / "rounds.jsonl", [json.dumps(report.to_json()) for report in reports])
+    with ControllerDirectory(tmp_path) as run:
+        run.add([report.without_timeline() for report in reports[1:]])
+    entries = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [(entry["round_id"], len(entry["timeline"])) for entry in entries] == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_rank_that_goes_on_keeps_its_epochs_behind_a_hole(tmp_path: Path) -> None:
+    rank = WorkerDirectory(tmp_path, 0)
+    for epoch in (1, 2, 3):
+        rank.add(EpochReport(epoch=epoch, step=epoch, loss=1.0))
+    damaged(tmp_path / "epochs.jsonl", (tmp_path / "epochs.jsonl").read_text().splitlines())
+    again = WorkerDirectory(tmp_path, 0)
+    again.add(EpochReport(epoch=4, step=4, loss=1.0))
+    assert [report.epoch for report in again.reports()] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("name", ["rounds.jsonl.tmp", "summary.json.tmp", "state/round-000001.json.tmp"])
 def test_a_run_that_goes_on_writes_through_no_link(tmp_path: Path, name: str) -> None:
     """Somebody else may have sent the directory."""
