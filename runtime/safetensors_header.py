@@ -57,7 +57,7 @@ def is_shape(found: Any) -> bool:
         return False
     if any(type(one) is not int or one < 0 for one in found):
         return False
-    return math.prod(max(1, one) for one in found) <= MAX_ELEMENTS
+    return bool(math.prod(max(1, one) for one in found) <= MAX_ELEMENTS)
 
 
 def _end_of(name: str, entry: Any) -> int:

@@ -26,7 +26,8 @@ from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.foreign_files import names_inside
-from gradbus.runtime.saved_state import MAX_DIMENSIONS, StateNames
+from gradbus.runtime.safetensors_header import MAX_DIMENSIONS
+from gradbus.runtime.saved_state import StateNames
 
 FROZEN = "frozen/"  # before the names of parameters that are not trained
 _KEPT = ("seed", "accumulation_steps")  # with others the place within an epoch would mean other batches
