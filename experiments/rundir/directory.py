@@ -260,7 +260,7 @@ class WorkerDirectory(RunDirectory):
 
     def _entries(self) -> list[dict[str, Any]]:
         """The lines of the file of reports, without what is cut off."""
-        entries = []
+        entries: list[dict[str, Any]] = []
         if not is_there(self.path, self.reports_file):
             return entries
         with open_inside(self.path, self.reports_file) as file:
