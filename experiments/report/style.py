@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.foreign_files import text_inside
 from gradbus.runtime.needs import how_to_install
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ Theme = Literal["light", "dark"]
 BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY, YELLOW, BLACK = (f"C{index}" for index in range(9))
 SERIES = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY)  # of series without a colour of their own: runs, ranks
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+_SETTINGS, _MAX_SETTINGS_BYTES = "matplotlibrc", 1 << 20
 
 WIDTH_IN, HEIGHT_IN = 7.2, 3.6  # at half of this size the smallest text is 7 px high
 
@@ -127,6 +131,8 @@ def _unit(largest: float, units: Sequence[Unit]) -> Unit:
 
 def have_matplotlib() -> bool:
     """Whether figures can be drawn."""
+    if _fault_of_settings():
+        return False
     try:
         import matplotlib.figure  # noqa: F401 - only whether it is there
     except ImportError:
@@ -135,9 +141,33 @@ def have_matplotlib() -> bool:
 
 
 def need_matplotlib() -> None:
-    """Raises ConfigError, with the command that installs it, if figures cannot be drawn."""
+    """Raises ConfigError, with what to do, if figures cannot be drawn."""
+    if fault := _fault_of_settings():
+        raise ConfigError(
+            f"figures: matplotlib would read {_SETTINGS} of the folder in which this command was started, and that "
+            f"{fault}. Start the command in another folder, or remove the file"
+        )
     if not have_matplotlib():
         raise ConfigError(f"figures need matplotlib, which is not installed. {how_to_install('matplotlib')}")
+
+
+def _fault_of_settings() -> str:
+    """Return why matplotlib must not be loaded here; empty: it may be.
+
+    It takes a file ``matplotlibrc`` of the working directory before all others, and that may be a run directory that
+    somebody has sent: a pipe would hold it up for ever. What a sound one sets has no effect on our figures.
+    """
+    if "matplotlib" in sys.modules:
+        return ""
+    try:
+        text_inside(Path(), _SETTINGS, _MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error.strerror)
+    except ValueError:
+        return "is not UTF-8"
+    return ""
 
 
 @contextlib.contextmanager

@@ -253,6 +253,17 @@ def test_the_command_says_what_holds_and_what_was_left_out_and_ends_with_12_wher
     assert "round 3 was committed after round 1" in wrong.output
 
 
+def test_a_journal_that_is_not_read_to_its_end_is_not_said_to_hold(tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD)
+    journal = tmp_path / "controller.jsonl"
+    with journal.open("a") as file:
+        file.write("\n" * 2000)
+    write(tmp_path, "controller", committed(3, 0))  # which does not hold, and nobody reads it
+    ended = CliRunner().invoke(app, ["check", str(tmp_path)])
+    assert ended.exit_code == ExitCode.HISTORY
+    assert "not checked to the end" in ended.output
+
+
 def test_where_there_is_no_history_the_error_says_who_keeps_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"RUN_DIR/history"):
         read_history(tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -125,3 +127,47 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"-m pip install 'matplotlib>=3.8'"), style.drawing():
         pass
     assert not draw_rounds(tmp_path, [RoundReport(round_id=1, accuracy=0.5)], title="a job")
+
+
+LOADING = """
+import sys
+from gradbus.experiments.report import style
+from gradbus.runtime.errors import ConfigError
+try:
+    style.need_matplotlib()
+except ConfigError as error:
+    print(style.have_matplotlib(), error)
+else:
+    print("loaded" if "matplotlib" in sys.modules else "not loaded")
+"""
+
+
+def make_settings(kind: str, path: Path) -> None:
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to("/etc/hostname")
+        case "bytes":
+            path.write_bytes(b"\xff\xfe")
+        case "settings":
+            path.write_text("lines.linewidth: 3\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("pipe", "is a pipe, expected a regular file. Start the command in another folder"), ("link", "is a link"),
+        ("bytes", "is not UTF-8"), ("settings", "loaded"), ("none", "loaded"),
+    ],
+)  # fmt: skip
+def test_settings_of_matplotlib_in_the_folder_of_a_command_neither_hold_it_up_nor_lead_it_elsewhere(
+    kind: str, says: str, tmp_path: Path
+) -> None:
+    make_settings(kind, tmp_path / "matplotlibrc")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOADING], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert says in done.stdout
+    assert done.stdout.startswith("loaded" if says == "loaded" else "False figures: matplotlib would read")
