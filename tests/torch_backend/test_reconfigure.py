@@ -42,7 +42,13 @@ def test_a_torch_without_reconfigure_is_told_what_to_do_instead(monkeypatch: pyt
 
 @pytest.mark.parametrize("backend", ["dds", "gloo"])
 def test_the_twelve_cases_that_pytorch_tests(backend: str) -> None:
-    found = play("reconfigure_scenes", "twelve", world=3, backend=backend)
+    try:
+        found = play("reconfigure_scenes", "twelve", world=3, backend=backend)
+    except AssertionError as error:
+        # gloo may connect to the listener of a group that is just being left. What it has to show is what is expected.
+        if backend != "gloo" or "Gloo connectFullMesh failed" not in str(error):
+            raise
+        found = play("reconfigure_scenes", "twelve", world=3, backend=backend)
     assert {name: [of_rank[name] for of_rank in found] for name in EXPECTED} == EXPECTED
     assert all(of_rank.keys() == EXPECTED.keys() for of_rank in found)
 
