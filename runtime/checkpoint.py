@@ -47,6 +47,7 @@ MAX_META_BYTES = 256 << 20  # of the JSON
 # most, tables of 100,000 tensors 0.8 million, the 65,536 clients that are known 1.1 million. As objects of Python so
 # many values take up to 0.8 GB.
 MAX_META_VALUES = 8_000_000
+LISTINGS = 5  # a run that goes on may have replaced all that were listed, while they were read
 _NAME = re.compile(r"round-(\d{6,10})\.json")
 
 log = get_logger("checkpoint")
@@ -301,16 +302,20 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are some, but all are damaged.
         """
-        faults: list[str] = []
-        for round_id in reversed(self.rounds()):
-            try:
-                checkpoint = self.load(round_id, check)
-            except CheckpointError as error:
-                faults.append(str(error))
-                continue
-            if faults:
-                log.warning("using an older checkpoint", round=round_id, damaged=len(faults))
-            return checkpoint
+        for _ in range(LISTINGS):
+            faults: list[str] = []
+            listed = self.rounds()
+            for round_id in reversed(listed):
+                try:
+                    checkpoint = self.load(round_id, check)
+                except CheckpointError as error:
+                    faults.append(str(error))
+                    continue
+                if faults:
+                    log.warning("using an older checkpoint", round=round_id, damaged=len(faults))
+                return checkpoint
+            if self.rounds() == listed:
+                break
         if faults:
             raise CheckpointError(
                 f"all {len(faults)} checkpoints in {self.directory} are damaged ({'; '.join(faults)}). "

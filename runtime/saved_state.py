@@ -22,7 +22,8 @@ from gradbus.runtime.safetensors_header import MAX_DIMENSIONS, is_shape
 BUFFER = "buffer/"  # before the names of buffers in a checkpoint
 MAX_TENSORS = 1_000_000  # of a model
 MAX_NAME_CHARS = 4096
-MAX_COPIES = 64  # times the tensors of a checkpoint: what names of tied weights may add, each with a copy
+MAX_COPIES = 4  # times the tensors of a checkpoint: what names of tied weights may add, each with a copy
+MAX_COPIED_BYTES = 1 << 30  # if that is more: one layer may have a hundred names
 _FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 _FLOAT_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _FLOATS}
 
@@ -94,15 +95,22 @@ class SavedState:
             self.add(name, part.view(shape).to(float_dtype(name, dtype), copy=True))
 
     def finish(self, names: StateNames) -> None:
-        """Rename as ``model.state_dict()`` does, at the end. Raises CheckpointError: tied weights would take more than
-        MAX_COPIES times the memory of all others."""
+        """Rename as ``model.state_dict()`` does, at the end.
+
+        Raises:
+            CheckpointError: names are tied to each other, or tied weights would take very much more memory than all
+                others.
+        """
         self.left_out += names.unsaved
         have = sum(tensor.nbytes for tensor in self.tensors.values())
         tied = {name: self.tensors[first] for name, first in names.tied.items() if first in self.tensors}
-        if sum(tensor.nbytes for tensor in tied.values()) > MAX_COPIES * have:
+        if chain := next((name for name, first in names.tied.items() if first in names.tied), None):
+            raise CheckpointError(f"{chain[:80]!r} is tied to a name that is tied itself: it is damaged")
+        copied = sum(tensor.nbytes for tensor in tied.values())
+        if copied > max(MAX_COPIES * have, MAX_COPIED_BYTES):
             raise CheckpointError(
-                f"{len(tied):,} names of tied weights would take more than {MAX_COPIES} times the memory of the model: "
-                f"it is damaged"
+                f"{len(tied):,} names of tied weights would take {copied:,} bytes, and the model has {have:,}: it is "
+                f"damaged"
             )
         for name, tensor in tied.items():
             self.add(name, tensor.clone())

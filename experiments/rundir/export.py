@@ -125,7 +125,7 @@ def export(
     if to is not None:
         check_named(to, "--to")
     form = form or _SUFFIXES.get("" if to is None else to.suffix.lower(), "safetensors")
-    name = "model" if client is None else f"model-{client.name}"
+    name = "model" if client is None else f"model-{_name_of(client)}"
     target = to or run / (f"{name}.safetensors" if form == "safetensors" else f"{name}.pt")
     if best and number is not None:
         raise ConfigError("give --best or --round, not both")
@@ -172,12 +172,17 @@ def _uncompiled(state: SavedState) -> SavedState:
 def _metadata(found: FoundModel, state: SavedState, client: Path | None) -> dict[str, str]:
     about = {found.unit: str(found.number), "format": "pt"}
     if client is not None:
-        about["client"] = client.name
+        about["client"] = _name_of(client)
     if state.personal:
         own = set(state.personal)
         shared = [name for name, one in state.tensors.items() if name not in own and one.is_floating_point()]
         about["personal"], about["shared"] = json.dumps(state.personal), json.dumps(shared)
     return about
+
+
+def _name_of(client: Path) -> str:
+    """Return the name of a client's directory, which may have been given as ``.``."""
+    return client.resolve().name or "client"
 
 
 def _some(names: Sequence[str]) -> str:
