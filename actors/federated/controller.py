@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -26,6 +27,7 @@ from torch import nn
 from gradbus.actors.aggregation import partial_sum, updates
 from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
 from gradbus.actors.aggregation.exact_sum import OutOfRange
+from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
@@ -45,6 +47,8 @@ from gradbus.actors.federated.liveness import (
 )
 from gradbus.actors.federated.masked_attempt import AttemptTerms, MaskedAttempt
 from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
+from gradbus.actors.federated.order_book import OrderBook, check_order
+from gradbus.actors.federated.ordered_run import OrderedRun, RoundRequests, serving
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport, round_report
 from gradbus.actors.federated.round_losses import RoundLosses
@@ -63,13 +67,13 @@ from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
-from gradbus.runtime.errors import ConfigError, TrainingFailed, WriteTimeout
+from gradbus.runtime.errors import ConfigError, RunOver, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
-from gradbus.runtime.tasks import TaskGroup, items_of
+from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, MaskAnswer, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
@@ -79,6 +83,7 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Train
 # may have several optimizers, or several steps for a batch.
 STEPS_PER_SAMPLE = 16
 
+ALL_DONE = "all rounds are done"
 LINES_OF_A_ROUND = 20  # about how updates come in, however many clients there are
 
 log = get_logger("controller")
@@ -122,6 +127,8 @@ class Controller:
         self._mask_numbers = itertools.count(1)  # of attempts: none is used twice by this start of the controller
         self._wakeup = asyncio.Event()
         self._has_commanded = False
+        self._has_orders = False  # the caller orders each round, in its own way
+        self._requests: RoundRequests | None = None
         self._bases: Bases | None = None  # of asynchronous rounds
         self._selector = make_selector(config.selection)
         self._deadline = RoundDeadline(config.round.timeout_times_median, config.round.timeout_s)
@@ -186,6 +193,7 @@ class Controller:
             compares="shared" if Sharing.of(config).has_patterns else config.exchange,
         )  # fmt: skip
         self._registry.max_members = most_clients(config)
+        self._book = OrderBook(config, self._strategy, state)
         self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
             context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
@@ -214,6 +222,7 @@ class Controller:
             context, self._registry, self._receiver, self._publisher, self._monitor, self
         )  # fmt: skip
         self._dispatcher.fetch_models = self._selector.partial
+        self._dispatcher.has_terms |= self._has_orders or self._strategy.gives_orders
         self._evaluator = self._dispatcher.evaluator = ClientEvaluator(
             context, self._registry, sleep_until=self._sleep_until, changed=self._changed
         )
@@ -276,12 +285,38 @@ class Controller:
         Raises:
             As :meth:`run`.
         """
-        async with contextlib.aclosing(items_of(self.serve, name="controller")) as reports:
-            async for report in reports:
-                yield report
+        async with self._opened(has_orders=False) as run:
+            with contextlib.suppress(RunOver):
+                while not run.is_over:
+                    yield await run.round()
 
-    async def serve(self, on_report: Callable[[RoundReport], object]) -> None:
-        """The run, with a call for each round that is done. Raises as :meth:`run`, errors possibly in a group."""
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncGenerator[OrderedRun, None]:
+        """Run, and let the caller order each round::
+
+            async with controller.open() as run:
+                while not run.is_over:
+                    report = await run.round(lr=0.05, epochs=2, subset_size=500, seed=7, clients=[0, 2])
+
+        The block begins when enough clients are there. Where it ends the run ends, for the clients, too, after
+        whatever number of rounds; where it raises, the controller stops, and can be started again to go on.
+
+        Raises:
+            As :meth:`run`.
+        """
+        async with self._opened(has_orders=True) as run:
+            yield run
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, *, has_orders: bool) -> AsyncGenerator[OrderedRun, None]:
+        self._has_orders = has_orders
+        requests = self._requests = RoundRequests()
+        async with serving(self.serve, requests, name="controller"):
+            yield OrderedRun(requests, self.progress, functools.partial(check_order, self._config))
+
+    async def serve(self, on_report: Callable[[RoundReport], object] = lambda report: None) -> None:
+        """The run, with a call for each round that is done; rounds are as configured, unless a caller orders them.
+        Raises as :meth:`run`, errors possibly in a group."""
         reason = ["the controller was stopped"]
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self._probe.end(
@@ -338,7 +373,7 @@ class Controller:
             ]
             try:
                 await self._all_rounds(on_report)
-                finished, reason[0] = True, self._stop.reason or "all rounds are done"
+                finished, reason[0] = True, self._over()
                 await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
             except Exception as error:
                 # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.
@@ -369,12 +404,7 @@ class Controller:
             await self._evaluation.check_client_metrics(self.progress.reports)
         if amended is not None:
             await self._compute.run(self._stop.evaluated, amended)
-        while state.round_id < rounds and await self._compute.run(self._stop.may_begin, state.round_id + 1):
-            report = await self._one_round(state.round_id + 1)
-            on_report(report)
-            await self._compute.run(self._best.note, report)
-            await self._compute.run(self._stop.round_done, report)
-            await self._compute.run(self._note_end)
+        await self._ordered_rounds(on_report)
         if self._stop.reason:
             self.progress.ended_early = self._stop.reason
             log.info("stopped early", round=state.round_id, reason=self._stop.reason, best=self._stop.best_round)
@@ -382,6 +412,40 @@ class Controller:
             self.progress.phase = "evaluating"
             self.progress.cross_site = await self._cross_site.run()
         await self._compute.run(self._stop.run_ended, list(self.progress.reports))
+
+    async def _ordered_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
+        state, requests = self._state, self._requests
+        if requests is not None and not self._over():
+            requests.begin(await self._compute.run(self._book.recorded, state.round_id + 1))
+        while not self._over():
+            given = RoundOrder() if requests is None else await requests.next()
+            round_id = state.round_id + 1
+            if given is None:
+                self._stop.reason = f"the caller has ended it after round {state.round_id}"
+            elif await self._compute.run(self._stop.may_begin, round_id):
+                ready = functools.partial(self._selection.ready, round_id)
+                await self._compute.run(self._book.open, round_id, given, ready)
+                report = await self._one_round(round_id)
+                on_report(report)
+                await self._after_round(report)
+        if requests is not None:
+            requests.end(self._over())
+
+    async def _after_round(self, report: RoundReport) -> None:
+        """Decide whether the run goes on after a round, and give the caller its report, also where that fails."""
+        if self._requests is not None:
+            self._requests.note(report)
+        try:
+            await self._compute.run(self._best.note, report)
+            await self._compute.run(self._stop.round_done, report)
+            await self._compute.run(self._note_end)
+        finally:
+            if self._requests is not None:
+                self._requests.answer(self._over())
+
+    def _over(self) -> str:
+        """Why there is no round left; empty: there is one."""
+        return self._stop.reason or ("" if self._state.round_id < self._config.rounds else ALL_DONE)
 
     def _note_end(self) -> None:
         """The strategy may end the run before its last round."""
@@ -468,8 +532,12 @@ class Controller:
         if self._config.secure_aggregation.enabled:
             self._cap.waive()
         for attempt in range(1, self._config.round.max_attempts + 1):
-            if len(accepted.union(self._selection.ready(round_id))) < self._config.clients.min:
-                await self._selection.wait_for_start(round_id, accepted, timeout_s=self._time_left()[0])
+            named = self._book.named(round_id)
+            least = self._config.clients.min if named is None else len(named)
+            if len(accepted.union(self._selection.ready(round_id, named))) < least:
+                await self._selection.wait_for_start(
+                    round_id, accepted, timeout_s=self._time_left()[0], named=named
+                )  # fmt: skip
             round_, outcome = await self._collect(round_id, accepted, attempt)
             if outcome is not Outcome.TOO_FEW:
                 return round_, outcome, attempt
@@ -589,10 +657,12 @@ class Controller:
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
-        ready, enough = self._selection.participants(round_id, accepted, self._cap.weight)
+        named = self._book.named(round_id)
+        ready, enough = self._selection.participants(round_id, accepted, self._cap.weight, named)
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.
         silent = set() if self._selector.partial else self._registry.silent_ids(round_id)
+        silent = silent if named is None else silent.intersection(named)
         if self._bases is None:
             return Round(round_id, ready, rules, now_s=time.monotonic(), accepted=accepted, silent=silent)
         last = self.progress.reports[-1] if self.progress.reports else None
@@ -605,14 +675,11 @@ class Controller:
 
     async def _command(self, round_id: int) -> TrainCmd:
         """The command of a round."""
-        training, lr = self._config.training, await self._compute.run(self._rates.at, round_id)
-        command = TrainCmd(round_id, training.subset_size, training.epochs, lr, self._config.seed)
-        changed = training.changes(round_id)
-        return dataclasses.replace(command, **{key: changed[key] for key in IN_COMMAND if key in changed})
+        return self._book.command(round_id, await self._compute.run(self._rates.at, round_id))
 
     def _work(self, command: TrainCmd) -> list[tuple[int, int]]:
         """Epochs and steps, 0 for as many as the epochs have, of the rounds whose updates count in this one."""
-        return self._config.training.work(command.round_id - self._admission.max_staleness, command.round_id)
+        return self._book.work(command.round_id - self._admission.max_staleness, command.round_id)
 
     def _limit_steps(self, command: TrainCmd) -> None:
         """Set the numbers of optimizer steps that a client may announce: as many as were asked for, or, where rounds
@@ -627,7 +694,8 @@ class Controller:
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
         attempt = 0 if self._masked is None else self._masked.number
-        return self._dispatcher.round_terms(round_id, participants, held=not self._cap.is_settled, attempt=attempt)
+        held = not self._cap.is_settled
+        return self._dispatcher.round_terms(round_id, participants, self._book, held=held, attempt=attempt)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
         if terms is not None:
@@ -658,6 +726,7 @@ class Controller:
             round_, totals, self._receiver.timing, (started_s, collected_s, aggregated_s), attempt=attempt,
             outcome=outcome.value, dropped=self._receiver.take_dropped(), weights_crc32=crc32,
             strikes=state.quarantine.take_new(), marks=self._marks(), epsilon=self._strategy.epsilon,
+            order=self._book.order(round_id).to_json(),
         )  # fmt: skip
         if self._callbacks.follow("on_aggregate"):
             await self._compute.run(self._stop.aggregated, report)

@@ -14,6 +14,7 @@ from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, HelloAnswer, HostedClient, Member
 from gradbus.actors.federated.cross_site import LocalModelReceiver
 from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMonitor
+from gradbus.actors.federated.order_book import OrderBook
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.sharing import Sharing
@@ -84,6 +85,7 @@ class Dispatcher:
 
     Attributes:
         has_begun: the clients follow this controller: one that starts now stays away.
+        has_terms: each round has terms, as it may be ordered to have settings that its command has no field for.
         fetch_models: not all clients take part in a round, and those that do not are not sent its model.
         evaluator: takes results of evaluations. local_models: takes the models that clients show others.
         terms: how to train and to encode, as the level above has it; None: as this controller's settings have it.
@@ -107,6 +109,7 @@ class Dispatcher:
         self._steps: dict[int, int] = {}
         self.has_begun = False
         self.fetch_models = False
+        self.has_terms = context.config.training.has_terms
         self.terms: Welcome | None = None
 
     async def run(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
@@ -255,7 +258,7 @@ class Dispatcher:
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
             rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
             broadcast=self._publisher.num_broadcast,
-            has_terms=training.has_terms or self.fetch_models or client.client_id >= FIRST_HOST or masked,
+            has_terms=self.has_terms or self.fetch_models or client.client_id >= FIRST_HOST or masked,
             fetch_models=self.fetch_models, masked=masked,
             include=list(sharing.include) if sharing.has_patterns else [], exclude=list(sharing.exclude),
         )  # fmt: skip
@@ -272,7 +275,7 @@ class Dispatcher:
         return {**self._context.config.sent_options(), **self._context.state.terms(), **own}
 
     def round_terms(
-        self, round_id: int, participants: Collection[int], *, held: bool, attempt: int = 0
+        self, round_id: int, participants: Collection[int], book: OrderBook, *, held: bool, attempt: int = 0
     ) -> RoundTerms | None:  # fmt: skip
         """Return what belongs to the command of a round, and has no field in it; None: there is no such setting.
 
@@ -280,14 +283,15 @@ class Dispatcher:
             held: no update is added before the samples of all are known.
             attempt: at the round, with secure aggregation.
         """
-        training, has_hosts = self._context.config.training, self._registry.has_hosts
-        if not training.has_terms and not self.fetch_models and not has_hosts and not attempt:
+        names_them = self.fetch_models or self._registry.has_hosts or bool(attempt)
+        if not self.has_terms and not names_them:
             return None
-        named = format_ids(participants) if self.fetch_models or has_hosts or attempt else ""
+        named = format_ids(participants) if names_them or book.named(round_id) is not None else ""
         if len(named) > MAX_CHARS and not self.fetch_models:
             named = ""  # all are asked; updates of those that may not take part are refused
         return RoundTerms(
-            self._context.run_id, round_id, training.terms_of(round_id), named, held=held, attempt=attempt
+            self._context.run_id, round_id, book.terms_of(round_id), named, held=held, attempt=attempt,
+            each=book.each(round_id),
         )  # fmt: skip
 
     async def note_speeds(self, speeds: Mapping[int, float]) -> None:

@@ -40,6 +40,7 @@ from gradbus.codecs import Codec, NonFiniteError
 from gradbus.codecs.fp32 import Fp32
 from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.compute_limiter import TRAINING
+from gradbus.runtime.config.federated import IN_COMMAND, IN_TERMS
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
@@ -47,6 +48,7 @@ from gradbus.runtime.optimization.deferred_compiler import defer_compiler
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.user_errors import WrongResult
+from gradbus.runtime.wire.client_orders import order_of
 from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
@@ -118,6 +120,17 @@ class RoundInputs:
     def options(self) -> dict[str, object]:
         """Options of the rule and of the optimizer in this round."""
         return {**self.welcome.options, **({} if self.terms is None else self.terms.options)}
+
+    def for_client(self, client_id: int) -> RoundInputs:
+        """Return the same with what this client is ordered to do differently."""
+        order = None if self.terms is None else order_of(self.terms.each, client_id)
+        if self.terms is None or order is None:
+            return self
+        changes = order.changes()
+        command = replace(self.command, **{key: changes[key] for key in IN_COMMAND if key in changes})
+        options = {f"training.{key}": value for key, value in changes.items() if key in IN_TERMS}
+        terms = replace(self.terms, options={**self.terms.options, **options})
+        return replace(self, command=command, terms=terms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,6 +217,7 @@ class LocalTraining:
                 raise
 
     def _train(self, inputs: RoundInputs, transfer: int, should_stop: Callable[[], bool]) -> EncodedUpdate:
+        inputs = inputs.for_client(self._identity.sender)
         identity, welcome, command, base = self._identity, inputs.welcome, inputs.command, inputs.base
         self._probe.reached("before_training", command.round_id)
         self.arrange(welcome)

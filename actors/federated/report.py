@@ -214,6 +214,7 @@ class RoundReport:
         staleness: models by which the bases of the updates were behind, their mean; max_staleness: the largest. 0 where
             rounds are synchronous.
         epsilon: what the run has spent of differential privacy, this round included; None: it has none.
+        order: how the round was ordered by the caller or by the strategy, where that differed from the configuration.
         marks: clients whose updates the strategy changed, by what it did: ``clipped`` and so on.
         timeline: where the time went, by client; of the last ones, where there are very many. Empty for rounds before a
             resume, and in :attr:`Progress.reports` for all but the newest rounds.
@@ -257,6 +258,7 @@ class RoundReport:
     max_staleness: int = 0
     epsilon: float | None = None
     train_metrics: Mapping[str, float] = field(default_factory=dict)
+    order: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.updates:  # else it is known, also where the ids are not
@@ -303,7 +305,13 @@ class RoundReport:
     def figures(self) -> RoundReport:
         """The report without all that names clients."""
         return replace(
-            self, clients=(), strikes=(), marks={}, timeline=(), by_clients=self.by_clients.without_clients()
+            self,
+            clients=(),
+            strikes=(),
+            marks={},
+            timeline=(),
+            by_clients=self.by_clients.without_clients(),
+            order={key: value for key, value in self.order.items() if key not in ("clients", "each")},
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -43,6 +44,8 @@ from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.messages import Identity
 
 NOTHING = "0" * 16  # no frozen parameters
+_ORDERS_BEFORE = 1000  # rounds before that of a resume whose orders are removed: there may be some if keep was higher
+MAX_ORDER_BYTES = 64 << 20  # of a file: a million clients with orders of their own
 
 log = get_logger("controller")
 
@@ -91,6 +94,14 @@ class SavedRun(Meta):
                 f"{str(rounds[1:-1])[:80]}"
             )
         return saved
+
+
+class SavedOrder(Meta):
+    """An order on the disk: of which round of which run."""
+
+    run_id: Hex64
+    round_id: Count
+    order: dict[str, Any]
 
 
 @torch.no_grad()
@@ -168,6 +179,10 @@ class RunContext:
         await self.bus.publish(self.identity, body)
 
 
+def _order_name(round_id: int) -> str:
+    return f"order-{round_id:06d}"
+
+
 class RunState:
     """The state of a run, fresh or continued from the newest checkpoint. Its methods may block.
 
@@ -195,6 +210,7 @@ class RunState:
         self.round_id = 0
         self.incarnation = 0
         self.history: list[RoundReport] = []
+        self._orders_from = 1  # orders of earlier rounds are removed
         self.quarantine = Quarantine(config.limits.max_strikes, config.limits.quarantine_rounds)
         self.participation = Participation()
         if config.checkpoint.init_path is not None:
@@ -288,6 +304,7 @@ class RunState:
         self.run_id = int(saved.run_id, 16)
         self.incarnation = saved.incarnation
         self.round_id = checkpoint.round_id
+        self._orders_from = max(1, checkpoint.round_id - _ORDERS_BEFORE)
         self.quarantine.load_state(saved.conduct)
         self.participation.load_state(saved.participation)
         self.history = [report.without_timeline() for report in saved.history]
@@ -323,6 +340,21 @@ class RunState:
         """Save a fresh run before the first command, so that a crash in round 1 keeps its id."""
         if self._store is not None and self.round_id == 0 and not self._store.rounds():
             self._save(self.held)
+
+    def save_order(self, round_id: int, order: Mapping[str, Any]) -> None:
+        """Write how a round is ordered, before its command is sent. Raises CheckpointError: it could not be written."""
+        if self._store is not None:
+            entry = {"run_id": f"{self.run_id:016x}", "round_id": round_id, "order": dict(order)}
+            self._store.save_document(_order_name(round_id), entry)
+
+    def load_order(self, round_id: int) -> dict[str, Any] | None:
+        """Return what :meth:`save_order` has written in this run; None: nothing. Raises CheckpointError: it is
+        damaged."""
+        found = None if self._store is None else self._store.load_document(_order_name(round_id), MAX_ORDER_BYTES)
+        if found is None:
+            return None
+        saved = SavedOrder.read(found, _order_name(round_id))
+        return saved.order if (saved.run_id, saved.round_id) == (f"{self.run_id:016x}", round_id) else None
 
     @property
     def is_durable(self) -> bool:
@@ -369,6 +401,10 @@ class RunState:
         if self.model.frozen_dim:
             self._store.save_constant(f"frozen-{self.model.frozen:016x}", {"frozen": self.model.read_frozen()})
         self._store.save(Checkpoint(self.round_id, tensors, self._meta(self.history)))
+        with contextlib.suppress(OSError, CheckpointError):  # with the next round it is tried again
+            for past in range(self._orders_from, self._store.rounds()[0] + 1):  # of rounds that cannot be open again
+                self._store.remove_document(_order_name(past))
+                self._orders_from = past + 1
 
     def checkpoint_of_weights(self, **more: Any) -> Checkpoint:
         """The model alone, as a checkpoint that :func:`restore_weights` takes; ``more``: beside its metadata."""

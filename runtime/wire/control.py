@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
+from gradbus.runtime.wire.client_orders import MAX_CLIENT_ORDERS_CHARS, checked_orders
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
 PROTOCOL = 4
@@ -42,6 +43,7 @@ Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length
 Incarnations = Annotated[list[U64], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 IdRanges = Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(checked_ids)]
+ClientOrders = Annotated[str, Field(max_length=MAX_CLIENT_ORDERS_CHARS), AfterValidator(checked_orders)]
 Patterns = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
 MAX_REASONS = 16  # that a message has room for
 MAX_REASON_CHARS = 500  # of one
@@ -166,6 +168,8 @@ class RoundTerms:
             A participant that newer terms of the same round do not name stops: its update is no longer needed.
         held: no update is added before the samples of all participants are known.
         attempt: number of the attempt, for which the participants advertise keys; 0: without secure aggregation.
+        each: what single clients are ordered to do differently, as :mod:`.client_orders` writes it. A client that knows
+            a command only by newer terms of the same round has the same orders from these.
     """
 
     run_id: U64
@@ -174,6 +178,7 @@ class RoundTerms:
     participants: IdRanges = ""
     held: bool = False
     attempt: U32 = 0
+    each: ClientOrders = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
