@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
 from gradbus.experiments.history.invariants import check
 from gradbus.experiments.history.reader import read_history
 from gradbus.models import NoopTask, TrainResult
-from gradbus.runtime.errors import RoundTimeout
+from gradbus.runtime.errors import RoundTimeout, TrainingFailed
 
 DIM = 50
 _jobs = itertools.count()
@@ -37,16 +37,23 @@ class Sometimes(NoopTask):
 
 
 def run(
-    without: list[Collection[int]], *, rounds: int = 3, client: gradbus.ClientConfig | None = None, **changes: Any
+    without: Sequence[Collection[int] | NoopTask],
+    *,
+    rounds: int = 3,
+    client: gradbus.ClientConfig | None = None,
+    **changes: Any,
 ) -> tuple[list[gradbus.RoundReport], list[Any], list[Any]]:
-    """A run whose clients have nothing to train in these rounds: its reports, what the clients did, and the log."""
+    """A run whose clients have nothing to train in these rounds, or another task: its reports, what the clients did,
+    and the log."""
     job, domain = f"sits-out-{os.getpid()}-{next(_jobs)}", new_domain()
     config = gradbus.FederatedConfig(rounds=rounds, eval_every=0, **{"clients": {"num": len(without)}, **changes})
     config = config.replaced("clients.dead_after_s", 30.0)
 
     async def one(client_id: int) -> Any:
         async with gradbus.connect(job=job, domain=domain) as bus:
-            return await gradbus.Client(bus, Sometimes(without[client_id]), client_id=client_id, config=client).run()
+            given = without[client_id]
+            task = given if isinstance(given, NoopTask) else Sometimes(given)
+            return await gradbus.Client(bus, task, client_id=client_id, config=client).run()
 
     async def main() -> tuple[list[gradbus.RoundReport], list[Any]]:
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus:
@@ -96,6 +103,25 @@ def test_without_enough_updates_the_error_names_those_that_sat_out() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run([{1}, {}], rounds=1, round={"max_attempts": 2}, clients={"num": 2, "min": 2})
     assert caught.group_contains(RoundTimeout, match="client 0 had nothing to train")
+
+
+class Failing(NoopTask):
+    """Fails in each round."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        raise KeyError("age")
+
+
+@pytest.mark.parametrize(("without", "least"), [({1}, 1), ({}, 2)], ids=["sits out", "waits for a second update"])
+def test_a_round_that_fails_by_a_training_names_it_whatever_the_other_client_does(
+    without: Collection[int], least: int
+) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run([without, Failing()], rounds=1, round={"max_attempts": 2}, clients={"num": 2, "min": least})
+    assert caught.group_contains(TrainingFailed, match="training failed on client 1: KeyError: 'age', at ")
 
 
 def opened(minimum: int = 1) -> Round:
