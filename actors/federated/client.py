@@ -38,6 +38,7 @@ from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, Encode
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
@@ -136,7 +137,7 @@ class Client:
     def _open(self) -> None:
         """Build the model and open the directory of the state, off the loop."""
         self._bus.access_policy.check_client()
-        self._model = FlatModel(self._task.build_model(), rebuild=self._task.build_model)
+        self._model = FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
