@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from gradbus.actors.federated.clients import ClientRegistry
-from gradbus.actors.federated.participation import NO_UPDATE, PREPARING_FAILED
+from gradbus.actors.federated.participation import MAX_KNOWN, NO_UPDATE, PREPARING_FAILED
 from gradbus.actors.federated.rounds import (
     CLIENT_LOST,
     CLIENT_SILENT,
@@ -55,8 +55,10 @@ class TrainingFailureLog:
         self._seen[key] += 1
         error = text.rpartition("\n")[2][:MAX_LINE]
         repeated = bool(key) and self._last.get(client_id) == key  # in the next attempt, or in the next round
-        self._last[client_id] = key
-        self._newest[client_id] = error
+        for known, value in ((self._last, key), (self._newest, error)):
+            if client_id not in known and len(known) >= MAX_KNOWN:
+                del known[next(iter(known))]
+            known[client_id] = value
         is_first = bool(key) and self._seen[key] == 1
         (log.info if repeated and not is_first else log.error)(
             f"{what} failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,

@@ -58,7 +58,7 @@ class Sender(OwnThread):
     """
 
     def __init__(self) -> None:
-        super().__init__(self._run, "gradbus-write")
+        super().__init__(self._run, name="gradbus-write")
         self._jobs: deque[Job] = deque()
         self._pauses: dict[Job, Pause] = {}  # of those that had nothing to write, since something was written
         self._wakeup = threading.Condition()

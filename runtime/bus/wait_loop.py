@@ -42,7 +42,7 @@ class WaitLoop(OwnThread):
             what is left is reported again. Returns whether there was anything to do.
         failed: called when the loop cannot go on, see ``fault``. ended: called once at the end, on the thread.
         """
-        super().__init__(self._run, "gradbus-receive")
+        super().__init__(self._run, name="gradbus-receive")
         self._waiter = waiter
         self._handle = handle
         self._failed = failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 from collections.abc import Collection, Sequence
@@ -53,7 +54,8 @@ def run(
         async with gradbus.connect(job=job, domain=domain) as bus:
             given = without[client_id]
             task = given if isinstance(given, NoopTask) else Sometimes(given)
-            return await gradbus.Client(bus, task, client_id=client_id, config=client).run()
+            with contextlib.suppress(TrainingFailed):  # the controller raises it, too
+                return await gradbus.Client(bus, task, client_id=client_id, config=client).run()
 
     async def main() -> tuple[list[gradbus.RoundReport], list[Any]]:
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus:
