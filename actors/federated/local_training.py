@@ -357,7 +357,7 @@ class LocalTraining:
                 lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
                 **own,
             )  # fmt: skip
-        self._check_result(outcome)
+            self._check_result(outcome)  # before the rule misses the steps of a training that there was not
         return outcome, {} if optimizer is None else _named(optimizer_part, optimizer.state())
 
     def _check_result(self, outcome: TrainOutcome) -> None:

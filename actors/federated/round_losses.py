@@ -156,6 +156,8 @@ class RoundLosses:
             reasons.append(self._describe(failed))
         if sat_out:
             reasons.append(f"{_named(sat_out)} had nothing to train")
+        others = [] if why else [reason for reason in by_reason if reason not in (TRAINING_FAILED, SAT_OUT, ALONE)]
+        reasons += [f"updates of {_named(by_reason[one])}: {one}, see the log" for one in others[:MAX_NAMED]]
         why = "; ".join(reasons)
         return RoundTimeout(round_.round_id, len(round_.accepted), round_.minimum, attempts, why)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from dds_domains import new_domain
 from structlog.testing import capture_logs
 
@@ -107,6 +108,27 @@ def test_without_enough_updates_the_error_names_those_that_sat_out() -> None:
     assert caught.group_contains(RoundTimeout, match="client 0 had nothing to train")
 
 
+class Stepping(Sometimes):
+    """Trains by an optimizer of torch, as the rules of clients need."""
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        if arguments["round_id"] not in self._without:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sum(parameter.square().sum() for parameter in model.parameters()).backward()
+            optimizer.step()
+        return super().train(model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("rule", "strategy"), [("fedprox", "fedavg"), ("ditto", "fedavg"), ("scaffold", "scaffold"), ("plain", "fednova")]
+)
+def test_a_client_sits_out_whatever_the_rule_of_its_training(rule: str, strategy: str) -> None:
+    reports, _, logs = run([Stepping({}), Stepping({2})], training={"rule": rule}, strategy=strategy)
+    assert [report.clients for report in reports] == [(0, 1), (0,), (0, 1)]
+    assert [report.dropped.get(SAT_OUT, 0) for report in reports] == [0, 1, 0]
+    assert not [one for one in logs if one["log_level"] == "error"]
+
+
 class Failing(NoopTask):
     """Fails in each round."""
 
@@ -124,6 +146,12 @@ def test_a_round_that_fails_by_a_training_names_it_whatever_the_other_client_doe
     with pytest.raises(ExceptionGroup) as caught:
         run([without, Failing()], rounds=1, round={"max_attempts": 2}, clients={"num": 2, "min": least})
     assert caught.group_contains(TrainingFailed, match="training failed on client 1: KeyError: 'age', at ")
+
+
+def test_without_enough_updates_the_error_names_why_updates_were_refused() -> None:
+    with pytest.raises(ExceptionGroup) as caught:  # FedNova needs steps, and this task makes none
+        run([{}, {}], rounds=1, strategy="fednova", round={"max_attempts": 2})
+    assert caught.group_contains(RoundTimeout, match="after 2 attempts: updates of clients 0, 1: refused, see the log")
 
 
 def opened(minimum: int = 1) -> Round:
