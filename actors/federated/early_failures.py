@@ -9,7 +9,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BusError, GradbusError
 from gradbus.runtime.plain_text import plain_line, plain_text
-from gradbus.runtime.user_errors import traceback_with_place, user_error
+from gradbus.runtime.user_errors import summary_of, traceback_with_place, user_error
 from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, NOT_WELCOMED, Status, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message
@@ -28,10 +28,8 @@ class EarlyFailures:
         self._config = config
 
     def summary(self, error: Exception) -> str:
-        """Return what of an error may leave this client, in one line. That of an error of gradbus has no place."""
-        what = user_error(error)
-        text = str(what) if what.is_own or not isinstance(error, GradbusError) else what.what
-        return plain_line(text) if self._config.report_failures else type(error).__name__
+        """Return what of an error may leave this client, in one line."""
+        return plain_line(summary_of(error)) if self._config.report_failures else type(error).__name__
 
     async def report(self, error: Exception, run_id: int) -> None:
         """Report the error to the controller of a run, which has welcomed this client."""
