@@ -67,8 +67,18 @@ class JoinRefused(GradbusError):
 
     def __init__(self, why: str, who: str = "client") -> None:
         """``who``: what it wanted to be."""
-        super().__init__(f"the controller refused this {who}: {why}")
+        super().__init__(f"{self._begin(who)}: {why}")
         self.why = why
+
+    def _begin(self, who: str) -> str:
+        return f"the controller refused this {who}"
+
+
+class JoinDeclined(JoinRefused):
+    """This client takes no part in the run: the controller asks for what it does not give; ``why`` says what."""
+
+    def _begin(self, who: str) -> str:
+        return f"this {who} takes no part in the run"
 
 
 class TrainingFailed(GradbusError):

@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import size_of
 from gradbus.actors.secure_aggregation.shamir import BadShares
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import copy_state
@@ -147,7 +149,7 @@ class Controller:
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
         sharing = Sharing.of(config)
-        self._model = FlatModel(self._task.build_model(), sharing, rebuild=self._task.build_model)
+        self._model = FlatModel(build_model(self._task), sharing, rebuild=partial(build_model, self._task))
         check_sharing(self._model.specs, sharing)
         if config.privacy.name != "none":
             check_noise(self._model.specs, sharing)

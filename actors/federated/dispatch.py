@@ -25,7 +25,9 @@ from gradbus.runtime.choices import CODECS
 from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import (
+    BEFORE_FIRST_ROUND,
     CANDIDATE_ROUNDS,
+    NOT_WELCOMED,
     Body,
     EvaluationResult,
     Hello,
@@ -141,6 +143,8 @@ class Dispatcher:
             case Control(sender=sender, incarnation=incarnation) if sender != CONTROLLER:
                 if isinstance(message.body, Hello):
                     await self._hello(sender, incarnation, message.body, message.number)
+                elif isinstance(message.body, TrainingFailure) and message.body.run_id == NOT_WELCOMED:
+                    self._failed_unwelcomed(sender, message.body)
                 elif self._mark_alive(sender, incarnation):  # else its Hello will come
                     await self._on_client(sender, incarnation, message.body, group)
             case PeerGone(sender=sender, incarnation=incarnation, why="") if self._monitor.is_stalled():
@@ -151,6 +155,12 @@ class Dispatcher:
                 raise taken
             case _:
                 pass  # own messages, or those of a controller that will give up
+
+    def _failed_unwelcomed(self, client_id: int, report: TrainingFailure) -> None:
+        """A client that has not joined reports why it cannot."""
+        is_here = self._registry.incarnation_of(client_id) is not None  # then another process has its id
+        if report.round_id == BEFORE_FIRST_ROUND and not is_here:
+            self._events.client_failed(client_id, report)
 
     async def _on_client(self, client_id: int, incarnation: int, body: Body, group: asyncio.TaskGroup) -> None:
         match body:

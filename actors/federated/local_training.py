@@ -206,8 +206,8 @@ class LocalTraining:
 
         Raises:
             NonFiniteResult: its loss, or the model, is not finite. NothingToTrain: this client sits the round out.
-            ValueError: training made the model too large, or used no samples: the controller would refuse the update.
-                And whatever the task raises.
+            ValueError: training made the model too large: the controller would refuse the update. WrongResult: it has
+                returned what cannot be used, such as no samples. And whatever the task raises.
         """
         with TRAINING.take(should_stop):
             try:
@@ -371,7 +371,7 @@ class LocalTraining:
                 lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
                 **own,
             )  # fmt: skip
-        self._check_result(outcome)
+            self._check_result(outcome)  # before the rule misses the steps of a training that there was not
         return outcome, {} if optimizer is None else _named(optimizer_part, optimizer.state())
 
     def _check_result(self, outcome: TrainOutcome) -> None:
@@ -387,6 +387,11 @@ class LocalTraining:
             ) from None  # fmt: skip
         if int(outcome.num_samples) == 0 and outcome.loss is None:
             raise NothingToTrain
+        if int(outcome.num_samples) < 1:
+            raise WrongResult(
+                f"train has returned num_samples={outcome.num_samples} and loss={outcome.loss}: expected at least one "
+                f"sample. If there was nothing to train, return gradbus.models.TrainResult.nothing()", train,
+            )  # fmt: skip
         if difference := self._model.misfit:
             raise WrongResult(
                 f"training has changed the tensors of the model: {difference}. They are exchanged by name and shape. "
@@ -538,9 +543,7 @@ class LocalTraining:
     def _check(
         self, payload: bytes | memoryview, base: Tensor, num_samples: int, update_norm: float, residual: Tensor | None
     ) -> None:  # fmt: skip
-        """Raises ValueError: the update would be refused; TooLarge: as it has no room in the sum."""
-        if num_samples < 1:
-            raise ValueError(f"training used {num_samples} samples: expected at least one")
+        """Raises TooLarge: the update would be refused, as it has no room in the sum."""
         norm = update_norm + (0.0 if residual is None else l2_norm(residual))
         # No value is larger than the norm, which is known; half, as a lossy codec may round up.
         if num_samples * norm < LARGEST / 2 or fits(

@@ -159,7 +159,7 @@ class SiteMember(Client):
             self._session.controller_timeout_s = self._upstream.alone_after_s
         self._session.begin()
 
-    async def _report_unprepared(self, welcome: Welcome, error: Exception) -> None:
+    async def _report_unprepared(self, error: Exception, run_id: int) -> None:
         pass  # it may start again at once; else the reason of its Leave says why
 
     async def _work(self, group: TaskGroup) -> None:

@@ -28,6 +28,7 @@ from gradbus.actors.parameter_server.clocks import Clocks, Decision, Kind, Proto
 from gradbus.actors.parameter_server.messages import Flag, Message, decode, encode, largest, meta_of
 from gradbus.actors.parameter_server.shard import Shard, check_config
 from gradbus.actors.parameter_server.state import FROZEN, SavedServer, ServerState, own_tensors, state_bytes_of
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.compute import ComputeThread
@@ -189,7 +190,7 @@ class ParameterServer:
         """Make the model and keep the part of this server. Returns the layout, the names in the model's state, and the
         bytes of what is not trained."""
         check_config(self._config)
-        model = self._task.build_model()
+        model = build_model(self._task)
         layout, names = describe_layout(model), StateNames.of_model(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:

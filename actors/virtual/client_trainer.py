@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.virtual.channel import Parcel
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
 from gradbus.runtime.testing.instrumentation import no_probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
@@ -91,7 +93,7 @@ class ClientTrainer:
         self._task = task
         self._settings = settings
         self._stopped_up_to = stopped_up_to
-        self._model = FlatModel(task.build_model(), rebuild=task.build_model)
+        self._model = FlatModel(build_model(task), rebuild=partial(build_model, task))
         self._memory = PayloadMemory(switched_on=settings.shared_memory)
         self._no_memory = PayloadMemory(switched_on=False)
         self._probe = no_probe()

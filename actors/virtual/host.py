@@ -40,6 +40,7 @@ from gradbus.actors.virtual.pool import (
     TrainingPool,
     TrainingProcess,
 )
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BusError, ConfigError
@@ -185,7 +186,7 @@ class ClientHost(Client):
     def _open(self) -> None:
         """Build the model, off the loop."""
         self._bus.access_policy.check_host()
-        self._model = FlatModel(self._task.build_model())
+        self._model = FlatModel(build_model(self._task))
         self._open_parts(self)
 
     def _describe(self, matched: bool) -> Hello:

@@ -46,7 +46,7 @@ from gradbus.runtime.collectives.reductions import (
 from gradbus.runtime.collectives.tensors import check_sendable, plain
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError
 from gradbus.runtime.misuse import opening
-from gradbus.runtime.user_errors import user_error
+from gradbus.runtime.user_errors import summary_of
 
 MAX_WORLD = 1024
 GROUP_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
@@ -405,7 +405,7 @@ def _reason(error: BaseException) -> str:
     """The text that the others get of an error that ends this rank's part."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "was stopped"
-    return str(error) if type(error) is GradbusError else f"failed with {user_error(error)}"
+    return str(error) if type(error) is GradbusError else f"failed with {summary_of(error)}"
 
 
 @opening("gradbus.join_group", "group")

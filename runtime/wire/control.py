@@ -16,6 +16,7 @@ from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
 PROTOCOL = 4
 BEFORE_FIRST_ROUND = 0  # in a TrainingFailure: a client cannot get ready, and leaves
+NOT_WELCOMED = 0  # no run has this id: in such a TrainingFailure, of a client that knows of no run yet
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
 CANDIDATE_ROUNDS = range(0x7FFE_0000, 0x7FFF_0000)  # nor one of these: they stand for models that are evaluated alone
 MAX_BODY_BYTES = 64 * 1024
@@ -413,6 +414,7 @@ class TrainingFailure:
     """Client to controller: training failed; ``text`` is the traceback.
 
     Attributes:
+        run_id: NOT_WELCOMED: the client could not even build its model, and knows of no run.
         round_id: of the command; BEFORE_FIRST_ROUND: the client could not load its data, and takes part in no round.
         reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
             returned a loss, or a model, of NaN or infinity; ``nothing to train``: the client sits the round out. Any

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from dds_domains import new_domain
 from structlog.testing import capture_logs
 
@@ -18,7 +20,7 @@ from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
 from gradbus.experiments.history.invariants import check
 from gradbus.experiments.history.reader import read_history
 from gradbus.models import NoopTask, TrainResult
-from gradbus.runtime.errors import RoundTimeout
+from gradbus.runtime.errors import RoundTimeout, TrainingFailed
 
 DIM = 50
 _jobs = itertools.count()
@@ -37,16 +39,24 @@ class Sometimes(NoopTask):
 
 
 def run(
-    without: list[Collection[int]], *, rounds: int = 3, client: gradbus.ClientConfig | None = None, **changes: Any
+    without: Sequence[Collection[int] | NoopTask],
+    *,
+    rounds: int = 3,
+    client: gradbus.ClientConfig | None = None,
+    **changes: Any,
 ) -> tuple[list[gradbus.RoundReport], list[Any], list[Any]]:
-    """A run whose clients have nothing to train in these rounds: its reports, what the clients did, and the log."""
+    """A run whose clients have nothing to train in these rounds, or another task: its reports, what the clients did,
+    and the log."""
     job, domain = f"sits-out-{os.getpid()}-{next(_jobs)}", new_domain()
     config = gradbus.FederatedConfig(rounds=rounds, eval_every=0, **{"clients": {"num": len(without)}, **changes})
     config = config.replaced("clients.dead_after_s", 30.0)
 
     async def one(client_id: int) -> Any:
         async with gradbus.connect(job=job, domain=domain) as bus:
-            return await gradbus.Client(bus, Sometimes(without[client_id]), client_id=client_id, config=client).run()
+            given = without[client_id]
+            task = given if isinstance(given, NoopTask) else Sometimes(given)
+            with contextlib.suppress(TrainingFailed):  # the controller raises it, too
+                return await gradbus.Client(bus, task, client_id=client_id, config=client).run()
 
     async def main() -> tuple[list[gradbus.RoundReport], list[Any]]:
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus:
@@ -96,6 +106,52 @@ def test_without_enough_updates_the_error_names_those_that_sat_out() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run([{1}, {}], rounds=1, round={"max_attempts": 2}, clients={"num": 2, "min": 2})
     assert caught.group_contains(RoundTimeout, match="client 0 had nothing to train")
+
+
+class Stepping(Sometimes):
+    """Trains by an optimizer of torch, as the rules of clients need."""
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        if arguments["round_id"] not in self._without:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sum(parameter.square().sum() for parameter in model.parameters()).backward()
+            optimizer.step()
+        return super().train(model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("rule", "strategy"), [("fedprox", "fedavg"), ("ditto", "fedavg"), ("scaffold", "scaffold"), ("plain", "fednova")]
+)
+def test_a_client_sits_out_whatever_the_rule_of_its_training(rule: str, strategy: str) -> None:
+    reports, _, logs = run([Stepping({}), Stepping({2})], training={"rule": rule}, strategy=strategy)
+    assert [report.clients for report in reports] == [(0, 1), (0,), (0, 1)]
+    assert [report.dropped.get(SAT_OUT, 0) for report in reports] == [0, 1, 0]
+    assert not [one for one in logs if one["log_level"] == "error"]
+
+
+class Failing(NoopTask):
+    """Fails in each round."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        raise KeyError("age")
+
+
+@pytest.mark.parametrize(("without", "least"), [({1}, 1), ({}, 2)], ids=["sits out", "waits for a second update"])
+def test_a_round_that_fails_by_a_training_names_it_whatever_the_other_client_does(
+    without: Collection[int], least: int
+) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run([without, Failing()], rounds=1, round={"max_attempts": 2}, clients={"num": 2, "min": least})
+    assert caught.group_contains(TrainingFailed, match="training failed on client 1: KeyError: 'age', at ")
+
+
+def test_without_enough_updates_the_error_names_why_updates_were_refused() -> None:
+    with pytest.raises(ExceptionGroup) as caught:  # FedNova needs steps, and this task makes none
+        run([{}, {}], rounds=1, strategy="fednova", round={"max_attempts": 2})
+    assert caught.group_contains(RoundTimeout, match="after 2 attempts: updates of clients 0, 1: refused, see the log")
 
 
 def opened(minimum: int = 1) -> Round:
