@@ -131,7 +131,8 @@ def test_bytes_are_counted_once_although_a_collective_ends_while_it_is_being_sta
     operation.on_end = Callbacks()
     net.start(operation)
     assert operation.value == [b"1234", b"payload"]
-    assert (net.engines[0].bytes_out, net.engines[0].bytes_in) == (4, 7)
+    traffic = net.engines[0].traffic
+    assert (traffic.sent_bytes, traffic.received_bytes) == (4, 7)
 
 
 def test_one_that_has_failed_before_it_is_started_is_counted_and_sends_nothing_and_leaves_nothing() -> None:
