@@ -97,7 +97,7 @@ class Profile:
         self._traffic = traffic
         self._counted = dict.fromkeys(BYTES, 0) if traffic is None else _amounts_of(traffic)
         self._exchanged = dict.fromkeys(BYTES, 0)  # since then
-        self._earlier: dict[str, int] = {}
+        self._earlier: dict[str, float] = {}
         self._file = None if jsonl is None else LineFile(jsonl)
         self._jsonl_steps = jsonl_steps and jsonl is not None
         start = {"kind": "start", "format": FORMAT, "rank": rank, "unix_s": time.time(), "window_steps": window_steps,
@@ -136,7 +136,7 @@ class Profile:
             )
             return
         with self._lock:
-            self._earlier = {name: amount for name, amount in earlier.items() if amount}
+            self._earlier = {name: float(amount) for name, amount in earlier.items() if amount}
 
     @property
     def exchanged(self) -> tuple[int, int]:
@@ -144,7 +144,7 @@ class Profile:
         run. They are those of ``traffic``, as long as the profile is open."""
         with self._lock:
             self._take_traffic()
-            sent, received = (self._exchanged[name] + self._earlier.get(name, 0) for name in BYTES)
+            sent, received = (self._exchanged[name] + int(self._earlier.get(name, 0)) for name in BYTES)
             return sent, received
 
     def step(self, number: int) -> StepProfile:

@@ -271,7 +271,9 @@ def read_exchanged(path: Path, run: str) -> dict[str, int]:
     found = dict.fromkeys(BYTES, 0)
     for start in _starts(path):
         summary = start.result() if start.run in (None, run) else None
-        for name in BYTES if summary is not None else ():
+        if summary is None:
+            continue
+        for name in BYTES:
             amount = summary.total.get(name, 0.0) + summary.outside.get(name, 0.0)
             if 0 <= amount < 1 << 62:  # else damaged, or forged
                 found[name] += round(amount)
