@@ -738,6 +738,9 @@ class Controller:
         self._losses.begin()
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._publisher.prepare(round_id)
+        asked = round_.asked if self._selector.partial else None
+        # Known before the commit, so that a resume does not lack it; what of it is shared only the sending tells.
+        report = dataclasses.replace(report, bytes_down=self._publisher.bytes_down(size, asked)["bytes_down"])
         if state.is_durable or self._probe.history.on:
             await self._compute.run(self._make_durable, report)
         else:
@@ -755,8 +758,7 @@ class Controller:
             await self._dispatcher.note_speeds(self._receiver.totals.speeds)
         evaluation = await self._evaluation.after_round(round_id)
         report = state.amend(
-            report, **self._publisher.bytes_down(size, round_.asked if self._selector.partial else None),
-            downlink_residual_norm=self._publisher.residual_norm,
+            report, **self._publisher.bytes_down(size, asked), downlink_residual_norm=self._publisher.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
             eval_s=time.perf_counter() - checked_s, seconds=published_s - started_s,
             **evaluation,

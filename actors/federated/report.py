@@ -200,7 +200,9 @@ class RoundReport:
         accuracy, eval_loss: of the global model on the test set; None if not evaluated, or the task has none. metrics:
             more numbers of that evaluation, by name.
         by_clients: evaluation of the global model by clients on their own data.
-        bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
+        bytes_up: payload of the encoded updates that count. bytes_down: of the encoded model after this round, times
+            the clients it went to. Headers, repairs, the first model of a client and models for evaluation are in
+            neither.
         bytes_up_shared, bytes_down_shared: of these, what was read in shared memory and not sent over DDS.
         train_s, encode_s: of the slowest client.
         wire_s: what is left of the time from the command to the last update: transfers and waiting.
@@ -403,7 +405,8 @@ class ClientSummary:
 
     Attributes:
         rounds: in which its update counted. refused: updates that did not.
-        bytes_up: bytes of updates sent, repairs included. train_s: seconds of training in all.
+        bytes_up: payload of updates sent, those that did not count and repairs included, headers left out.
+        train_s: seconds of training in all.
     """
 
     rounds: int

@@ -49,7 +49,9 @@ class UpdateSender:
 
     Attributes:
         phase: offering or uploading while there is an update, else idle.
-        bytes_up: bytes of updates sent so far, repairs included, or read by the controller in memory.
+        bytes_up: payload of updates so far, as they are encoded, whether sent in frames or read by the controller in
+            memory; with frames that were sent again, without headers. Without these repairs and updates that did not
+            count, the sum over all clients is ``bytes_up`` of the rounds.
     """
 
     def __init__(self, bus: Bus, identity: Identity, probe: Probe | None = None) -> None:

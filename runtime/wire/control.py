@@ -574,7 +574,7 @@ class RankStatus:
         group: its name. world: number of its ranks. host: host name and process id, for people.
         up_s: since the group has formed.
         step, epoch: that the worker is in, -1 where there is none. steps_per_s: since the last RankStatus.
-        bytes_out, bytes_in: payload of collectives since the group has formed.
+        bytes_out, bytes_in: payload of the group's collectives.
         pending: collectives that have not ended. oldest: the name of the one that waits longest, oldest_s: for so long,
             missing: ranks that it waits for and that have not made the call, as far as this rank knows.
         lost: ranks that it knows to be gone.
