@@ -15,6 +15,8 @@ from pydantic import BeforeValidator, Field, ValidationError
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.client_orders import ClientOrder, Whole
 
+__all__ = ["ClientOrder", "RoundOrder"]
+
 MAX_IN_ORDER = 1 << 20  # clients
 
 

@@ -21,7 +21,7 @@ from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.federated.order_book import check_order
 from gradbus.actors.federated.ordered_run import OrderedRun
 from gradbus.models import NoopTask
-from gradbus.runtime.errors import BarrierTimeout, CallbackFailed, ConfigError, RunOver
+from gradbus.runtime.errors import BarrierTimeout, CallbackFailed, CheckpointError, ConfigError, RunOver
 from gradbus.runtime.wire.client_orders import ClientOrder
 
 DIM = 50
@@ -316,4 +316,4 @@ def test_a_damaged_order_is_named_and_not_guessed(tmp_path: Path) -> None:
     again = Job(rounds=4, checkpoint={"dir": str(tmp_path)})
     with pytest.raises(ExceptionGroup) as caught:
         again.run(program)
-    assert caught.group_contains(gradbus.CheckpointError, match=r"order-000002.json is damaged")
+    assert caught.group_contains(CheckpointError, match=r"order-000002.json is damaged")
