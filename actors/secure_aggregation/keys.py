@@ -229,3 +229,9 @@ def share_digest(roster: Roster, kind: bytes, sender: int, receiver: int, share:
     reads the share later see whether it is that one. ``kind``: ``b"seed"`` or ``b"key"``."""
     ids = sender.to_bytes(4, "little") + receiver.to_bytes(4, "little")
     return hashlib.sha256(b"gradbus share 1 " + kind + roster.digest + ids + share).digest()[:DIGEST_BYTES]
+
+
+def share_digests(roster: Roster, sender: int, receiver: int, shares: tuple[bytes, bytes]) -> bytes:
+    """Return the digests of a share of the own seed, and of one of the masking key, as they follow what is sealed."""
+    kinds = zip((b"seed", b"key"), shares, strict=True)
+    return b"".join(share_digest(roster, kind, sender, receiver, share) for kind, share in kinds)

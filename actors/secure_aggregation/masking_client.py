@@ -28,7 +28,7 @@ from gradbus.actors.secure_aggregation.keys import (
     commitment,
     derived,
     pair_seed,
-    share_digest,
+    share_digests,
 )
 from gradbus.actors.secure_aggregation.masks import SEED_BYTES, Words, add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, is_share, split
@@ -99,7 +99,7 @@ class MaskingClient:
                 continue
             key = self._sealing_key(roster, other, self._client_id, other.client_id)
             ciphertext = AESGCM(key).encrypt(_NONCE, seed_share + key_share, roster.digest)
-            sealed.append(ciphertext + _digests(roster, self._client_id, other.client_id, (seed_share, key_share)))
+            sealed.append(ciphertext + share_digests(roster, self._client_id, other.client_id, (seed_share, key_share)))
         self.roster, self._sealed = roster, sealed
         return sealed
 
@@ -146,7 +146,7 @@ class MaskingClient:
             return None
         shares = both[:SHARE_BYTES], both[SHARE_BYTES:]
         # With other digests than those of its shares a sender could have this client called a liar later.
-        is_right = sealed[CIPHERTEXT_BYTES:] == _digests(roster, sender, self._client_id, shares)
+        is_right = sealed[CIPHERTEXT_BYTES:] == share_digests(roster, sender, self._client_id, shares)
         return shares if is_right and all(map(is_share, shares)) else None
 
     def mask(self, values: Words, should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -208,9 +208,3 @@ class MaskingClient:
             raise NotInProtocol("clients that do not ascend, or that are not in this attempt")
         if len(found) < threshold:
             raise NotInProtocol(f"{len(found)} clients: the threshold is {threshold}")
-
-
-def _digests(roster: Roster, sender: int, receiver: int, shares: tuple[bytes, bytes]) -> bytes:
-    """Digests of a share of the own seed, and of one of the masking key."""
-    kinds = zip((b"seed", b"key"), shares, strict=True)
-    return b"".join(share_digest(roster, kind, sender, receiver, share) for kind, share in kinds)
