@@ -17,7 +17,7 @@ from gradbus.actors.aggregation.grid_steps import shape_of
 from gradbus.actors.federated.local_training import codec_of
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
-from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, Roster
+from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, NotMember, Roster
 from gradbus.actors.secure_aggregation.masked_values import UpdateMasks, zeros
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masks import Stopped
@@ -140,7 +140,7 @@ class ClientMasking:
         except NotInProtocol as error:
             if str(error) != own.refused:  # the request is repeated
                 own.refused = str(error)
-                log.warning(
+                (log.info if isinstance(error, NotMember) else log.warning)(
                     "no part in this attempt", client=self._identity.sender, round=request.round_id,
                     attempt=request.attempt, reason=own.refused,
                 )  # fmt: skip
@@ -179,7 +179,7 @@ class ClientMasking:
         client = own.client
         name = client.attempt.run_id, client.attempt.round_id
         if client.roster is None:
-            raise NotInProtocol("there is no roster yet")
+            raise NotMember("an attempt that goes on without this client")
         terms = client.roster.terms
         self._answered.check(name, terms, survivors)
         shares = client.unmask(survivors)

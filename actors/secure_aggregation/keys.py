@@ -49,6 +49,10 @@ class Dishonest(NotInProtocol):
     """A message that shows by itself that its sender does not keep to the protocol."""
 
 
+class NotMember(NotInProtocol):
+    """An attempt goes on without this client, as it came too late or sits the round out."""
+
+
 class TooFewMembers(ValueError):
     """Fewer clients than the threshold are left in a phase: the attempt has failed, and nothing of it is revealed."""
 

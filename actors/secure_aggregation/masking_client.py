@@ -22,6 +22,7 @@ from gradbus.actors.secure_aggregation.keys import (
     SEALED_BYTES,
     Attempt,
     NotInProtocol,
+    NotMember,
     Roster,
     RosterEntry,
     agreed,
@@ -85,10 +86,10 @@ class MaskingClient:
                 f"a sum of {roster.threshold} of {len(roster.members)} members can be unmasked: this client asks for "
                 f"{self._least}"
             )
-        if self._client_id not in roster.points or roster.member(self._client_id) != RosterEntry.of(
-            self._client_id, self.advertise()
-        ):
-            raise NotInProtocol("a roster without this client, or with other keys of it")
+        if self._client_id not in roster.points:
+            raise NotMember("a roster without this client")
+        if roster.member(self._client_id) != RosterEntry.of(self._client_id, self.advertise()):
+            raise NotInProtocol("a roster with other keys of this client")
         points = tuple(roster.points.values())
         of_seed = split(self._own_seed, roster.threshold, points)
         of_key = split(self._masking, roster.threshold, points)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from masking_scene import ATTEMPT, DIM, Scene
 
 from gradbus.actors.secure_aggregation import keys, shamir
-from gradbus.actors.secure_aggregation.keys import Dishonest, NotInProtocol, Roster, TooFewMembers
+from gradbus.actors.secure_aggregation.keys import Dishonest, NotInProtocol, NotMember, Roster, TooFewMembers
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masks import Stopped, add_masks
 
@@ -245,7 +245,9 @@ def test_rosters_that_no_honest_server_makes_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(NotInProtocol):
             Roster.parse(ATTEMPT, threshold, wrong)
-    with pytest.raises(NotInProtocol, match="without this client"):
+    with pytest.raises(NotMember, match="without this client"):
+        MaskingClient(ATTEMPT, 9).share(roster)
+    with pytest.raises(NotInProtocol, match="other keys of this client"):
         MaskingClient(ATTEMPT, 1).share(roster)
     with pytest.raises(NotInProtocol, match="asks for 5"):
         MaskingClient(ATTEMPT, 1, least_members=5).share(roster)
