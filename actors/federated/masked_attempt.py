@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.sum_summary import SumSummary, ranges_of
-from gradbus.actors.federated.rounds import UNMASKED, Outcome, Round
+from gradbus.actors.federated.rounds import SAT_OUT, UNMASKED, Outcome, Round
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.keys import SEALED_BYTES, Attempt, Dishonest, NotInProtocol, TooFewMembers
@@ -142,12 +142,17 @@ class MaskedAttempt:
             missing = round_.open - self._ready
             if not missing or time.monotonic() >= complain_until_s:
                 self._judge()
-            for client_id in missing:
+            for client_id in missing | self._helpers():
                 await self._send(self._shares_for(client_id))
             await self._wait(
                 (lambda: not round_.open - self._ready) if missing else lambda: bool(round_.open - self._ready),
                 REPEAT_AFTER_S,
             )
+
+    def _helpers(self) -> set[int]:
+        """Clients that have shared, and then had nothing to train: with their shares they can help to unmask."""
+        sat_out = {client_id for client_id, reason in self._round.failed.items() if reason == SAT_OUT}
+        return sat_out.intersection(self._server.senders) - self._ready
 
     def _shares_for(self, client_id: int) -> MaskShares:
         sealed = b"".join(self._server.sealed_for(client_id))

@@ -53,7 +53,6 @@ def finished(job: Run) -> tuple[gradbus.Controller, list[Any]]:
 def test_where_enough_have_something_to_train_the_sum_is_theirs(after_s: float) -> None:
     job = run(4, {3: {1}}, after_s, rounds=2, limits={"cap_samples": None})
     controller, warned = finished(job)
-    print("WARN", warned)
     first, second = controller.progress.reports
     assert [(one.clients, one.attempt) for one in (first, second)] == [((0, 1, 2), 1), ((0, 1, 2, 3), 1)]
     assert (first.dropped[SAT_OUT], first.strikes, first.outcome) == (1, (), "all live clients answered")
@@ -93,6 +92,15 @@ def test_one_client_that_has_something_is_not_shown_by_itself(after_s: float) ->
         job()
     assert time.monotonic() - began_s < 10.0, "no deadline is waited for"
     assert not observer.all(MaskSurvivors)
+
+
+def test_who_sits_out_after_it_has_shared_helps_to_unmask_where_another_one_drops_out() -> None:
+    job = Run(range(4), quits={2: 3})
+    job.task = Sometimes({3: {1}}, 0.5)
+    controller, _ = finished(job)
+    (report,) = controller.progress.reports
+    assert (report.clients, report.attempt) == ((0, 1, 2), 1)
+    assert torch.equal(controller.weights, plain_weights(3))
 
 
 def test_those_that_sat_out_are_asked_again_in_the_next_round() -> None:
