@@ -31,10 +31,10 @@ class Lying(ClientMasking):
     """Sends something else in a phase. ``changes``: by phase."""
 
     changes: Mapping[int, Change]
-    in_rounds = range(1, 100)
+    from_attempt = 1
 
     def _answer(self, own: Any, phase: int, data: bytes, group: Any) -> None:
-        if own.client.attempt.round_id in self.in_rounds and phase in self.changes:
+        if own.client.attempt.number >= self.from_attempt and phase in self.changes:
             data = self.changes[phase](data)
         super()._answer(own, phase, data, group)
 
@@ -226,3 +226,76 @@ def test_shares_of_no_secret_cost_one_round_that_says_so_and_name_their_sender()
     assert set(refused) == {"the round was given up, as a client broke the protocol"}
     assert {tuple(body.clients) for _, body in observer.all(MaskSurvivors) if body.round_id == 1} == {(0, 1, 2, 3, 4)}
     assert seconds < PHASE_S
+
+
+class Silent(Lying):
+    """Says nothing in some phases."""
+
+    changes: Mapping[int, Change] = {}
+    in_phases: frozenset[int] = frozenset()
+
+    def _answer(self, own: Any, phase: int, data: bytes, group: Any) -> None:
+        if phase not in self.in_phases:
+            super()._answer(own, phase, data, group)
+
+
+class SilentToComplain(Silent):
+    """Nor does it ever send an update."""
+
+    in_phases = frozenset({2})
+
+    async def _make_masks(self, own: MaskingAttempt, dim: int) -> None:
+        pass
+
+
+class SilentToUnmask(Silent):
+    in_phases = frozenset({3})
+
+
+def test_who_seals_random_bytes_and_is_silent_then_holds_the_others_up_for_one_phase_alone() -> None:
+    timeouts = {"keys_timeout_s": 20.0, "shares_timeout_s": 1.0, "unmask_timeout_s": 20.0}
+    lie = {4: RANDOM["random shares"]}
+    _, start = run(5, lie, kind=SilentToComplain, secure_aggregation=timeouts, round={"quorum": 1.0})
+    controller, logs, seconds = start()
+    (report,) = controller.progress.reports
+    assert (report.clients, report.attempt) == ((0, 1, 2, 3), 2)
+    assert torch.equal(controller.weights, plain_weights(4))
+    assert warned_of(logs) == {4}
+    assert 1.0 <= seconds < PHASE_S
+
+
+def test_who_seals_random_bytes_for_one_and_does_not_answer_itself_costs_one_round_and_one_deadline() -> None:
+    def change(data: bytes) -> bytes:
+        return secrets.token_bytes(114) + data[114:]
+
+    timeouts = {"unmask_timeout_s": 1.0}
+    _, start = run(4, {3: {1: change}}, kind=SilentToUnmask, secure_aggregation=timeouts, rounds=2)
+    controller, logs, seconds = start()
+    first, second = controller.progress.reports
+    assert (first.clients, first.attempt, first.strikes) == ((), 1, ())
+    assert (second.clients, second.attempt) == ((0, 1, 2), 1)
+    failed = [one["reason"] for one in logs if one["event"] == "secure aggregation failed"]
+    assert len(failed) == 1
+    assert "of client 3's secret 2 shares have come, the threshold is 3" in failed[0]
+    assert 1.0 <= seconds < PHASE_S
+
+
+def test_one_after_the_other_is_left_out_however_few_attempts_a_round_may_have() -> None:
+    class Later(Lying):
+        from_attempt = 2
+
+    job, start = run(6, {5: RANDOM["random shares"]}, round={"max_attempts": 1})
+    make_client = job.make_client
+
+    def two_liars(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
+        client: Client = make_client(bus, task, client_id=client_id, config=config)
+        if client_id == 4:
+            replace_masking(client, Later).changes = RANDOM["random shares"]
+        return client
+
+    job.make_client = two_liars
+    controller, logs, _ = start()
+    (report,) = controller.progress.reports
+    assert (report.clients, report.attempt) == ((0, 1, 2, 3), 3)
+    assert torch.equal(controller.weights, plain_weights(4))
+    assert warned_of(logs) == {4, 5}
