@@ -123,7 +123,7 @@ class MaskedAttempt:
         round_, server, settings = self._round, self._server, self._settings
         try:
             await self._wait(lambda: not round_.open - set(server.advertised), settings.keys_timeout_s)
-            roster = server.close_keys(without=set(server.advertised) - round_.open)
+            roster = server.close_keys(without={*self.liars, *self._that_sat_out()})
             self.keep_to_members()
             grid = roster.grid
             terms = roster.threshold, roster.cap, roster.to_bytes(), grid.sent, grid.block_elems, grid.exponents
@@ -151,8 +151,10 @@ class MaskedAttempt:
 
     def _helpers(self) -> set[int]:
         """Clients that have shared, and then had nothing to train: with their shares they can help to unmask."""
-        sat_out = {client_id for client_id, reason in self._round.failed.items() if reason == SAT_OUT}
-        return sat_out.intersection(self._server.senders) - self._ready
+        return self._that_sat_out().intersection(self._server.senders) - self._ready
+
+    def _that_sat_out(self) -> set[int]:
+        return {client_id for client_id, reason in self._round.failed.items() if reason == SAT_OUT}
 
     def _shares_for(self, client_id: int) -> MaskShares:
         sealed = b"".join(self._server.sealed_for(client_id))
