@@ -208,3 +208,32 @@ def test_keys_are_derived_for_one_direction_each() -> None:
     assert derived(bytes(32), b"seal", scene.server.roster, (0, 1)) != derived(
         bytes(32), b"seal", scene.server.roster, (1, 0)
     )
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_server_that_damages_shares_on_their_way_gets_fewer_shares_and_nothing_else(data: st.DataObject) -> None:
+    ids = list(range(data.draw(st.integers(3, 7))))
+    scene = Scene(ids)
+    for one in ids:
+        scene.server.add_keys(one, scene.clients[one].advertise())
+    roster = scene.server.close_keys()
+    for one in ids:
+        scene.server.add_shares(one, scene.clients[one].share(roster))
+    senders, client = scene.server.close_shares(), scene.clients[0]
+    damaged = data.draw(st.sets(st.sampled_from(ids[1:])))
+    at = data.draw(st.integers(0, SEALED_BYTES - 1))
+    sealed = [
+        piece[:at] + bytes([piece[at] ^ 1]) + piece[at + 1 :] if sender in damaged else piece
+        for sender, piece in zip(ids[1:], scene.server.sealed_for(0), strict=True)
+    ]
+    assert client.receive(senders, sealed) == sorted(damaged)
+    if len(ids) - len(damaged) < roster.threshold:
+        with pytest.raises(NotInProtocol):
+            client.unmask(senders)
+        return
+    client.mask(np.zeros(DIM, np.uint64))
+    answer = client.unmask(senders)
+    assert {sender for sender, share in zip(ids, answer, strict=True) if share == NO_SHARE} == damaged
+    with pytest.raises(NotInProtocol, match="second set of survivors"):
+        client.unmask(senders[1:])

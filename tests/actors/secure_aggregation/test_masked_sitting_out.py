@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from secure_runs import Moving, Observer, Run, plain_weights
+from secure_runs import Moving, Observer, Run, plain_weights, replace_masking
 from structlog.testing import capture_logs
 
 import gradbus
+from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.rounds import SAT_OUT
+from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.models.task import TrainResult
 from gradbus.runtime.errors import RoundTimeout
-from gradbus.runtime.wire.control import MaskRoster, MaskSurvivors
+from gradbus.runtime.wire.control import MaskRoster, MaskSurvivors, TrainingFailure
+from gradbus.runtime.wire.messages import Control
 
 
 class Sometimes(Moving):
@@ -95,9 +98,29 @@ def test_one_client_that_has_something_is_not_shown_by_itself(after_s: float) ->
 
 
 def test_who_sits_out_after_it_has_shared_helps_to_unmask_where_another_one_drops_out() -> None:
-    job = Run(range(4), quits={2: 3})
-    job.task = Sometimes({3: {1}}, 0.5)
+    class Waiting(ClientMasking):
+        """Shares once it is known that client 3 sits out: before that nobody gets the shares of the others."""
+
+        def on_request(self, request: Any, *arguments: Any) -> None:
+            if has_sat_out or not isinstance(request, MaskRoster):
+                super().on_request(request, *arguments)
+
+    def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
+        client = Client(bus, task, client_id=client_id, config=config)
+        if client_id == 0:
+            replace_masking(client, Waiting)
+        return client
+
+    def observe(_: Any, message: Control) -> None:
+        if isinstance(message.body, TrainingFailure):
+            has_sat_out.append(message.sender)
+
+    has_sat_out: list[int] = []
+    job = Run(range(4), quits={2: 3}, secure_aggregation={"unmask_timeout_s": 3.0})
+    job.task, job.make_client = Sometimes({3: {1}}, 0.5), make_client
+    Observer(job, observe)
     controller, _ = finished(job)
+    assert set(has_sat_out) == {3}
     (report,) = controller.progress.reports
     assert (report.clients, report.attempt) == ((0, 1, 2), 1)
     assert torch.equal(controller.weights, plain_weights(3))
