@@ -46,14 +46,14 @@ from gradbus.actors.federated.liveness import (
     claim_job,
     tolerate_write_timeout,
 )
-from gradbus.actors.federated.masked_attempt import AttemptTerms, MaskedAttempt
+from gradbus.actors.federated.masked_attempt import BROKEN, AttemptTerms, MaskedAttempt
 from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
 from gradbus.actors.federated.order_book import OrderBook, check_order
 from gradbus.actors.federated.ordered_run import OrderedRun, RoundRequests, serving
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport, round_report
 from gradbus.actors.federated.round_losses import RoundLosses
-from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing, check_noise, check_sharing
@@ -62,7 +62,7 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import size_of
-from gradbus.actors.secure_aggregation.shamir import BadShares
+from gradbus.actors.secure_aggregation.masking_server import WrongSecrets
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.callbacks import Callbacks
@@ -127,6 +127,7 @@ class Controller:
         self._round: Round | None = None
         self._masked: MaskedAttempt | None = None  # with secure aggregation: the newest attempt
         self._mask_numbers = itertools.count(1)  # of attempts: none is used twice by this start of the controller
+        self._left_out: set[int] = set()  # with secure aggregation: clients that later attempts are made without
         self._wakeup = asyncio.Event()
         self._has_commanded = False
         self._has_orders = False  # the caller orders each round, in its own way
@@ -533,25 +534,37 @@ class Controller:
         self._cap.begin(round_id, self._state.participation.samples())
         if self._config.secure_aggregation.enabled:
             self._cap.waive()
-        for attempt in range(1, self._config.round.max_attempts + 1):
-            named = self._book.named(round_id)
-            least = self._config.clients.min if named is None else len(named)
+        if self._has_too_few_left(round_id):
+            self._left_out = set()
+        named, tries, attempt = self._book.named(round_id), 0, 0
+        least = self._config.clients.min if named is None else len(named)
+        while tries < self._config.round.max_attempts:
+            attempt += 1
             if len(accepted.union(self._selection.ready(round_id, named))) < least:
                 await self._selection.wait_for_start(
                     round_id, accepted, timeout_s=self._time_left()[0], named=named
                 )  # fmt: skip
+            known = len(self._left_out)
             round_, outcome = await self._collect(round_id, accepted, attempt)
             if outcome is not Outcome.TOO_FEW:
+                masked = self._masked if outcome is Outcome.GIVEN_UP else None
+                self._left_out = set() if masked is None else masked.left_out
                 return round_, outcome, attempt
+            tries += len(self._left_out) == known  # without some clients it is another one, and their number is finite
             self._losses.note_attempt(round_)
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._registry.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its next Hello brings another
                     await self._dispatcher.welcome(member)
-            if self._time_left()[1] <= 0.0:
+            if self._time_left()[1] <= 0.0 or self._has_too_few_left(round_id):
                 break
         why = "" if self._masked is None else self._masked.failure
-        raise self._losses.error(round_, self._config.round.max_attempts, why)
+        raise self._losses.error(round_, attempt, why)
+
+    def _has_too_few_left(self, round_id: int) -> bool:
+        """Whether those that are left out are missing for another attempt, which nobody else can help."""
+        ready = self._selection.ready(round_id, self._book.named(round_id))
+        return bool(self._left_out) and len(set(ready) - self._left_out) < self._config.clients.min
 
     async def _collect(self, round_id: int, accepted: set[int], attempt: int) -> tuple[Round, Outcome]:
         """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
@@ -594,8 +607,9 @@ class Controller:
             self._round = None
         # An update that was being added when the round ended counts, too.
         outcome = round_.verdict(time.monotonic()) or outcome
-        if masked is not None and not await self._unmask(masked, outcome):
-            outcome = Outcome.TOO_FEW
+        if masked is not None:
+            outcome = await self._unmask(masked, outcome)
+            await self._leave_out(round_, masked)
         await self._call_on_update()
         if self._selector.partial and round_.open and outcome is not Outcome.TOO_FEW:
             with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
@@ -643,27 +657,42 @@ class Controller:
             is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
         )  # fmt: skip
 
-    async def _unmask(self, masked: MaskedAttempt, outcome: Outcome) -> bool:
-        """Whether an attempt came to a sum, with which its updates count."""
-        if outcome is not Outcome.TOO_FEW:
+    async def _unmask(self, masked: MaskedAttempt, outcome: Outcome) -> Outcome:
+        """Make the sum of an attempt, with which its updates count. Returns why the round is over, after that."""
+        if outcome is Outcome.TOO_FEW:
+            masked.note_too_few()
+        elif outcome is not Outcome.NOTHING:
             self.progress.phase = "unmasking"
             try:
                 await self._receiver.settle_masked(await masked.unmask())
-                return True
-            except (TooFewMembers, BadShares, OutOfRange, NoRoom) as error:  # the clients, or their sum, are to blame
+                return outcome
+            except (TooFewMembers, WrongSecrets, OutOfRange, NoRoom) as error:  # the clients, or their sum
                 masked.fail(str(error))
-        else:
-            masked.note_too_few()
-        await self._receiver.settle_masked(None)
-        return False
+                outcome = Outcome.GIVEN_UP if masked.is_last else Outcome.TOO_FEW
+        is_over = outcome is Outcome.GIVEN_UP
+        await self._receiver.settle_masked(None, f"the round was {outcome.value}" if is_over else "")
+        return outcome
+
+    async def _leave_out(self, round_: Round, masked: MaskedAttempt) -> None:
+        """Make later attempts at a round without those that broke the protocol of this one, and those that have sat it
+        out: the roster of an attempt says how many updates it takes."""
+        sat_out = {client_id for client_id, reason in round_.failed.items() if reason == SAT_OUT}
+        self._left_out |= masked.left_out | sat_out
+        for client_id, reason in masked.liars.items():
+            self._receiver.dropped[BROKEN] += 1
+            strike = self._state.quarantine.strike(client_id, round_.round_id, BROKEN, reason)
+            if strike is not None:
+                await self._selection.on_strike(strike)
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
         named = self._book.named(round_id)
-        ready, enough = self._selection.participants(round_id, accepted, self._cap.weight, named)
+        ready, enough = self._selection.participants(
+            round_id, accepted, self._cap.weight, named=named, without=self._left_out
+        )  # fmt: skip
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.
-        silent = set() if self._selector.partial else self._registry.silent_ids(round_id)
+        silent = set() if self._selector.partial else self._registry.silent_ids(round_id) - self._left_out
         silent = silent if named is None else silent.intersection(named)
         if self._bases is None:
             return Round(round_id, ready, rules, now_s=time.monotonic(), accepted=accepted, silent=silent)
@@ -705,7 +734,7 @@ class Controller:
 
     async def _aggregate(self, round_: Round, outcome: Outcome) -> None:
         """Make the next model of the sum of the updates; without any, the model stays as it is."""
-        if outcome is Outcome.NOTHING:
+        if outcome in (Outcome.NOTHING, Outcome.GIVEN_UP):
             log.info("model unchanged", round=round_.round_id, reason=outcome.value, clients=len(round_.failed))
         else:
             await self._compute.run(self._strategy.finish, self._state.weights)

@@ -229,19 +229,22 @@ class ParticipantSelection:
         return ready if bus.matched_readers(TrainCmd) and bus.matched_writers(ClientUpdate) else []
 
     def participants(
-        self, round_id: int, accepted: Collection[int], weigh: Callable[[int], int], named: Collection[int] | None
+        self, round_id: int, accepted: Collection[int], weigh: Callable[[int], int], *,
+        named: Collection[int] | None = None, without: Collection[int] = (),
     ) -> Participants:  # fmt: skip
         """Return who of the ready clients takes part in a round. Those in ``accepted`` do: their updates count already.
 
         Args:
             weigh: how much an update of so many samples may weigh.
             named: ids of the clients that the round is ordered from; None: the selector decides.
+            without: clients that do not.
 
         Raises:
             ConfigError: the selector is the user's, and selects others than it may; or there is no room in a message to
                 say who is selected.
         """
-        ready, selector, config = self.ready(round_id, named), self._selector, self._context.config
+        ready = [client_id for client_id in self.ready(round_id, named) if client_id not in without]
+        selector, config = self._selector, self._context.config
         if named is not None or not selector.partial:
             return Participants(ready, None)
         facts = [self._facts(client_id, weigh) for client_id in sorted({*ready, *accepted})]

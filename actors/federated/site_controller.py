@@ -226,7 +226,7 @@ class SiteController(RelayingController):
                         reason=str(error),
                     )  # fmt: skip
                     self.contribution = self._contributed = None
-        if self._gathered[1] is Outcome.NOTHING and self._contributed is None:
+        if self._gathered[1] in (Outcome.NOTHING, Outcome.GIVEN_UP) and self._contributed is None:
             raise NothingToTrain
         self.progress.phase = "delivering"
         return (*await self._compute.run(self._sum.encode, self._receiver.totals), self._receiver.totals)

@@ -314,8 +314,11 @@ class UpdateReceiver:
             return UpdateRefusal("unexpected", f"the attempt goes on without client {update.client_id}")
         return None
 
-    async def settle_masked(self, partial: PartialSum | None) -> None:
+    async def settle_masked(self, partial: PartialSum | None, refusal: str = "") -> None:
         """End an attempt with secure aggregation: with its sum all of its updates count; None: it has failed.
+
+        Args:
+            refusal: why no other attempt follows; empty: one may.
 
         Raises:
             ValueError: the sum cannot be used, and nothing counts; the text says why.
@@ -323,6 +326,8 @@ class UpdateReceiver:
         updates = list(self._masked_updates.values())
         if partial is None:
             self._masked_updates, self.totals, self.capped = {}, RoundTotals(), {}
+            for held in updates if refusal else ():
+                await self._send_receipt(held.update, refusal)
             return
         await self._context.compute.run(self._add_unmasked, partial, updates)
         self._counted.update({held.client_id: held.update.key for held in updates})
