@@ -225,7 +225,7 @@ class Controller:
             context, self._registry, self._receiver, self._publisher, self._monitor, self
         )  # fmt: skip
         self._dispatcher.fetch_models = self._selector.partial
-        self._dispatcher.has_terms |= self._has_orders or self._strategy.gives_orders
+        self._dispatcher.has_terms = config.training.has_terms or self._has_orders or self._strategy.gives_orders
         self._evaluator = self._dispatcher.evaluator = ClientEvaluator(
             context, self._registry, sleep_until=self._sleep_until, changed=self._changed
         )

@@ -111,7 +111,7 @@ class Dispatcher:
         self._steps: dict[int, int] = {}
         self.has_begun = False
         self.fetch_models = False
-        self.has_terms = context.config.training.has_terms
+        self.has_terms = False
         self.terms: Welcome | None = None
 
     async def run(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:

@@ -75,7 +75,7 @@ EXAMPLES: list[Body] = [
     LocalModelRequest(7, 1 << 60, 5, 0x7FFE_0001),
     Leave("done"),
     RunEnded(5, True, "all rounds are done"),
-    RoundTerms(5, 4, {"mu": 0.5}, "0,3-7,12"),
+    RoundTerms(5, 4, {"mu": 0.5}, "0,3-7,12", each='{"0,3":{"lr":0.5}}'),
     Closing("its bus was closed"),
     GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
     GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3], ["its process is gone"]),
@@ -127,7 +127,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "exclude": [],
         "masked": False,
     },
-    RoundTerms: {"participants": "", "held": False, "attempt": 0},
+    RoundTerms: {"participants": "", "held": False, "attempt": 0, "each": ""},
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {
