@@ -146,7 +146,7 @@ class Controller:
             check_noise(self._model.specs, sharing)
         check_evaluation(config, self._model)
         self._strategy = self._make_strategy()
-        self._strategy.lay_out([shape for _, _, shape in self._model.table])
+        self._strategy.lay_out(self._model.shapes)
         check_strategy(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradbus.actors.federated.module_structure import Structure, misfit, structure_of
 from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
+from gradbus.runtime.complex_pairs import as_pairs, count_floats, from_pairs, restored
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.saved_state import Row
@@ -20,12 +21,13 @@ log = get_logger("model")
 
 
 class FlatModel:
-    """The floating-point tensors of a module's state as one vector, of which the first part is exchanged.
+    """The tensors of floats of a module's state as one vector, of which the first part is exchanged.
 
     Which tensors are exchanged, frozen, or personal is decided by :func:`.sharing.divide`. The vector has the first
     two, in the module's order. Where these are all float32 on one device they become views of the vector, which then
-    *is* the model. Otherwise :meth:`read` and :meth:`write` copy. Personal tensors, integer buffers among them, are not
-    in it: they are read and written by name, in their own dtype.
+    *is* the model. Otherwise :meth:`read` and :meth:`write` copy. A complex number is two of its values. Personal
+    tensors, integer buffers among them, are not in it: they are read and written by name, in their own dtype, complex
+    ones as pairs of floats.
 
     Attributes:
         dim: number of exchanged elements. frozen_dim: of the others.
@@ -56,11 +58,12 @@ class FlatModel:
         """
         self.module = module
         self.specs = specs_of(module)
-        if not any(spec.dtype.is_floating_point for spec in self.specs):
+        if not any(spec.is_inexact for spec in self.specs):
             raise ConfigError(
                 f"the model has no floating-point tensor, so there is nothing to train or exchange: build_model has "
                 f"returned {type(module).__name__} with {len(self.specs)} tensors. Return a module with parameters"
             )
+        self._spec_of = {spec.name: spec for spec in self.specs}
         self._rebuild = rebuild
         self._before: Structure | None = None  # of the module, when the task was given it
         self._has_failed = False
@@ -95,8 +98,8 @@ class FlatModel:
                     continue
                 tensor = state[spec.name]
                 if id(tensor) not in seen:
-                    seen[id(tensor)] = slice(size, size + tensor.numel())
-                    size += tensor.numel()
+                    seen[id(tensor)] = slice(size, size + count_floats(spec.dtype, spec.shape))
+                    size = seen[id(tensor)].stop
                     table.append(spec.row)
                 self._places[spec.name] = seen[id(tensor)]
             if table is self.table:
@@ -195,7 +198,7 @@ class FlatModel:
         found = _copied(self.module.state_dict(), [spec.name for spec in self.personal])
         return {
             spec.name: found[spec.name] for spec in self.personal
-            if (spec.dtype.is_floating_point and spec.kind != "frozen")
+            if (spec.is_inexact and spec.kind != "frozen")
             or not torch.equal(found[spec.name], self._initial[spec.name])
         }  # fmt: skip
 
@@ -210,11 +213,16 @@ class FlatModel:
     @property
     def personal_table(self) -> list[Row]:
         """Name, dtype and shape of each personal tensor of floats, in the module's order."""
-        return [spec.row for spec in self.personal if spec.dtype.is_floating_point]
+        return [spec.row for spec in self.personal if spec.is_inexact]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the exchanged tensors in floats, in the order of the vector."""
+        return [self._spec_of[name].shape_in_floats for name, _, _ in self.table]
 
     def read_fixed_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that are never exchanged, whatever is shared: those of integers, such as counters."""
-        names = [spec.name for spec in self.personal if not spec.dtype.is_floating_point]
+        names = [spec.name for spec in self.personal if not spec.is_inexact]
         return _copied(self.module.state_dict(), names) if names else {}
 
     def read_own(self) -> dict[str, Tensor]:
@@ -242,6 +250,8 @@ class FlatModel:
         state = self.module.state_dict(keep_vars=True) if tensors else {}
         for name, tensor in tensors.items():
             spec = specs[name]
+            if spec.dtype.is_complex and tuple(tensor.shape) == spec.shape_in_floats:
+                tensor = restored(tensor, spec.dtype)
             if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
                 raise CheckpointError(
                     f"what this client keeps has {name!r} as {tensor.dtype} of shape {tuple(tensor.shape)}, the model "
@@ -259,9 +269,9 @@ class FlatModel:
         ]
 
     def parameters(self) -> list[tuple[nn.Parameter, slice]]:
-        """Exchanged parameters that are trained, each with its place in the vector."""
-        state = self._tensors(self._exchanged)
-        return [(one, place) for one, place in state if isinstance(one, nn.Parameter) and one.requires_grad]
+        """Exchanged parameters that are trained, each once, whatever its names, with its place in the vector."""
+        state = {id(one): (one, place) for one, place in self._tensors(self._exchanged)}
+        return [(one, place) for one, place in state.values() if isinstance(one, nn.Parameter) and one.requires_grad]
 
     @property
     def _in_place(self) -> bool:
@@ -299,7 +309,7 @@ class FlatModel:
             return values if values.device.type == "cpu" else values.cpu()
         vector = torch.empty(part.stop - part.start, dtype=torch.float32)
         for tensor, place in self._tensors(part):
-            vector[_shifted(place, part)] = tensor.detach().to("cpu", torch.float32).reshape(-1)
+            vector[_shifted(place, part)] = as_pairs(tensor.detach()).to("cpu", torch.float32).reshape(-1)
         return vector
 
     def write(self, vector: Tensor) -> None:
@@ -329,7 +339,7 @@ class FlatModel:
             self._vector[part].copy_(vector)
             return
         for tensor, place in self._tensors(part):
-            tensor.copy_(vector[_shifted(place, part)].view(tensor.shape))
+            tensor.copy_(from_pairs(vector[_shifted(place, part)], tensor))
 
     def check_frozen(self) -> None:
         """Raises ValueError: a frozen parameter has been trained, on this node alone."""
@@ -372,13 +382,15 @@ class FlatModel:
                 raise KeyError(f"no tensor {name!r}, there are {sorted(tensors)[:8]}")
             if tensors[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has shape {tuple(tensors[name].shape)}, expected {tuple(tensor.shape)}")
-            vector[place] = tensors[name].to(torch.float32).reshape(-1)
+            if tensors[name].is_complex() != tensor.is_complex():
+                raise ValueError(f"{name!r} is {tensors[name].dtype}, expected {tensor.dtype}".replace("torch.", ""))
+            vector[place] = as_pairs(tensors[name]).to(torch.float32).reshape(-1)
         return vector
 
 
 def _copied(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Copies of these tensors on the CPU."""
-    return {name: state[name].detach().to("cpu", copy=True).contiguous() for name in names}
+    """Copies of these tensors on the CPU, complex ones as pairs of floats, as files have them."""
+    return {name: as_pairs(state[name].detach()).to("cpu", copy=True).contiguous() for name in names}
 
 
 def hash_of(values: Tensor) -> int:

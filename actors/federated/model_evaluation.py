@@ -26,7 +26,7 @@ log = get_logger("controller")
 
 def personal_of(model: FlatModel) -> list[str]:
     """Names of the tensors that a Controller lacks to evaluate a model."""
-    return [spec.name for spec in model.personal if spec.dtype.is_floating_point]
+    return [spec.name for spec in model.personal if spec.is_inexact]
 
 
 def check_evaluation(config: FederatedConfig, model: FlatModel) -> None:

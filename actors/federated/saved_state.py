@@ -11,6 +11,7 @@ from gradbus.actors.federated.client_state import own_tensors
 from gradbus.actors.federated.flat_model import hash_of
 from gradbus.actors.federated.state import NOTHING, SavedRun
 from gradbus.runtime.checkpoint import Checkpoint, tensor_of
+from gradbus.runtime.complex_pairs import restored, shape_in_floats
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.saved_state import BUFFER, SavedState, StateNames, float_dtype, own_copies
 
@@ -65,6 +66,8 @@ def _take_own(state: SavedState, saved: SavedRun, client: Checkpoint) -> None:
     for name, tensor in own.items():
         # A checkpoint of an earlier version does not name what is personal.
         shape, dtype = known.get(name, (None if saved.names else list(tensor.shape), tensor.dtype))
+        if shape is not None and dtype.is_complex and tuple(tensor.shape) == shape_in_floats(dtype, shape):
+            tensor = restored(tensor, dtype)
         if shape != list(tensor.shape):
             raise CheckpointError(
                 f"a client keeps {name[:80]!r} of shape {tuple(tensor.shape)}, which the model has not"

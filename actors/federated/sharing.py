@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gradbus.runtime.complex_pairs import count_floats, is_inexact, shape_in_floats
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.saved_state import Row
@@ -84,6 +84,16 @@ class TensorSpec(NamedTuple):
         return self.name, str(self.dtype).removeprefix("torch."), list(self.shape)
 
     @property
+    def is_inexact(self) -> bool:
+        """Return whether it can be averaged: it holds floats, or complex numbers, which are pairs of them."""
+        return is_inexact(self.dtype)
+
+    @property
+    def shape_in_floats(self) -> tuple[int, ...]:
+        """Return the shape of its floats: of a complex tensor with 2 at the end."""
+        return shape_in_floats(self.dtype, self.shape)
+
+    @property
     def line(self) -> str:
         """Return the text by which this tensor enters the hash of a layout."""
         return f"{self.name}:{self.dtype}:{self.shape}"
@@ -138,10 +148,10 @@ def _kind_of(tensor: Tensor) -> Literal["trained", "frozen", "buffer"]:
 def divide(specs: Sequence[TensorSpec], sharing: Sharing) -> Division:
     """Decide what becomes of each tensor.
 
-    Exchanged are parameters that require a gradient, and floating-point buffers, such as running means; with
-    ``exchange="all"``, or where no parameter requires a gradient, frozen ones as well. Of these, ``include`` and
-    ``exclude`` choose. What they leave out is personal, as are all other buffers. A frozen parameter is sent once,
-    unless ``exclude`` names it.
+    Exchanged are parameters that require a gradient, and buffers of floats, such as running means, complex numbers
+    among them; with ``exchange="all"``, or where no parameter requires a gradient, frozen ones as well. Of these,
+    ``include`` and ``exclude`` choose. What they leave out is personal, as are all other buffers. A frozen parameter is
+    sent once, unless ``exclude`` names it.
 
     Raises:
         ConfigError: names of one tensor, as of tied weights, are on both sides.
@@ -163,7 +173,7 @@ def divide(specs: Sequence[TensorSpec], sharing: Sharing) -> Division:
 
 def _side_of(spec: TensorSpec, sharing: Sharing, everything: bool) -> str:
     is_parameter, is_frozen = spec.kind != "buffer", spec.kind == "frozen"
-    if not spec.dtype.is_floating_point:
+    if not spec.is_inexact:
         return "built" if is_parameter else "personal"
     if _matches(spec.name, sharing.exclude):
         return "built" if is_frozen and not everything else "personal"
@@ -184,7 +194,7 @@ def shape_of(specs: Sequence[TensorSpec], division: Division) -> Shape:
         for part, names in enumerate((division.shared, division.constant)):
             if spec.name in names and spec.first == spec.name:
                 lines[part].append(spec.line)
-                sizes[part] += math.prod(spec.shape)
+                sizes[part] += count_floats(spec.dtype, spec.shape)
     text = "\n".join([*lines[0], *(f"frozen {line}" for line in lines[1])])
     return Shape(sizes[0], int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"), sizes[1])
 
@@ -197,7 +207,7 @@ def check_sharing(specs: Sequence[TensorSpec], sharing: Sharing) -> None:
     """
     _check_patterns("federated.share", sharing.patterns, specs)
     if sharing.has_patterns and not divide(specs, sharing).shared:
-        left = [spec.name for spec in specs if spec.dtype.is_floating_point and spec.kind != "frozen"]
+        left = [spec.name for spec in specs if spec.is_inexact and spec.kind != "frozen"]
         raise ConfigError(
             f"federated.share: include {list(sharing.include)} and exclude {list(sharing.exclude)} leave nothing to "
             f"share. What could be: {_some(left) or 'nothing, as all parameters are frozen'}"

@@ -33,6 +33,7 @@ from gradbus.runtime.checkpoint import (
     restore_random_numbers,
     tensor_of,
 )
+from gradbus.runtime.complex_pairs import from_pairs
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import CheckpointError
@@ -107,7 +108,8 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
     weights, state = tensor_of(checkpoint, "weights"), module.state_dict(keep_vars=True)
     where = f"checkpoint of round {checkpoint.round_id}"
     for name, dtype, shape in saved.tensors:
-        tensor, end = state.get(name), place + math.prod(shape)
+        tensor = state.get(name)
+        end = place + math.prod(shape) * (2 if dtype.startswith("complex") else 1)
         found = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         if tensor is None or found != (dtype, shape) or end > weights.numel():
             here = "has none" if found is None else f"has {found[0]} of shape {tuple(found[1])}"
@@ -115,7 +117,7 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
                 f"{where} holds {name!r} as {dtype} of shape {tuple(shape)}, the model that is configured {here}. Use "
                 f"the model of the run"
             )
-        tensor.copy_(weights[place:end].view(shape))
+        tensor.copy_(from_pairs(weights[place:end], tensor))
         place = end
     if place != weights.numel():
         raise CheckpointError(f"{where} holds {weights.numel():,} values, its table has {place:,}: it is damaged")

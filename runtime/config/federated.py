@@ -525,8 +525,8 @@ class FederatedConfig(Settings):
     """Number of rounds between two evaluations; the last round is always evaluated. 0: never evaluate."""
     exchange: Literal["trained", "all"] = "trained"
     """What updates and models contain. `trained`: the parameters that require a gradient as the task builds the model,
-    and floating-point buffers; frozen ones are sent once, to clients whose own differ. `all`: every floating-point
-    tensor in every round."""
+    and buffers of floats; frozen ones are sent once, to clients whose own differ. `all`: every tensor of floats in
+    every round. A complex number is a pair of floats."""
     share: ShareSettings = ShareSettings()
     strategy: Annotated[Choice, STRATEGIES] = STRATEGIES.default
     """Aggregation of the updates, such as fedavg or fedadam, or, against hostile clients, median or krum, which hold
