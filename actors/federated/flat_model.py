@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbus.actors.federated.module_structure import Structure, misfit, structure_of
-from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
+from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, layout_of, shape_of, specs_of
+from gradbus.actors.federated.unexchanged import UnexchangedTensors
 from gradbus.runtime.complex_pairs import as_pairs, count_floats, from_pairs, restored
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
@@ -34,7 +35,10 @@ class FlatModel:
         layout: 64-bit hash over names, shapes and dtypes: equal on nodes whose vectors mean the same.
         frozen: 64-bit hash over the frozen values as float32; 0: there are none.
         table: name, dtype and shape of each exchanged tensor, in the order of the vector. frozen_table: of the others.
+        sharing: what decides that.
+        unexchanged: names, once, what is neither and is trained all the same.
         personal: each personal tensor, in the module's order.
+        buffers: the buffers of integers and booleans that are merged: they are not in the vector either.
         names: what names of the module's state are tied, or have no saved values, for ``StateNames`` of a checkpoint.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
@@ -73,6 +77,7 @@ class FlatModel:
         if self.everything == self.trained:
             self.trained = (0, 0)
         self.arrange(sharing or Sharing())
+        self.unexchanged = UnexchangedTensors(self.specs)
 
     def shape_of(self, sharing: Sharing) -> Shape:
         """Sizes and layout with that sharing, which is not arranged. Raises ConfigError: as :func:`.sharing.divide`."""
@@ -80,12 +85,12 @@ class FlatModel:
 
     def arrange(self, sharing: Sharing) -> None:
         """Lay the vector out for this sharing; the module keeps its values."""
-        if getattr(self, "_sharing", None) != sharing:
+        if getattr(self, "sharing", None) != sharing:
             self._lay_out(sharing)
 
     def _lay_out(self, sharing: Sharing) -> None:
         division = divide(self.specs, sharing)
-        self._sharing = sharing
+        self.sharing = sharing
         state = self.module.state_dict(keep_vars=True)
         self._places: dict[str, slice] = {}  # of every name in the vector; tied weights share one
         self.table: list[Row] = []
@@ -107,6 +112,7 @@ class FlatModel:
         self.frozen_dim = size - self.dim
         self._frozen_names = [spec.name for spec in self.specs if spec.name in division.constant]
         self.personal = [one for one in self.specs if one.name in division.personal and one.name == one.first]
+        self.buffers = layout_of(self.specs, sharing)
         self._note_names(state)
         self.layout = shape_of(self.specs, division).layout
         self._initial = self._initial_values()
@@ -123,16 +129,17 @@ class FlatModel:
     def _note_names(self, state: Mapping[str, object]) -> None:
         """Note which names of the state are not those of saved tensors, as plain data for ``StateNames`` of a
         checkpoint."""
-        saved = {*self._places, *(spec.name for spec in self.personal)}
+        saved = {*self._places, *self.buffers.names, *(spec.name for spec in self.personal)}
         tied = {spec.name: spec.first for spec in self.specs if spec.first != spec.name}
         unsaved = [name for name in state if name not in saved and name not in tied]
         self.names: dict[str, Any] = {"tied": tied, "unsaved": unsaved}
 
     def _initial_values(self) -> dict[str, Tensor]:
-        """Copies of the personal tensors as they were built."""
-        is_changed = self.personal and not self._is_as_built and self._rebuild is not None
+        """Copies of the personal tensors and the merged buffers as they were built."""
+        names = [*(spec.name for spec in self.personal), *self.buffers.names]
+        is_changed = names and not self._is_as_built and self._rebuild is not None
         source = self._rebuild() if is_changed and self._rebuild is not None else self.module
-        return _copied(source.state_dict(), [spec.name for spec in self.personal])
+        return _copied(source.state_dict(), names)
 
     # What the task has done to the module
 
@@ -183,7 +190,7 @@ class FlatModel:
         frozen = None if self._vector is None else self._vector[self._rest].to("cpu", copy=True)
         known = self.frozen
         self.module, self._is_as_built = module, True
-        self._lay_out(self._sharing)
+        self._lay_out(self.sharing)
         if frozen is not None and self.frozen != known and hash_of(frozen) == known:
             self.write_frozen(frozen)
 
@@ -191,9 +198,9 @@ class FlatModel:
 
     def read_personal(self) -> dict[str, Tensor]:
         """Copies of the personal tensors on the CPU, but for those buffers of integers, and frozen parameters, that are
-        as they were built. Without patterns there are none: a training then begins with counters as built, and no
-        client keeps state for them alone."""
-        if not self.personal or not self._sharing.has_patterns:
+        as they were built. There are none where nothing is to be kept by pattern or rule: a training then begins with
+        them as built."""
+        if not self.personal or not self.sharing.keeps_some:
             return {}
         found = _copied(self.module.state_dict(), [spec.name for spec in self.personal])
         return {
@@ -204,11 +211,14 @@ class FlatModel:
 
     def write_personal(self, kept: Mapping[str, Tensor]) -> None:
         """Set the personal tensors to what :meth:`read_personal` gave; those that it left out, as they were built.
+        Buffers that are merged now, and that a client of version 0.1 has kept, are left alone.
 
         Raises:
             CheckpointError: it is of a model with other personal tensors.
         """
-        self._write_named({**self._initial, **kept}, {spec.name: spec for spec in self.personal})
+        own, merged = {spec.name: spec for spec in self.personal}, set(self.buffers.names)
+        known = {name: one for name, one in self._initial.items() if name in own}
+        self._write_named({**known, **{name: one for name, one in kept.items() if name not in merged}}, own)
 
     @property
     def personal_table(self) -> list[Row]:
@@ -220,8 +230,25 @@ class FlatModel:
         """Shapes of the exchanged tensors in floats, in the order of the vector."""
         return [self._spec_of[name].shape_in_floats for name, _, _ in self.table]
 
+    def read_buffers(self) -> dict[str, Tensor]:
+        """Copies of the merged buffers on the CPU."""
+        return _copied(self.module.state_dict(), self.buffers.names) if self.buffers else {}
+
+    def write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Set merged buffers to these, and those that are not named as they were built. Raises CheckpointError: they
+        are of another model."""
+        if self.buffers:
+            self._write_named(
+                {**self.built_buffers, **values}, {name: self._spec_of[name] for name in self.buffers.names}
+            )
+
+    @property
+    def built_buffers(self) -> dict[str, Tensor]:
+        """The merged buffers as they were built, which stay as they are."""
+        return {name: self._initial[name] for name in self.buffers.names}
+
     def read_fixed_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers that are never exchanged, whatever is shared: those of integers, such as counters."""
+        """Copies of the buffers of integers that are not merged."""
         names = [spec.name for spec in self.personal if not spec.is_inexact]
         return _copied(self.module.state_dict(), names) if names else {}
 
@@ -235,7 +262,7 @@ class FlatModel:
         self._write_named(kept, self._own_specs())
 
     def _own_specs(self) -> dict[str, TensorSpec]:
-        names = {name for name, _, _ in self.table} | {spec.name for spec in self.personal}
+        names = {*(name for name, _, _ in self.table), *self.buffers.names, *(spec.name for spec in self.personal)}
         return {spec.name: spec for spec in self.specs if spec.name in names}
 
     @torch.no_grad()
@@ -318,11 +345,13 @@ class FlatModel:
             raise ValueError(f"vector of shape {tuple(vector.shape)} for a model of {self.dim} values")
         self._write(self._exchanged, vector)
 
-    def hold(self, vector: Tensor) -> None:
-        """Set the exchanged part to this vector, unless it is a view of it, in a module that is repaired if need be."""
+    def hold(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Set the exchanged part to this vector, unless it is a view of it, and the merged buffers to these, in a
+        module that is repaired if need be."""
         self.repair()
         if self.read().data_ptr() != vector.data_ptr():
             self.write(vector)
+        self.write_buffers(buffers)
 
     def write_frozen(self, vector: Tensor) -> None:
         """Set the frozen part, float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,7 +101,8 @@ class RoundInputs:
 
     Attributes:
         welcome: how to train. command: what the controller asks for; terms: what that has no field for.
-        base: float32, shape (D,): the global model. broadcast: float32, what came behind it.
+        base: float32, shape (D,): the global model. broadcast: float32, what came behind it. buffers: the block of its
+            merged buffers.
         commanded_s: when the command came, by ``time.perf_counter``.
         spent: with secure aggregation: rounds whose sum may be known, with this client's update in it, and the terms on
             which it was masked.
@@ -111,6 +112,7 @@ class RoundInputs:
     command: TrainCmd
     base: Tensor
     broadcast: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    buffers: bytes = b""
     terms: RoundTerms | None = None
     commanded_s: float = 0.0
     spent: Mapping[int, Hashable] = field(default_factory=dict)
@@ -159,6 +161,7 @@ class LocalTraining:
         self._number = 0  # of the newest training: that of its round, or, where many are of one round, counted on
         self._counted = 0  # the newest one that counts
         self._has_warned = self._has_warned_of_unsent = False
+        self._buffers_before: dict[str, Tensor] = {}
         self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
         self.keeps_local_model = False
         self._shared_memory = False  # the controller of the newest command reads this process's memory
@@ -224,14 +227,11 @@ class LocalTraining:
         rule = make_rule(welcome.rule, options, allowed=self._allowed_rule)
         training = _Training(inputs, rule, chosen, terms, should_stop)
         own = self._train_own(training, rule.personal(), kept)
-        self._begin(base, kept)
+        self._begin(inputs, kept)
         outcome, optimizer_state = self._run(training, kept)
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
-        self._check_loss(outcome.loss)
-        if training.steps and rule.steps != training.steps:
-            raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {training.steps}")
-        self._model.check_frozen()
+        self._check_trained(outcome, training)
         end = rule.finish(self._keep_local_model(welcome.run_id))
         codec = codec_of(welcome, terms)
         self._feeds_back = welcome.masked and not codec.lossless
@@ -248,7 +248,7 @@ class LocalTraining:
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
         sections, residuals = self._encode_sections(end.sections, section_codec_of(terms), kept)
-        payload = updates.join([(updates.MODEL, encoded), *sections])
+        payload, buffers = self._joined([(updates.MODEL, encoded), *sections], masked=welcome.masked)
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
@@ -263,7 +263,7 @@ class LocalTraining:
             steps=num_steps, metrics=facts,
         )  # fmt: skip
         state = {**_to_keep(end, residual, optimizer_state), **residuals, **own, **self._personal()}
-        update = EncodedUpdate(key, request, payload, state)
+        update = EncodedUpdate(key, request, payload, state, buffers=buffers)
         # One that is to be masked stays in this process alone until it is.
         self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
         return update if welcome.masked else self._offered(update)
@@ -295,9 +295,10 @@ class LocalTraining:
             TooLarge: it has no room in the sum of so many clients.
         """
         started_s, request = time.perf_counter(), update.request
-        payload, residual, clamped = masked_values.encode(
+        masked, residual, clamped = masked_values.encode(
             codecs.parse(update.payload, expected_dim=base.numel()), base, masks, request.num_samples
         )
+        payload = b"".join([masked, update.buffers]) if update.buffers else masked
         state = update.state
         assert self._feeds_back or residual is None, "a roster with a grid is refused where the codec has none"
         if self._feeds_back:  # none: the residual before has gone out, and no older one may come back
@@ -331,10 +332,37 @@ class LocalTraining:
                 remedy="if that goes on, look at docs/secure-aggregation.md, or use the codec fp32",
             )  # fmt: skip
 
-    def _begin(self, base: Tensor, kept: Mapping[str, Tensor]) -> None:
+    def _begin(self, inputs: RoundInputs, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""
-        self._model.write(base)
+        self._model.write(inputs.base)
         self._model.write_personal(part_of(kept, PERSONAL))
+        self._model.write_buffers(self._model.buffers.unpack(inputs.buffers))
+        self._buffers_before = self._model.read_buffers()
+        self._model.unexchanged.begin(self._model.module, self._model.sharing)
+
+    def _check_trained(self, outcome: TrainOutcome, training: _Training) -> None:
+        """Log, once, what training has changed and is not exchanged.
+
+        Raises:
+            NonFiniteResult: the loss is not finite. ValueError: it made another number of steps than was asked for, or
+                has changed a frozen parameter.
+        """
+        self._check_loss(outcome.loss)
+        if (made := training.rule.steps) != training.steps and training.steps:
+            raise ValueError(f"training made {made} optimizer steps, the controller asked for {training.steps}")
+        self._model.check_frozen()
+        self._model.unexchanged.warn(self._identity.sender, training.inputs.welcome)
+
+    def _joined(
+        self, sections: Sequence[tuple[str, bytes | memoryview]], *, masked: bool
+    ) -> tuple[bytes | memoryview, bytes]:
+        """Return the payload of an update, which ends with the block of the merged buffers that training has changed;
+        that block by itself, where the masked update, which is not made yet, is to end with it."""
+        payload, layout = updates.join(sections), self._model.buffers
+        if not layout:
+            return payload, b""
+        block = layout.pack(layout.changes(self._buffers_before, self._model.read_buffers()))
+        return (payload, block) if masked else (b"".join([payload, block]), b"")
 
     def _run(
         self, training: _Training, kept: Mapping[str, Tensor], optimizer_part: str = _OF_OPTIMIZER
@@ -389,7 +417,7 @@ class LocalTraining:
             return {}
         command = training.inputs.command
         command = replace(command, epochs=how.epochs or command.epochs, lr=how.lr or command.lr)
-        self._begin(training.inputs.base, kept)
+        self._begin(training.inputs, kept)
         if before := part_of(kept, OWN_MODEL):
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.

@@ -158,7 +158,8 @@ class ModelEvaluation:
         return found
 
     def _evaluate(self) -> dict[str, Any]:
-        self._model.hold(self._context.state.weights)
+        state = self._context.state
+        self._model.hold(state.weights, state.buffers)
         found = self._task.evaluate(self._model.module)
         if found is None:
             return {}

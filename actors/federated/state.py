@@ -40,6 +40,7 @@ from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.saved_state import BUFFER, StateNames, Table, own_copies
 from gradbus.runtime.testing.journal import History, weights_name
+from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.messages import Identity
 
@@ -177,6 +178,7 @@ class RunState:
         run_id: 64 bits, new at a fresh start.
         round_id: the last committed round.
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
+        buffers: the merged buffers after that round, as all nodes hold them; the module has them only while it is held.
         held: the clients' model after that round, where a lossy downlink makes it differ; else None.
         history: reports of the committed rounds, without timelines, as a checkpoint has them. As that is written in
             every round it is bounded: of all but the newest rounds it has the figures, of those long past nothing.
@@ -192,6 +194,7 @@ class RunState:
         self._store: CheckpointStore | None = None
         self._config = config
         self.weights: Tensor = model.read()
+        self.buffers: dict[str, Tensor] = model.read_buffers()
         self.held: Tensor | None = None
         self.run_id = int.from_bytes(os.urandom(8), "little") or 1
         self.round_id = 0
@@ -232,6 +235,8 @@ class RunState:
         def assemble(tensors: Mapping[str, Tensor]) -> Tensor:
             nonlocal named
             named = True
+            plain = uncompiled_names(tensors)
+            self._take_buffers({plain[name]: one for name, one in tensors.items()}, f"initial weights {path}")
             return self.model.vector_of(tensors)
 
         given, where = load_weights(path, assemble=assemble), f"initial weights {path}"
@@ -249,13 +254,27 @@ class RunState:
                 log.warning("frozen parameters are those of build_model", file=str(path), reason="no checkpoint beside")
             return
         store = CheckpointStore.to_read(path.parent)
-        saved = SavedRun.of(store.load(int(place[1]), SavedRun.of))
+        checkpoint = store.load(int(place[1]), SavedRun.of)
+        saved = SavedRun.of(checkpoint)
         if saved.layout != self._layout:
             raise CheckpointError(
                 f"{where} are of a model with other names, shapes or frozen parts. Use the model of that run, or named "
                 f"tensors (gradbus export)"
             )
         restore_frozen(self.model, saved.frozen, store.load_constant, where)
+        self._take_buffers(own_copies(checkpoint.tensors, BUFFER), where)
+
+    def _take_buffers(self, found: Mapping[str, Tensor], where: str) -> None:
+        """Take the merged buffers among these tensors. Those that are not there stay as they are: version 0.1 has saved
+        none in its first checkpoints. Raises CheckpointError: one is of another model."""
+        for name, buffer in self.buffers.items():
+            taken = found.get(name, buffer)
+            if (taken.dtype, taken.shape) != (buffer.dtype, buffer.shape):
+                raise CheckpointError(
+                    f"{where}: buffer {name!r} is {taken.dtype} of shape {tuple(taken.shape)}, the model has "
+                    f"{buffer.dtype} of shape {tuple(buffer.shape)}. Use the model of that run".replace("torch.", "")
+                )
+            self.buffers[name] = taken.clone()
 
     def _set_weights(self, vector: Tensor, where: str) -> None:
         if vector.shape != self.weights.shape:
@@ -286,6 +305,7 @@ class RunState:
         assert self._store is not None
         restore_frozen(self.model, saved.frozen, self._store.load_constant, where)
         self._set_weights(weights, where)
+        self._take_buffers(own_copies(checkpoint.tensors, BUFFER), where)
         self.held = held
         self.run_id = int(saved.run_id, 16)
         self.incarnation = saved.incarnation
@@ -305,9 +325,15 @@ class RunState:
         history.keep(weights_name(self.run_id, self.round_id), weights)
         history.note(
             "started", run=f"{self.run_id:016x}", incarnation=self.incarnation, round=self.round_id,
-            crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(),
+            crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(), has_buffers=bool(self.buffers),
             federated=self._config.model_dump(mode="json"),
         )  # fmt: skip
+
+    def buffer_block(self) -> bytes:
+        """Return the merged buffers that are not as they were built, as they follow a model; b"": none ever do."""
+        layout = self.model.buffers
+        built = self.model.built_buffers if layout else {}
+        return layout.pack({name: one for name, one in self.buffers.items() if not torch.equal(one, built[name])})
 
     def broadcast(self) -> Tensor | None:
         """Return what the strategy sends behind the model, as of :meth:`.Strategy.broadcast`."""
@@ -378,8 +404,8 @@ class RunState:
         return Checkpoint(self.round_id, self._model_tensors(), meta)
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        """The weights, and the buffers that are not exchanged, for whoever reads them without the model."""
-        fixed = self.model.read_fixed_buffers()
+        """The weights, the merged buffers and those that are kept, for whoever reads them without the model."""
+        fixed = {**self.model.read_fixed_buffers(), **self.buffers}
         return {"weights": self.weights, **{f"{BUFFER}{name}": buffer for name, buffer in fixed.items()}}
 
     def _meta(self, history: Iterable[RoundReport]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class EncodedUpdate:
     Attributes:
         key: of its frames. request: to upload it. payload: its bytes.
         state: tensors that the client keeps if it is accepted, the codec's residual among them.
+        buffers: the block of merged buffers that its masked form ends with.
         sealed: the shared memory with the payload, for a controller of this machine; None: it is in this process alone.
     """
 
@@ -41,6 +42,7 @@ class EncodedUpdate:
     request: UploadRequest
     payload: bytes | memoryview
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: bytes = b""
     sealed: SharedPayload | None = None
 
 
