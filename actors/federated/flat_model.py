@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradbus.actors.aggregation.merged_buffers import MERGEABLE
 from gradbus.actors.federated.module_structure import Structure, misfit, structure_of
 from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, layout_of, shape_of, specs_of
 from gradbus.actors.federated.unexchanged import UnexchangedTensors
@@ -39,6 +40,7 @@ class FlatModel:
         unexchanged: names, once, what is neither and is trained all the same.
         personal: each personal tensor, in the module's order.
         buffers: the buffers of integers and booleans that are merged: they are not in the vector either.
+        integers: the parameters of integers, which stay as they were built.
         names: what names of the module's state are tied, or have no saved values, for ``StateNames`` of a checkpoint.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
@@ -91,6 +93,10 @@ class FlatModel:
     def _lay_out(self, sharing: Sharing) -> None:
         division = divide(self.specs, sharing)
         self.sharing = sharing
+        self.integers = [
+            spec for spec in self.specs
+            if spec.kind != "buffer" and spec.dtype in MERGEABLE and spec.name == spec.first
+        ]  # fmt: skip
         state = self.module.state_dict(keep_vars=True)
         self._places: dict[str, slice] = {}  # of every name in the vector; tied weights share one
         self.table: list[Row] = []
@@ -129,7 +135,7 @@ class FlatModel:
     def _note_names(self, state: Mapping[str, object]) -> None:
         """Note which names of the state are not those of saved tensors, as plain data for ``StateNames`` of a
         checkpoint."""
-        saved = {*self._places, *self.buffers.names, *(spec.name for spec in self.personal)}
+        saved = {*self._places, *self.buffers.names, *(spec.name for spec in (*self.personal, *self.integers))}
         tied = {spec.name: spec.first for spec in self.specs if spec.first != spec.name}
         unsaved = [name for name in state if name not in saved and name not in tied]
         self.names: dict[str, Any] = {"tied": tied, "unsaved": unsaved}
@@ -246,6 +252,15 @@ class FlatModel:
     def built_buffers(self) -> dict[str, Tensor]:
         """The merged buffers as they were built, which stay as they are."""
         return {name: self._initial[name] for name in self.buffers.names}
+
+    def read_integers(self) -> dict[str, Tensor]:
+        """Copies of the parameters of integers on the CPU."""
+        names = sorted(spec.name for spec in self.integers)  # the order in which a file gives them back
+        return _copied(self.module.state_dict(), names) if names else {}
+
+    def write_integers(self, values: Mapping[str, Tensor]) -> None:
+        """Set all of them. Raises CheckpointError: they are of another model."""
+        self._write_named(values, {spec.name: spec for spec in self.integers})
 
     def read_fixed_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers of integers that are not merged."""
@@ -425,6 +440,15 @@ def _copied(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Te
 def hash_of(values: Tensor) -> int:
     """Return the 64-bit hash by which frozen values, float32, are known; never 0."""
     return int.from_bytes(hashlib.sha256(values.contiguous().numpy().data).digest()[:8], "little") or 1
+
+
+def hash_of_named(tensors: Mapping[str, Tensor]) -> int:
+    """Return the 64-bit hash by which tensors with names are known; 0: there are none."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return (int.from_bytes(found.digest()[:8], "little") or 1) if tensors else 0
 
 
 def _shifted(place: slice, part: slice) -> slice:

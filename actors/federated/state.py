@@ -17,7 +17,7 @@ from pydantic import Field, StringConstraints
 from torch import Tensor, nn
 
 from gradbus.actors.aggregation.strategies import Strategy
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.flat_model import FlatModel, hash_of_named
 from gradbus.actors.federated.participation import MAX_KNOWN, Entry, Participation, Quarantine, Strike
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.federated.sharing import Exchange, Sharing
@@ -44,7 +44,8 @@ from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.messages import Identity
 
-NOTHING = "0" * 16  # no frozen parameters
+NOTHING = "0" * 16  # no frozen parameters, or none of integers
+Load = Callable[[str], Mapping[str, Tensor]]
 
 log = get_logger("controller")
 
@@ -55,6 +56,7 @@ class SavedRun(Meta):
     Attributes:
         tensors: name, dtype and shape of each tensor in the vector of weights, in its order.
         frozen: hash of the frozen parameters. frozen_tensors: as ``tensors``, in the vector of these.
+        integers: hash of the parameters of integers, which are in a file of their own.
         personal: as ``tensors``, of those that each client has its own values of.
         names: where those in the model's state differ; None: saved by an earlier version, as are the two before then.
         share: the patterns of what is in that vector. exchange: what they choose from; of runs of earlier versions,
@@ -67,6 +69,7 @@ class SavedRun(Meta):
     tensors: Table
     frozen: Hex64 = NOTHING
     frozen_tensors: Table = Field(default_factory=list)
+    integers: Hex64 = NOTHING
     personal: Table = Field(default_factory=list)
     names: StateNames | None = None
     share: ShareSettings = ShareSettings()
@@ -96,7 +99,7 @@ class SavedRun(Meta):
 
 
 @torch.no_grad()
-def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[str], Mapping[str, Tensor]]) -> None:
+def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Load) -> None:
     """Set a module, as ``build_model`` gives it, to the checkpoint: frozen parameters and all saved buffers, too.
 
     Args:
@@ -124,6 +127,8 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
         raise CheckpointError(f"{where} holds {weights.numel():,} values, its table has {place:,}: it is damaged")
     if saved.frozen != NOTHING:
         restore_frozen(FlatModel(module, saved.sharing), saved.frozen, load, where)
+    if saved.integers != NOTHING:
+        restore_integers(FlatModel(module), saved.integers, load)
     for name, buffer in own_copies(checkpoint.tensors, BUFFER).items():
         tensor = state.get(name)
         if tensor is None or (tensor.dtype, tensor.shape) != (buffer.dtype, buffer.shape):
@@ -134,7 +139,7 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
         tensor.copy_(buffer)
 
 
-def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[str, Tensor]], where: str) -> None:
+def restore_frozen(model: FlatModel, stated: str, load: Load, where: str) -> None:
     """Set the frozen parameters to those with this hash, from the file that the run has written at its start, unless
     ``build_model`` gives them. Raises CheckpointError: there is no such file."""
     if stated in (NOTHING, f"{model.frozen:016x}"):
@@ -148,6 +153,22 @@ def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[
     model.write_frozen(vector)
     if f"{model.frozen:016x}" != stated:
         raise CheckpointError(f"{where}: frozen-{stated}.safetensors holds other values than its name says")
+
+
+def restore_integers(model: FlatModel, stated: str, load: Load) -> None:
+    """Set the parameters of integers to those with this hash, unless ``build_model`` gives them. Raises
+    CheckpointError: they are of another model, or there is no such file."""
+    if stated not in (NOTHING, f"{hash_of_named(model.read_integers()):016x}"):
+        model.write_integers(load_integers(stated, load))
+
+
+def load_integers(stated: str, load: Load) -> dict[str, Tensor]:
+    """Return the parameters of integers with this hash, from the file that the run has written at its start. Raises
+    CheckpointError: there is no such file, or it holds something else."""
+    found = dict(sorted(load(f"integers-{stated}").items()))
+    if f"{hash_of_named(found):016x}" != stated:
+        raise CheckpointError(f"integers-{stated}.safetensors holds other values than its name says")
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,6 +216,8 @@ class RunState:
         self._config = config
         self.weights: Tensor = model.read()
         self.buffers: dict[str, Tensor] = model.read_buffers()
+        self._has_saved_integers = False
+        self._integers = NOTHING  # hash of the parameters of integers
         self.held: Tensor | None = None
         self.run_id = int.from_bytes(os.urandom(8), "little") or 1
         self.round_id = 0
@@ -213,6 +236,8 @@ class RunState:
                 raise
         if self.held is None and self._kind() == "lossy":
             self.held = self.weights.clone()
+        if model.integers:
+            self._integers = f"{hash_of_named(model.read_integers()):016x}"
 
     def _open_store(self, config: FederatedConfig) -> None:
         assert self._store is not None
@@ -262,6 +287,7 @@ class RunState:
                 f"tensors (gradbus export)"
             )
         restore_frozen(self.model, saved.frozen, store.load_constant, where)
+        restore_integers(self.model, saved.integers, store.load_constant)
         self._take_buffers(own_copies(checkpoint.tensors, BUFFER), where)
 
     def _take_buffers(self, found: Mapping[str, Tensor], where: str) -> None:
@@ -304,6 +330,7 @@ class RunState:
         restore_random_numbers(checkpoint)
         assert self._store is not None
         restore_frozen(self.model, saved.frozen, self._store.load_constant, where)
+        restore_integers(self.model, saved.integers, self._store.load_constant)
         self._set_weights(weights, where)
         self._take_buffers(own_copies(checkpoint.tensors, BUFFER), where)
         self.held = held
@@ -396,6 +423,9 @@ class RunState:
             tensors["held"] = held
         if self.model.frozen_dim:
             self._store.save_constant(f"frozen-{self.model.frozen:016x}", {"frozen": self.model.read_frozen()})
+        if self._integers != NOTHING and not self._has_saved_integers:
+            self._store.save_constant(f"integers-{self._integers}", self.model.read_integers())
+            self._has_saved_integers = True
         self._store.save(Checkpoint(self.round_id, tensors, self._meta(self.history)))
 
     def checkpoint_of_weights(self, **more: Any) -> Checkpoint:
@@ -416,6 +446,7 @@ class RunState:
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
             "participation": self.participation.state(),
             "frozen": f"{self.model.frozen:016x}", "frozen_tensors": self.model.frozen_table,
+            "integers": self._integers,
             "personal": self.model.personal_table, "names": self.model.names,
             "share": self._config.share.model_dump(mode="json"), "exchange": self._config.exchange,
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in history],

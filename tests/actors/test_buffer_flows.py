@@ -29,7 +29,7 @@ from gradbus.experiments.rundir.export import export
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import ClientConfig, UpstreamConfig
-from gradbus.runtime.errors import ConfigError, JoinRefused
+from gradbus.runtime.errors import CheckpointError, ConfigError, JoinRefused
 
 RULES = {"*.usage": "sum", "seen": "all", "lowest": "min"}
 WARNING = "training has changed tensors that are not exchanged"
@@ -438,3 +438,30 @@ def test_an_exported_model_has_its_flags_and_counts(tmp_path: Path, trust: bool)
     done = export(tmp_path, trust=trust)
     assert done.is_whole
     assert same(load_file(done.path), found)
+
+
+def test_integer_parameters_are_saved_exported_and_resumed(tmp_path: Path) -> None:
+    class Drawn(CountingTask):
+        """Draws other integers in each process, as a quantised base of no fixed seed would have."""
+
+        def build_model(self) -> nn.Module:
+            model = Table()
+            with torch.no_grad():
+                model.table.fill_(next(_jobs))
+            return model
+
+    kept = {"buffers": {}, "checkpoint": {"dir": tmp_path / "state"}}
+    found, _ = federated([Drawn()], rounds=1, **kept)
+    (tmp_path / "rounds.jsonl").touch()
+    done = export(tmp_path)
+    assert done.is_whole
+    assert same(load_file(done.path), found)
+    resumed, _ = federated([Drawn()], rounds=2, **kept)
+    assert torch.equal(resumed["table"], found["table"])
+    restored, store = Drawn().build_model(), CheckpointStore.to_read(tmp_path / "state")
+    restore_weights(restored, store.load(2), store.load_constant)
+    assert same(restored.state_dict(), resumed)
+    (kept_file,) = (tmp_path / "state").glob("integers-*.safetensors")
+    kept_file.write_bytes(kept_file.read_bytes()[:-1] + b"\7")
+    with pytest.raises(CheckpointError, match="other values than its name says"):
+        saved_state(store.load(2), store.load_constant)
