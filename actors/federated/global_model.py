@@ -55,7 +55,8 @@ class ModelReplica:
         round_id: the round after which this was the model; -1: there is none yet.
         vector: float32, shape (D,). A new object for each model, as training may still use the old one.
         broadcast: float32, shape (E,): what came behind it, for the training rule.
-        buffers: the block of the merged buffers that are not as they were built; see :mod:`.merged_buffers`.
+        buffers: the block of the merged buffers that are not as they were built; see
+            :mod:`gradbus.actors.aggregation.merged_buffers`.
         progress_s: when the last new frame came.
     """
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
+from patience import eventually
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 from torch import Tensor, nn
@@ -216,6 +218,71 @@ def test_a_tree_merges_as_one_controller_would() -> None:
             return await controller.state_dict()
 
     assert same(asyncio.run(main()), flat)
+
+
+def test_below_a_site_that_masks_clients_keep_what_no_rule_of_the_top_level_names() -> None:
+    tasks = [FlowTask(), FlowTask()]
+
+    async def main() -> State:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above, local, theirs = [await here.bus(name) for name in ("centre", "centre", "site", "site")]
+            config = tree_rules(2, secure_aggregation={"enabled": True})
+            group.create_task(Site(above, local, FlowTask(), config, UpstreamConfig(site=0, alone=False)).run())
+            for client_id, task in enumerate(tasks):
+                group.create_task(gradbus.Client(theirs, task, client_id=client_id).run())
+            top = tree_rules(1, sites=True, rounds=2, buffers={"norm.initialized": "any"})
+            controller = gradbus.Controller(centre, FlowTask(), top)
+            await controller.run()
+            return await controller.state_dict()
+
+    found = asyncio.run(main())
+    assert bool(found["norm.initialized"])
+    assert int(found["bn.num_batches_tracked"]) == 0
+    assert [int(task.before[1]["bn.num_batches_tracked"]) for task in tasks] == [1, 2]
+
+
+class HeldTask(FlowTask):
+    """Holds its second training until that is let go."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop, self.reached, self.go_on = loop, asyncio.Event(), threading.Event()
+
+    def train(self, model: Any, **arguments: Any) -> TrainResult:
+        if len(self.before) == 1:
+            self._loop.call_soon_threadsafe(self.reached.set)
+            assert self.go_on.wait(30.0)
+        return super().train(model, **arguments)
+
+
+def test_what_a_site_has_counted_alone_is_contributed_with_its_rounds(tmp_path: Path) -> None:
+    async def main() -> tuple[State, int]:
+        async with tree() as here, asyncio.TaskGroup() as group:
+            centre, above = [await here.bus("centre") for _ in range(2)]
+            local, theirs = [await here.bus("site") for _ in range(2)]
+            task = HeldTask(asyncio.get_running_loop())
+            group.create_task(gradbus.Client(theirs, task, client_id=0).run())
+            config = tree_rules(1, checkpoint={"dir": tmp_path / "site", "resume": True})
+            upstream = UpstreamConfig(site=0, alone=True, alone_after_s=1.0, rejoin="contribute")
+            group.create_task(Site(above, local, FlowTask(), config, upstream).run())
+            top = tree_rules(1, sites=True, rounds=2, buffers=RULES, checkpoint={"dir": tmp_path / "centre"})
+            with capture_logs() as logs:
+                first = group.create_task(gradbus.Controller(centre, FlowTask(), top).run())
+                await task.reached.wait()  # the site has the model of round 1, and trains for round 2
+                first.cancel()
+                await asyncio.wait({first})
+                task.go_on.set()
+                await eventually(lambda: any(line["event"] == "round alone" for line in logs))
+                controller = gradbus.Controller(centre, FlowTask(), top)
+                await controller.run()
+            (back,) = [line for line in logs if line["event"] == "level above is back"]
+            return await controller.state_dict(), back["rounds_alone"]
+
+    found, alone = asyncio.run(main())
+    assert alone >= 1
+    assert bool(found["norm.initialized"])
+    assert found["norm.usage"].tolist() == [10 + 4 + 4 + 4 * alone, 10], "round 1, round 2 again, and those alone"
+    assert int(found["bn.num_batches_tracked"]) == 1 + alone, "the largest: of round 2 it is 2"
 
 
 def test_virtual_clients_merge_as_deployed_ones_do() -> None:
