@@ -31,7 +31,7 @@ from gradbus.actors.federated.session import (
     ControllerSession,
     listen,
 )
-from gradbus.actors.federated.sharing import Shape, Sharing, check_buffer_layout, check_kept, layout_of
+from gradbus.actors.federated.sharing import Shape, Sharing, check_buffers_sent, check_kept, layout_of
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, EncodedUpdate, UpdateSender
@@ -283,9 +283,10 @@ class Client:
                 f"controller"
             )
         try:
-            privacy_of(welcome.options, least_noise=self._config.least_noise)
-            check_buffer_layout(self._model.specs, welcome)
+            privacy = privacy_of(welcome.options, least_noise=self._config.least_noise)
             check_kept(self._model.specs, Sharing.of_welcome(welcome), self._config.keep_personal)
+            insists = bool(self._config.least_members)
+            check_buffers_sent(self._model.specs, welcome, is_private=privacy is not None, insists_on_masks=insists)
         except ConfigError as error:
             raise JoinRefused(str(error)) from None
 

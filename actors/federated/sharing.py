@@ -347,7 +347,8 @@ def check_kept(specs: Sequence[TensorSpec], sharing: Sharing | None, kept: Seque
     _check_patterns("client.keep_personal", kept, specs)
     if sharing is None:
         return
-    shared = divide(specs, sharing).shared
+    sides = divide(specs, sharing)
+    shared = sides.shared | sides.merged
     if taken := [spec.name for spec in specs if spec.name in shared and _matches(spec.name, kept)]:
         raise ConfigError(
             f"the controller shares {_some(taken)}, which client.keep_personal keeps here: nothing is sent. On the "
@@ -355,9 +356,24 @@ def check_kept(specs: Sequence[TensorSpec], sharing: Sharing | None, kept: Seque
         )
 
 
-def check_buffer_layout(specs: Sequence[TensorSpec], welcome: Welcome) -> None:
-    """Raises ConfigError: a controller merges other buffers than this model has."""
+def check_buffers_sent(
+    specs: Sequence[TensorSpec], welcome: Welcome, *, is_private: bool, insists_on_masks: bool
+) -> None:
+    """Look whether a client can send the buffers that a controller merges.
+
+    Args:
+        is_private: the run has differential privacy. insists_on_masks: the client sends nothing in the clear.
+
+    Raises:
+        ConfigError: they are not those of its model, or their exact values would say what noise or masks hide.
+    """
     layout = layout_of(specs, Sharing.of_welcome(welcome))
+    if layout and (is_private or insists_on_masks):
+        why = "its updates have noise" if is_private else "client.least_members asks for masks"
+        raise ConfigError(
+            f"the controller asks for the exact values of {_some(layout.names)}, and {why}: nothing is sent. Leave "
+            f"them out of federated.buffers on the controller, or set keep there"
+        )
     if layout.digest != welcome.buffer_layout:
         raise ConfigError(
             f"the controller merges other buffers of integers and booleans than this client's model has, in names, "

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trees import tree
 import gradbus
 from gradbus.actors import Site
 from gradbus.actors.federated.saved_state import saved_state
+from gradbus.actors.federated.sharing import check_buffers_sent, specs_of
 from gradbus.actors.federated.state import restore_weights
 from gradbus.experiments.history.invariants import check
 from gradbus.experiments.history.reader import read_history
@@ -32,6 +34,7 @@ from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import ClientConfig, UpstreamConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError, JoinRefused
+from gradbus.runtime.wire.control import Welcome
 
 RULES = {"*.usage": "sum", "seen": "all", "lowest": "min"}
 WARNING = "training has changed tensors that are not exchanged"
@@ -442,6 +445,34 @@ def test_with_privacy_no_exact_value_leaves_a_client() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         federated([CountingTask()], buffers={"count": "max"}, privacy=privacy)
     assert "exact values, without noise, would leave the clients" in str(only(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("client", "rules", "words"),
+    [
+        ({"keep_personal": ["count"]}, {}, "the controller shares 'count', which client.keep_personal keeps here"),
+        (
+            {"least_members": 2}, {"secure_aggregation": {"enabled": True}, "buffers": {"count": "max"}},
+            "asks for the exact values of 'count', and client.least_members asks for masks: nothing is sent",
+        ),
+    ],
+)  # fmt: skip
+def test_a_client_that_insists_sends_no_buffer(client: Any, rules: Any, words: str) -> None:
+    tasks = [CountingTask(), CountingTask()]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        federated(tasks, client=client, **{"buffers": {}, **rules})
+    error = only(caught.value)
+    assert isinstance(error, JoinRefused)
+    assert words in str(error)
+    assert not any(task.before for task in tasks), "nothing was trained"
+
+
+def test_a_client_sends_no_exact_buffer_in_a_run_with_noise_whatever_the_controller_says() -> None:
+    welcome = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 1, 0.5, buffers={"**": "max"}, buffer_layout=1)
+    with pytest.raises(ConfigError, match="exact values of 'count', and its updates have noise: nothing is sent"):
+        check_buffers_sent(specs_of(Counting()), welcome, is_private=True, insists_on_masks=False)
+    none = replace(welcome, buffers={}, buffer_layout=0)
+    check_buffers_sent(specs_of(Counting()), none, is_private=True, insists_on_masks=True)
 
 
 def only(error: BaseException) -> BaseException:
