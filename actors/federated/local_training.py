@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -248,14 +248,15 @@ class LocalTraining:
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
         sections, residuals = self._encode_sections(end.sections, section_codec_of(terms), kept)
-        payload, buffers = self._joined([(updates.MODEL, encoded), *sections], masked=welcome.masked)
+        payload, buffers = updates.join([(updates.MODEL, encoded), *sections]), self._changed_buffers()
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
         encoded_s = time.perf_counter()
         request = UploadRequest(
-            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
-            num_samples=num_samples, train_s=trained_s - started_s, loss=math.nan if loss is None else float(loss),
+            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer,
+            total_bytes=len(payload) + len(buffers), num_samples=num_samples, train_s=trained_s - started_s,
+            loss=math.nan if loss is None else float(loss),
             encode_s=encoded_s - trained_s,
             wait_s=max(0.0, started_s - inputs.commanded_s),
             update_norm=-1.0 if welcome.masked else update_norm,  # it says something of a single update
@@ -270,17 +271,17 @@ class LocalTraining:
 
     def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
         """The update as it is offered to the controller: where that reads this process's memory, from there."""
-        request, payload = update.request, update.payload
-        sealed = self._memory.put(payload) if self._shared_memory else None
+        request = update.request
+        sealed = self._memory.put(update.payload, update.buffers) if self._shared_memory else None
+        payload = sealed.payload if sealed is not None else update.whole
         self._probe.note(
             "offered", run=f"{request.run_id:016x}", round=request.round_id, transfer=request.transfer,
             bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", request.round_id)
-        if sealed is None:
-            return update
-        # From now on it is in one place only, also for frames.
-        return replace(update, request=replace(request, memory=sealed.place), payload=sealed.payload, sealed=sealed)
+        if sealed is not None:  # from now on it is in one place only, also for frames
+            request = replace(request, memory=sealed.place)
+        return replace(update, request=request, payload=payload, buffers=b"", sealed=sealed)
 
     def mask(
         self, update: EncodedUpdate, base: Tensor, masks: masked_values.UpdateMasks, transfer: int
@@ -295,10 +296,9 @@ class LocalTraining:
             TooLarge: it has no room in the sum of so many clients.
         """
         started_s, request = time.perf_counter(), update.request
-        masked, residual, clamped = masked_values.encode(
+        payload, residual, clamped = masked_values.encode(
             codecs.parse(update.payload, expected_dim=base.numel()), base, masks, request.num_samples
         )
-        payload = b"".join([masked, update.buffers]) if update.buffers else masked
         state = update.state
         assert self._feeds_back or residual is None, "a roster with a grid is refused where the codec has none"
         if self._feeds_back:  # none: the residual before has gone out, and no older one may come back
@@ -307,7 +307,8 @@ class LocalTraining:
             self._unsent.note((request.run_id, request.round_id), masks.roster.terms, residual)
             self._warn_of_unsent(request.round_id, residual, clamped)
         request = replace(
-            request, transfer=transfer, total_bytes=len(payload), attempt=masks.roster.attempt.number,
+            request, transfer=transfer, total_bytes=len(payload) + len(update.buffers),
+            attempt=masks.roster.attempt.number,
             encode_s=request.encode_s + time.perf_counter() - started_s,
         )  # fmt: skip
         key = update.key._replace(transfer=transfer)
@@ -353,16 +354,10 @@ class LocalTraining:
         self._model.check_frozen()
         self._model.unexchanged.warn(self._identity.sender, training.inputs.welcome)
 
-    def _joined(
-        self, sections: Sequence[tuple[str, bytes | memoryview]], *, masked: bool
-    ) -> tuple[bytes | memoryview, bytes]:
-        """Return the payload of an update, which ends with the block of the merged buffers that training has changed;
-        that block by itself, where the masked update, which is not made yet, is to end with it."""
-        payload, layout = updates.join(sections), self._model.buffers
-        if not layout:
-            return payload, b""
-        block = layout.pack(layout.changes(self._buffers_before, self._model.read_buffers()))
-        return (payload, block) if masked else (b"".join([payload, block]), b"")
+    def _changed_buffers(self) -> bytes:
+        """Return the block of the merged buffers that training has changed; b"": the model has none."""
+        layout = self._model.buffers
+        return layout.pack(layout.changes(self._buffers_before, self._model.read_buffers())) if layout else b""
 
     def _run(
         self, training: _Training, kept: Mapping[str, Tensor], optimizer_part: str = _OF_OPTIMIZER

@@ -147,14 +147,14 @@ class ModelPublisher:
     def _make_message(self, key: FrameKey, share: bool) -> _OutgoingModel:
         """Make the message on the compute thread."""
         if self.held_apart is None:
-            message = self._full_message(key)
+            message = self._full_message(key, share=share)
         else:
             difference = self._next_difference() + self._context.state.buffer_block()
             message = _OutgoingModel(key, difference, int(Flags.DELTA))
             if self._context.history.on:
                 self._held_crc32 = zlib.crc32(self.held.numpy().data)
         self._context.history.keep(model_name(self._context.run_id, self._round_id), message.payload)
-        if share and message.size >= SHARED_BYTES:
+        if share and message.shared is None and message.size >= SHARED_BYTES:
             message.shared = self._context.bus.memory.put(message.payload)
         return message
 
@@ -200,13 +200,16 @@ class ModelPublisher:
         if full is not None and full.shared is not None and self._registry.shares_memory(client_id):
             await self._announce(full, full.shared)
 
-    def _full_message(self, key: FrameKey) -> _OutgoingModel:
+    def _full_message(self, key: FrameKey, *, share: bool = False) -> _OutgoingModel:
+        """Return the clients' model in full. ``share``: joined in shared memory, where more follows it."""
         # Headerless float32, as the original format has it: a view on the weights, without a copy, unless more follows.
         values = np.asarray(self.held.numpy(), dtype="<f4")
         if (broadcast := self._context.state.broadcast()) is not None:
             values = np.concatenate([values, np.asarray(broadcast.numpy(), dtype="<f4")])
         if self._buffers:
             block = np.frombuffer(self._context.state.buffer_block(), np.uint8)
+            if share and (shared := self._context.bus.memory.put(values, block)) is not None:
+                return _OutgoingModel(key, shared.payload, shared=shared)
             return _OutgoingModel(key, np.concatenate([values.view(np.uint8), block]))
         return _OutgoingModel(key, values)
 
