@@ -387,6 +387,8 @@ class FlatModel:
 
     def check_frozen(self) -> None:
         """Raises ValueError: a frozen parameter has been trained, on this node alone."""
+        if not self._frozen_names:
+            return
         state = self.module.state_dict(keep_vars=True)
         thawed = [name for name in self._frozen_names if state[name].requires_grad]
         if not thawed and self._versions() == self._frozen_versions:
@@ -405,6 +407,8 @@ class FlatModel:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Changes when a frozen tensor is written to or replaced."""
+        if not self._frozen_names:
+            return []
         state = self.module.state_dict(keep_vars=True)
         return [
             (state[name].data_ptr(), state[name]._version)  # noqa: SLF001 - torch has no public name for it
