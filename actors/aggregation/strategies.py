@@ -50,6 +50,7 @@ class Strategy(ABC):
         metrics: names of metrics that the clients' training rule has to announce.
         takes_repeats: several updates of one client may count in a round.
         uses_steps: it needs the number of optimizer steps that a client announces.
+        buffer_rule: how buffers of integers and booleans are merged, unless the configuration says otherwise.
         epsilon: what the run has spent of differential privacy so far; None: it gives none. epsilon_budget: what it may
             spend; None: there is no limit.
     """
@@ -61,6 +62,7 @@ class Strategy(ABC):
     metrics: tuple[str, ...] = ()
     takes_repeats = True
     uses_steps = False
+    buffer_rule: ClassVar[str] = "max"
     epsilon: float | None = None
     epsilon_budget: float | None = None
 

@@ -32,7 +32,7 @@ from gradbus.actors.federated.session import (
     ControllerSession,
     listen,
 )
-from gradbus.actors.federated.sharing import Shape, Sharing, check_kept
+from gradbus.actors.federated.sharing import Shape, Sharing, check_buffers_sent, check_kept, layout_of
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, EncodedUpdate, UpdateSender
@@ -288,7 +288,7 @@ class Client:
         self._masking.forget()
         self._interrupt_sending()
         self._shape = self._shape_for(welcome)
-        self._models.start(welcome, self._shape)
+        self._models.start(welcome, self._shape, layout_of(self._model.specs, Sharing.of_welcome(welcome)).max_bytes)
         self._compute.stop_current()
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
@@ -316,8 +316,10 @@ class Client:
                 f"controller"
             )
         try:
-            privacy_of(welcome.options, least_noise=self._config.least_noise)
+            privacy = privacy_of(welcome.options, least_noise=self._config.least_noise)
             check_kept(self._model.specs, Sharing.of_welcome(welcome), self._config.keep_personal)
+            insists = bool(self._config.least_members)
+            check_buffers_sent(self._model.specs, welcome, is_private=privacy is not None, insists_on_masks=insists)
         except ConfigError as error:
             raise JoinDeclined(str(error)) from None
 
@@ -417,7 +419,7 @@ class Client:
         """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
-            terms=self._session.terms, commanded_s=self._session.commanded_s,
+            buffers=self._models.replica.buffers, terms=self._session.terms, commanded_s=self._session.commanded_s,
             spent=self._masking.turn_to(welcome.run_id, command.round_id),
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)

@@ -56,7 +56,7 @@ from gradbus.actors.federated.round_losses import RoundLosses
 from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.selectors.base import make_selector
-from gradbus.actors.federated.sharing import Sharing, check_noise, check_sharing
+from gradbus.actors.federated.sharing import Sharing, check_buffers, check_noise, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
@@ -67,7 +67,7 @@ from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import copy_state
-from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
+from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS, STRATEGIES
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
@@ -149,14 +149,16 @@ class Controller:
         self._rates = RoundRates(
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
-        sharing = Sharing.of(config)
+        given = self._given_strategy
+        sharing = Sharing.of(config, STRATEGIES.find(config.strategy.name) if given is None else type(given))
         self._model = FlatModel(build_model(self._task), sharing, rebuild=partial(build_model, self._task))
         check_sharing(self._model.specs, sharing)
+        check_buffers(self._model.specs, config, sharing)
         if config.privacy.name != "none":
             check_noise(self._model.specs, sharing)
         check_evaluation(config, self._model)
         self._strategy = self._make_strategy()
-        self._strategy.lay_out([shape for _, _, shape in self._model.table])
+        self._strategy.lay_out(self._model.shapes)
         check_strategy(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
@@ -193,7 +195,7 @@ class Controller:
             dim=dim, layout=self._model.layout, session=self._identity.incarnation,
             dead_after_s=config.clients.dead_after_s, duplicate_after_s=2.4 * config.clients.heartbeat_s,
             memory=self._bus.memory.here,
-            compares="shared" if Sharing.of(config).has_patterns else config.exchange,
+            compares="shared" if self._model.sharing.has_patterns else config.exchange,
         )  # fmt: skip
         self._registry.max_members = most_clients(config)
         self._book = OrderBook(config, self._strategy, state)
@@ -205,13 +207,14 @@ class Controller:
         self._cap = sample_cap(self._strategy, config)
         admission = UpdateAdmission(
             state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
-            max_bytes=self._max_update_bytes(),
+            max_bytes=self._max_update_bytes() + self._model.buffers.max_bytes,
             max_samples=config.limits.max_samples,
         )  # fmt: skip
         self._admission = admission
         self._receiver = UpdateReceiver(
-            context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed
-        )
+            context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed,
+            buffers=self._model.buffers,
+        )  # fmt: skip
         self._losses = RoundLosses(self._receiver)
         if self._callbacks.follow("on_update"):
             self._receiver.counted = []
@@ -259,7 +262,7 @@ class Controller:
         return await self._compute.run_or_follow(self._copy_state)
 
     def _copy_state(self) -> dict[str, Any]:
-        self._model.hold(self._state.weights)
+        self._model.hold(self._state.weights, self._state.buffers)
         return copy_state(self._model.module)
 
     @property
@@ -737,7 +740,12 @@ class Controller:
         if outcome in (Outcome.NOTHING, Outcome.GIVEN_UP):
             log.info("model unchanged", round=round_.round_id, reason=outcome.value, clients=len(round_.failed))
         else:
-            await self._compute.run(self._strategy.finish, self._state.weights)
+            await self._compute.run(self._finish_round)
+
+    def _finish_round(self) -> None:
+        self._strategy.finish(self._state.weights)
+        if self._model.buffers:
+            self._state.buffers = self._receiver.buffers.finish()
 
     async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
         """From the sum of the updates to the published, durable model."""

@@ -17,7 +17,6 @@ from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMoni
 from gradbus.actors.federated.order_book import OrderBook
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
@@ -258,7 +257,7 @@ class Dispatcher:
     async def welcome(self, client: Member) -> None:
         """Send a client its Welcome."""
         config = self._context.config
-        training, codec, sharing = config.training, CODECS.options(config.codec), Sharing.of(config)
+        training, codec, sharing = config.training, CODECS.options(config.codec), self._context.state.model.sharing
         masked = config.secure_aggregation.enabled
         welcome = Welcome(
             to=client.client_id, incarnation=client.incarnation, run_id=self._context.run_id,
@@ -271,6 +270,7 @@ class Dispatcher:
             has_terms=self.has_terms or self.fetch_models or client.client_id >= FIRST_HOST or masked,
             fetch_models=self.fetch_models, masked=masked,
             include=list(sharing.include) if sharing.has_patterns else [], exclude=list(sharing.exclude),
+            buffers=dict(sharing.buffers), buffer_layout=self._context.state.model.buffers.digest,
         )  # fmt: skip
         if (terms := self.terms) is not None:
             welcome = replace(

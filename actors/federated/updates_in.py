@@ -22,6 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
+from gradbus.actors.aggregation.merged_buffers import BufferLayout, BufferMerge
 from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
@@ -156,10 +157,12 @@ class _IncomingUpdate(IncomingUpload):
 
     Attributes:
         adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
+        buffers: that it came with.
     """
 
     adding: bool = False
     crc32: int = 0
+    buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -168,11 +171,13 @@ class _IncomingUpdate(IncomingUpload):
 
 
 class _MaskedUpdate(NamedTuple):
-    """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy."""
+    """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy.
+    ``buffers``: it came with these."""
 
     update: RequestedUpload
     weight: int
     crc32: int
+    buffers: Mapping[str, Tensor]
 
     @property
     def client_id(self) -> int:
@@ -191,14 +196,17 @@ class UpdateReceiver:
         capped: samples announced by the clients that weigh less in this round.
         masked: the attempt at the open round, with secure aggregation; its updates count once they are unmasked.
         counted: what was announced of the updates that count, until it is taken; None: nothing takes it.
+        buffers: merges those of the updates that count.
         bases: of asynchronous rounds, in which what comes between two of them waits for the next; None: of others.
     """
 
     def __init__(
         self, context: RunContext, strategy: Strategy, admission: UpdateAdmission, *, dim: int,
         on_strike: Callable[[Strike], Awaitable[None]], on_change: Callable[[], None],
+        buffers: BufferLayout | None = None,
     ) -> None:  # fmt: skip
-        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused."""
+        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused. ``buffers``:
+        that end each update, and are merged; None: none do."""
         self._context = context
         self._strategy = strategy
         self._admission = admission
@@ -223,6 +231,7 @@ class UpdateReceiver:
         self._rejected_before: Counter[str] = Counter()
         self.counted: list[Facts] | None = None
         self.bases: Bases | None = None
+        self.buffers = BufferMerge(buffers or BufferLayout())
         self.masked: MaskedAttempt | None = None
         self._masked_updates: dict[int, _MaskedUpdate] = {}  # by client: in the sum of the attempt
         self._waiting: dict[int, RequestedUpload] = {}  # with bases: requests that came while no round was open
@@ -341,6 +350,7 @@ class UpdateReceiver:
         """Give the sum to the strategy, off the loop. The journal notes the updates before their receipts go out."""
         self._strategy.add_masked(partial, [facts_of(one.client_id, one.request, one.weight) for one in updates])
         for one in updates:
+            self.buffers.add(one.buffers)
             self._note_counted(one.update.key, one.request, one.weight, one.crc32)
 
     async def _settle(self) -> None:
@@ -427,6 +437,8 @@ class UpdateReceiver:
     def _begin_round(self, round_id: int, base: Tensor) -> None:
         """Make the strategy ready, on the compute thread."""
         self._strategy.begin(round_id, base)
+        if self.buffers.layout:
+            self.buffers.begin(self._context.state.buffers)
         if self.bases is not None:
             self.bases.keep(round_id, base)
 
@@ -475,7 +487,7 @@ class UpdateReceiver:
             self.totals.aggregate_s += time.perf_counter() - started_s
             self._count(round_, update, weight, from_memory=transfer.in_memory, partial=partial)
             if self.masked is not None:
-                self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32)
+                self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32, transfer.buffers)
             else:
                 self._counted[update.client_id] = update.key
                 receipts.create_task(self._send_receipt(update), name="receipt")
@@ -511,19 +523,22 @@ class UpdateReceiver:
         payload = transfer.payload
         if payload is None:
             payload = transfer.payload = read(request.memory, request.total_bytes)
+        content, buffers = self.buffers.layout.split(payload)
         summary = None
         if self.masked is not None:
-            self.masked.add(key.sender, payload, request.num_samples)
+            self.masked.add(key.sender, content, request.num_samples)
+            transfer.buffers = buffers
             transfer.crc32 = history.checksum(payload)
             return None
         if self._context.config.clients.kind == "sites":
-            summary = self._add_sum(key.sender, payload, weight)
+            summary = self._add_sum(key.sender, content, weight)
         else:
-            update = parse_update(payload, expected_dim=self._dim, others=self._strategy.sections)
+            update = parse_update(content, expected_dim=self._dim, others=self._strategy.sections)
             if self.bases is not None:
                 update = update.with_model(self.bases.brought(update.model, key.round_id, staleness))
             facts = facts_of(key.sender, request, weight)
             self._strategy.add(update, dataclasses.replace(facts, staleness=staleness))
+        self.buffers.add(buffers, staleness=staleness)
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         self._note_counted(key, request, weight, history.checksum(payload))
         return summary

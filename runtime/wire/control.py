@@ -46,6 +46,9 @@ Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 IdRanges = Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(checked_ids)]
 ClientOrders = Annotated[str, Field(max_length=MAX_CLIENT_ORDERS_CHARS), AfterValidator(checked_orders)]
 Patterns = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
+Rules = Annotated[
+    dict[Annotated[str, Field(max_length=200)], Annotated[str, Field(max_length=16)]], Field(max_length=34)
+]
 MAX_REASONS = 16  # that a message has room for
 MAX_REASON_CHARS = 500  # of one
 Reasons = Annotated[
@@ -132,6 +135,9 @@ class Welcome:
         include, exclude: patterns of names of tensors, of which some are shared and the others stay at the client;
             both empty: all are shared.
         masked: with secure aggregation: no update leaves a client before it is masked.
+        buffers: how buffers of integers and booleans are merged, by pattern, the first that matches; what matches none
+            is not exchanged. buffer_layout: hash over those that are exchanged, whose values end each update and each
+            model; 0: there are none.
     """
 
     to: U32
@@ -155,6 +161,8 @@ class Welcome:
     include: Patterns = dataclasses.field(default_factory=list)
     exclude: Patterns = dataclasses.field(default_factory=list)
     masked: bool = False
+    buffers: Rules = dataclasses.field(default_factory=dict)
+    buffer_layout: U64 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

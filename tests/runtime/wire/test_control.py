@@ -126,6 +126,8 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "include": [],
         "exclude": [],
         "masked": False,
+        "buffers": {},
+        "buffer_layout": 0,
     },
     RoundTerms: {"participants": "", "held": False, "attempt": 0, "each": ""},
     TrainingFailure: {"reason": "training failed"},
@@ -284,6 +286,7 @@ NOT_WRONG: dict[str, list[Any]] = {
     "include": [["1"]],
     "lost_reasons": [["1"]],
     "exclude": [["1"]],
+    "buffers": [{}],
 }
 
 
@@ -299,6 +302,9 @@ OUT_OF_RANGE = [
     ("Status", "awaited", list(range(257))),
     ("Welcome", "include", ["*"] * 65),
     ("Welcome", "exclude", ["x" * 201]),
+    ("Welcome", "buffers", {"x" * 201: "max"}),
+    ("Welcome", "buffers", {"x": "max" * 6}),
+    ("Welcome", "buffers", {str(number): "max" for number in range(35)}),
     ("Status", "silent_s", [math.nan]),
     ("Status", "dropped", {str(number): 1 for number in range(33)}),
     ("Status", "dropped", {"a": -1}),
