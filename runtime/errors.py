@@ -98,6 +98,11 @@ class RunAborted(TrainingFailed):
     controller's words."""
 
 
+class OutOfTurn(GradbusError, RuntimeError):
+    """A client in a script was used out of order, such as a second ``send`` for one ``receive``; the text says what to
+    call."""
+
+
 class RunOver(GradbusError):
     """There is no round left to order: all are done, or the run has ended early; the text says why."""
 

@@ -140,7 +140,7 @@ class Client:
     def _open(self) -> None:
         """Build the model and open the directory of the state, off the loop."""
         self._bus.access_policy.check_client()
-        self._model = FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
+        self._model = self._flat_model()
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
@@ -154,6 +154,10 @@ class Client:
         self._answers = EvaluationAnswers(
             self._context, self._models, evaluation, self._training, self._sender, self._transfers
         )
+
+    def _flat_model(self) -> FlatModel:
+        """Build the model and lay it out."""
+        return FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
 
     def _open_parts(self, frozen: FrozenParameters) -> None:
         """Make the parts of every client, also of one that has others train. ``frozen``: takes what no round changes.

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +32,8 @@ from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import ConfigError, GradbusError, RunAborted
+from gradbus.runtime.loop_thread import LoopThread
 from gradbus.runtime.private_folder import scratch_folder
-from gradbus.runtime.tasks import single_error
 
 T = TypeVar("T")
 
@@ -219,7 +218,9 @@ def simulate(
             full_traceback=options.client.full_traceback,
             shared_memory=options.network is None or options.network.shared_memory,
         ))  # fmt: skip
-        return _on_a_loop_of_its_own(run.main(pool, state_dir))
+        thread = LoopThread(run.main(pool, state_dir), "gradbus-simulate")
+        thread.start()
+        return thread.result()
 
 
 @contextlib.contextmanager
@@ -229,46 +230,6 @@ def _state_dir(chosen: Path | None) -> Iterator[Path]:
         return
     with scratch_folder(CLIENTS_PREFIX) as made:
         yield made
-
-
-def _on_a_loop_of_its_own(main: Coroutine[Any, Any, SimulationResult]) -> SimulationResult:
-    """Run a coroutine on a thread with a loop of its own. Ctrl-C here cancels it, and waits until it has ended."""
-    outcome: list[SimulationResult | BaseException] = []
-    started, ended = threading.Event(), threading.Event()
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-
-    async def call() -> SimulationResult:
-        task = asyncio.current_task()
-        assert task is not None
-        running.append((asyncio.get_running_loop(), task))
-        started.set()
-        return await main
-
-    def run() -> None:
-        try:
-            outcome.append(asyncio.run(call()))
-        except BaseException as error:  # raised where it was called
-            outcome.append(error)
-        finally:
-            ended.set()
-
-    threading.Thread(target=run, name="gradbus-simulate").start()
-    try:
-        ended.wait()  # and not the thread's join: one that is interrupted takes the thread for ended (CPython 3.11)
-    except BaseException:
-        started.wait(5.0)
-        for loop, task in running:
-            with contextlib.suppress(RuntimeError):  # it has ended just now
-                loop.call_soon_threadsafe(task.cancel)
-        ended.wait()
-        raise
-    match outcome[0]:
-        case SimulationResult() as result:
-            return result
-        case BaseExceptionGroup() as errors:
-            raise single_error(errors) from None
-        case error:
-            raise error
 
 
 @dataclass(frozen=True, slots=True)

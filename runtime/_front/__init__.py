@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         Strategy,
         Worker,
     )
+    from gradbus.actors.federated.handover import TrainingRound
+    from gradbus.actors.federated.script_client import ScriptClient, client
     from gradbus.actors.virtual.simulation import SimulationOptions, SimulationResult, simulate
     from gradbus.runtime.bus.bus import Bus, connect
     from gradbus.runtime.collectives import Group, join_group
@@ -52,12 +54,15 @@ _WHERE = {
     "Progress": "gradbus.actors.federated.report",
     "RoundOrder": "gradbus.actors.aggregation.orders",
     "RoundReport": "gradbus.actors.federated.report",
+    "ScriptClient": "gradbus.actors.federated.script_client",
     "Strategy": "gradbus.actors.aggregation.strategies",
+    "TrainingRound": "gradbus.actors.federated.handover",
     "DataParallelConfig": "gradbus.runtime.config.data_parallel",
     "ElasticPlace": "gradbus.actors.data_parallel.elastic",
     "ElasticWorker": "gradbus.actors.data_parallel.elastic",
     "Group": "gradbus.runtime.collectives",
     "Worker": "gradbus.actors.data_parallel.worker",
+    "client": "gradbus.actors.federated.script_client",
     "connect": "gradbus.runtime.bus.bus",
     "join_group": "gradbus.runtime.collectives",
     "simulate": "gradbus.actors.virtual.simulation",
@@ -88,11 +93,14 @@ __all__ = [
     "Progress",
     "RoundOrder",
     "RoundReport",
+    "ScriptClient",
     "SimulationOptions",
     "SimulationResult",
     "Strategy",
+    "TrainingRound",
     "Worker",
     "actors",
+    "client",
     "codecs",
     "connect",
     "join_group",

@@ -1,0 +1,262 @@
+"""``gradbus.client``: a client of a federated run in three lines of an existing training loop.
+
+    with gradbus.client("cells", client_id=0) as fed:
+        while fed.receive(model):
+            train(model, ...)
+            fed.send(model, samples=n, loss=loss)
+
+The bus and the Client run on an event loop in a thread of their own: heartbeats go out while the script trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import operator
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NoReturn, Self, SupportsFloat
+
+import torch
+from torch import nn
+
+from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
+from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask
+from gradbus.actors.federated.module_structure import misfit
+from gradbus.actors.federated.report import ClientSummary
+from gradbus.actors.federated.sharing import TensorSpec, specs_of
+from gradbus.runtime import forks
+from gradbus.runtime.bus.bus import Bus, connect
+from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.errors import ConfigError, OutOfTurn
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.loop_thread import LoopThread
+
+LEAVE_S = 30.0  # for which the end of the block waits for the client and its bus
+
+log = get_logger("client")
+
+
+def client(
+    job: str | None = None, *, client_id: int, config: ClientConfig | None = None, **bus: Any
+) -> ScriptClient:  # fmt: skip
+    """Take part in a federated run from a script that has a training loop of its own.
+
+    Args:
+        job: name of the job; by default one of this user.
+        client_id: 0 or more, one for each client of the job.
+        config: settings of the client.
+        bus: settings of the bus by keyword, as :func:`gradbus.connect` has them: ``network``, ``peers``, ``security``.
+
+    Returns:
+        What ``with`` enters; its methods are for the thread that does so.
+
+    Raises:
+        ConfigError: a keyword is wrong.
+    """
+    job = default_job() if job is None else job
+    return ScriptClient(job, client_id, config or ClientConfig(), connect(job, **bus))
+
+
+class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
+    """A client of a federated run, for a script. Made by :func:`gradbus.client`."""
+
+    def __init__(
+        self, job: str, client_id: int, config: ClientConfig, opening: contextlib.AbstractAsyncContextManager[Bus]
+    ) -> None:
+        """A client that has not been entered. ``opening``: gives the bus."""
+        self.job = job
+        self.client_id = client_id
+        self._config = config
+        self._opening = opening
+        self._handover = RoundHandover()
+        self._round: TrainingRound | None = None
+        self._task: HandoverTask | None = None  # from the first receive on
+        self._specs: list[TensorSpec] = []
+        self._has_begun = asyncio.Event()  # there is a task
+        self._client: HandoverClient | None = None
+        self._thread: LoopThread[ClientSummary | None] | None = None
+        self._made_in = forks.generation
+
+    def __enter__(self) -> Self:
+        """Join the job. Raises ConfigError, BusError: the bus cannot be opened."""
+        if self._thread is not None:
+            raise OutOfTurn("this client was entered before: call gradbus.client again for each 'with'")
+        self._made_in = forks.generation
+        self._thread = LoopThread(self._main(), f"gradbus-client-{self.client_id}", daemon=True)
+        self._thread.start()
+        try:
+            self._handover.wait_until_open()
+        except BaseException:
+            self._leave(self._thread)
+            raise
+        if self._thread.has_ended or self._handover.is_over:
+            self._thread.result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the run. An error of the script is the reason that the controller is given."""
+        if self._thread is None or self._made_in != forks.generation:
+            return
+        if isinstance(error, Exception) and self._client is not None and not self._handover.is_over:
+            self._thread.call_soon(self._client.note_failure, error)
+        self._leave(self._thread)
+
+    async def __aenter__(self) -> NoReturn:
+        raise TypeError(
+            "gradbus.client(...) is for scripts without asyncio: write 'with gradbus.client(...) as fed:'. On an event "
+            "loop use gradbus.connect and gradbus.Client"
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        """Never reached: ``async with`` looks for it before it enters."""
+
+    @property
+    def round(self) -> TrainingRound:
+        """Return what the controller asks for in the round of the newest :meth:`receive`. Raises OutOfTurn: there was
+        none."""
+        if self._round is None:
+            raise OutOfTurn("there is no round before the first receive: call receive(model) first")
+        return self._round
+
+    @property
+    def should_stop(self) -> bool:
+        """Return whether the round is over for this client, so that training any longer is of no use. Call
+        :meth:`receive` then."""
+        return self._handover.should_stop()
+
+    def receive(self, model: nn.Module) -> bool:
+        """Wait for the next round and load the global model into ``model``.
+
+        A round that was received and not sent counts as one in which there was nothing to train.
+
+        Args:
+            model: on any device; the same one in each call, or one with tensors of the same names and shapes. Its
+                trained parameters become views of one vector, and stay the objects that they are.
+
+        Returns:
+            False when the run has ended well.
+
+        Raises:
+            JoinRefused: the controller has refused this client. JoinDeclined: it asks for what this client does not
+                give. BarrierTimeout: there was no controller for ``controller_timeout_s``. RunAborted: the run has
+                failed. ConfigError: the model does not fit. OutOfTurn: outside of the ``with`` block. ForkedProcess.
+        """
+        thread = self._entered("receive")
+        task = self._checked(model)
+        self._handover.begin_wait()
+        thread.call_soon(self._wake)
+        found = self._handover.take()
+        if found is None:
+            thread.result()
+            return False
+        self._round = found
+        if model is not task.model:
+            self._copy(task.model, model)
+        return True
+
+    def send(
+        self, model: nn.Module, *, samples: int, loss: SupportsFloat | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:  # fmt: skip
+        """Send what was trained since :meth:`receive`, and wait until it has arrived.
+
+        Args:
+            model: as after training.
+            samples: distinct samples trained on, >= 1: the weight in the mean of all clients.
+            loss: mean training loss. metrics: more numbers by name, at most 32.
+
+        Returns:
+            Whether it counts. False: the round was over, or the update cannot be used, which the log explains.
+
+        Raises:
+            OutOfTurn: a second send for one receive, or none was there. ValueError: there are no samples, or the loss
+                is not a number. ConfigError: the model does not fit. ForkedProcess. And what has ended the client, as
+                of :meth:`receive`.
+        """
+        thread = self._entered("send")
+        self._handover.check_taken()
+        task = self._checked(model)
+        result = ScriptResult(_checked_samples(samples), None if loss is None else float(loss), dict(metrics or {}))
+        if model is not task.model:
+            self._copy(model, task.model)
+        counts = self._handover.give(result)
+        if not counts and self._handover.is_over:
+            thread.result()
+        return counts
+
+    # Parts
+
+    def _entered(self, call: str) -> LoopThread[ClientSummary | None]:
+        if self._thread is None:
+            raise OutOfTurn(f"{call} was called outside of a 'with' block: write 'with gradbus.client(...) as fed:'")
+        forks.check(self._made_in, f"the client of job {self.job!r}")
+        if self._handover.has_left:
+            raise OutOfTurn(f"{call} was called after the 'with' block, which has left the run: call it inside")
+        return self._thread
+
+    def _checked(self, model: nn.Module) -> HandoverTask:
+        """The task, whose model this one fits. Raises ConfigError: it does not."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"expected the model, a torch.nn.Module, got {type(model).__name__}")
+        if self._task is None:
+            self._task, self._specs = HandoverTask(model, self._handover), specs_of(model)
+        elif difference := misfit(model, self._specs):
+            raise ConfigError(
+                f"the model is not the one of the first receive: {difference}. Pass the same model to each receive "
+                f"and send, or one with tensors of the same names and shapes"
+            )
+        return self._task
+
+    @torch.no_grad()
+    def _copy(self, source: nn.Module, target: nn.Module) -> None:
+        tensors, into = source.state_dict(keep_vars=True), target.state_dict(keep_vars=True)
+        for spec in self._specs:
+            into[spec.name].copy_(tensors[spec.name])
+
+    def _leave(self, thread: LoopThread[ClientSummary | None]) -> None:
+        if not self._handover.is_over:
+            thread.cancel()
+        self._handover.leave()
+        if not thread.wait(LEAVE_S):
+            log.warning("client still running", client=self.client_id, waited_s=LEAVE_S)
+
+    def _wake(self) -> None:
+        """On the loop: the script waits for a round."""
+        self._has_begun.set()
+        if self._client is not None:
+            self._client.wake()
+
+    async def _main(self) -> ClientSummary | None:
+        """The client, from its bus to its end."""
+        try:
+            async with self._opening as bus:
+                self._handover.open()
+                await self._has_begun.wait()
+                assert self._task is not None
+                self._client = HandoverClient(
+                    bus, self._task, self._handover, client_id=self.client_id, config=self._config
+                )
+                try:
+                    return await self._client.run()
+                finally:
+                    self._handover.end()
+        finally:
+            self._handover.end()
+
+
+def _checked_samples(samples: Any) -> int:
+    """The number of samples. Raises ValueError: it is none."""
+    try:
+        number = operator.index(samples)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(
+            f"samples: expected the number of samples trained on, 1 or more, got {samples!r}. Where there was nothing "
+            f"to train, call receive again without send: this client sits the round out"
+        )
+    return number
