@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
     from gradbus.runtime.dds.network import NetworkConfig
     from gradbus.runtime.errors import GradbusError
+    from gradbus.runtime.logs import log_to
 
 _WHERE = {
     "Bus": "gradbus.runtime.bus.bus",
@@ -65,6 +66,7 @@ _WHERE = {
     "client": "gradbus.actors.federated.script_client",
     "connect": "gradbus.runtime.bus.bus",
     "join_group": "gradbus.runtime.collectives",
+    "log_to": "gradbus.runtime.logs",
     "simulate": "gradbus.actors.virtual.simulation",
     "SimulationOptions": "gradbus.actors.virtual.simulation",
     "SimulationResult": "gradbus.actors.virtual.simulation",
@@ -104,6 +106,7 @@ __all__ = [
     "codecs",
     "connect",
     "join_group",
+    "log_to",
     "models",
     "runtime",
     "simulate",
