@@ -18,6 +18,7 @@ from gradbus.actors.aggregation.clipping import sample_cap
 from gradbus.actors.federated.combinations import check_combination, make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.progress_line import ProgressLine
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing
@@ -98,6 +99,7 @@ class SimulationOptions:
         state_dir: where clients keep their state from round to round; None: in a folder that goes with the run.
         domain: DDS domain. network: how its two buses are connected; by default over ``lo``.
         client: settings of the clients.
+        progress: show one line, in a terminal or a notebook, that follows the rounds; else nothing is shown.
     """
 
     processes: int = 0
@@ -109,6 +111,7 @@ class SimulationOptions:
     domain: int = 0
     network: NetworkConfig | None = None
     client: ClientConfig = field(default_factory=ClientConfig)
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.processes <= MAX_PROCESSES or not 1 <= self.threads <= 1024:
@@ -211,8 +214,9 @@ def simulate(
     options = options or SimulationOptions()
     rules = settings_of(config or FederatedConfig(), clients, fraction)
     check_first_round(rules, task)
-    run = _Simulation(task, clients, rules, options, callbacks, on_report)
-    with _state_dir(options.state_dir) as state_dir:
+    line = ProgressLine(rules.rounds) if options.progress else None
+    run = _Simulation(task, clients, rules, options, [*callbacks, *([line] if line else [])], on_report)
+    with contextlib.closing(line) if line else contextlib.nullcontext(), _state_dir(options.state_dir) as state_dir:
         pool = options.open_pool(task, PoolSettings(
             state_dir=state_dir, rule=options.client.rule, threads=options.threads,
             full_traceback=options.client.full_traceback,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Worker,
     )
     from gradbus.actors.federated.handover import TrainingRound
+    from gradbus.actors.federated.progress_line import ProgressLine
     from gradbus.actors.federated.script_client import ScriptClient, client
     from gradbus.actors.virtual.simulation import SimulationOptions, SimulationResult, simulate
     from gradbus.runtime.bus.bus import Bus, connect
@@ -53,6 +54,7 @@ _WHERE = {
     "GradbusError": "gradbus.runtime.errors",
     "NetworkConfig": "gradbus.runtime.dds.network",
     "Progress": "gradbus.actors.federated.report",
+    "ProgressLine": "gradbus.actors.federated.progress_line",
     "RoundOrder": "gradbus.actors.aggregation.orders",
     "RoundReport": "gradbus.actors.federated.report",
     "ScriptClient": "gradbus.actors.federated.script_client",
@@ -93,6 +95,7 @@ __all__ = [
     "Group",
     "NetworkConfig",
     "Progress",
+    "ProgressLine",
     "RoundOrder",
     "RoundReport",
     "ScriptClient",
