@@ -17,9 +17,12 @@ from gradbus.models import TrainResult
 
 def build_model() -> nn.Module:
     """The model: with a buffer of floats and one of integers, as BatchNorm has them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(5)  # torch's own is one for all threads, which build at the same time
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return model
 
 
 def draw(client_id: int) -> tuple[Tensor, Tensor]:
