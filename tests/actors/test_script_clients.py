@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,3 +333,37 @@ def test_a_child_by_fork_cannot_use_it_and_its_parent_goes_on() -> None:
         assert one["child"] == 0, "the child has left the block without an effect"
         assert one["error"].startswith("ForkedProcess: the client of job")
         assert "Start processes that use the bus by spawn" in one["error"]
+
+
+def test_a_script_goes_on_with_a_controller_that_was_started_again(tmp_path: Path) -> None:
+    expected, _ = run([follow])
+    job, domain = new_job()
+    config = gradbus.FederatedConfig(
+        rounds=3, eval_every=0, clients={"num": 1, "dead_after_s": PATIENT_S}, checkpoint={"dir": str(tmp_path)}
+    )
+
+    async def serve(limit: int) -> list[gradbus.RoundReport]:
+        async with gradbus.connect(job, domain=domain) as bus:
+            controller = gradbus.Controller(bus, script_scene.SceneTask(), config)
+            async with contextlib.aclosing(controller.rounds()) as rounds:
+                return [report async for report in _first(rounds, limit)]
+
+    async def main() -> tuple[list[gradbus.RoundReport], list[bool]]:
+        async with asyncio.timeout(90), asyncio.TaskGroup() as group:
+            script = group.create_task(asyncio.to_thread(follow, job, domain, 0))
+            reports = await serve(1) + await serve(3)
+        return reports, script.result()
+
+    reports, counts = asyncio.run(main())
+    assert {one.round_id: one.weights_crc32 for one in reports} == {one.round_id: one.weights_crc32 for one in expected}
+    assert counts.count(True) == 3
+
+
+async def _first(reports: AsyncIterator[gradbus.RoundReport], limit: int) -> AsyncIterator[gradbus.RoundReport]:
+    """Yield so many at most."""
+    left = limit
+    async for report in reports:
+        left -= 1
+        yield report
+        if not left:
+            return
