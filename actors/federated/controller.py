@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from gradbus.actors.aggregation import partial_sum, updates
-from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
+from gradbus.actors.aggregation.typical import most_samples
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
@@ -54,7 +54,8 @@ from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing, check_noise, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
+from gradbus.actors.federated.update_admission import UpdateAdmission
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import size_of
 from gradbus.actors.secure_aggregation.shamir import BadShares
@@ -191,9 +192,8 @@ class Controller:
             context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
             changed=self.membership_changed,
         )  # fmt: skip
-        self._cap = sample_cap(self._strategy, config)
         admission = UpdateAdmission(
-            state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
+            state.quarantine, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
             max_bytes=self._max_update_bytes(),
             max_samples=config.limits.max_samples,
         )  # fmt: skip
@@ -312,6 +312,7 @@ class Controller:
         config, finished, final, linger = self._config, False, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
+        log.info("rounds", rounds=config.rounds, strategy=config.strategy.name, trust=config.limits.trust)
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
         await self._compute.run(self._open)
         state = self._state
@@ -464,9 +465,8 @@ class Controller:
         """Attempts at a round, until there are enough updates. Those of one attempt count in the next, and those of the
         clients in ``accepted`` count already: it grows. Returns the last attempt, its outcome and its number."""
         self._losses.begin()
-        self._cap.begin(round_id, self._state.participation.samples())
-        if self._config.secure_aggregation.enabled:
-            self._cap.waive()
+        if self._strategy.bounds is not None:
+            self._strategy.bounds.open(round_id)
         for attempt in range(1, self._config.round.max_attempts + 1):
             if len(accepted.union(self._selection.ready(round_id))) < self._config.clients.min:
                 await self._selection.wait_for_start(round_id, accepted, timeout_s=self._time_left()[0])
@@ -564,9 +564,7 @@ class Controller:
         """The attempt with secure aggregation; None: there is none."""
         if not self._config.secure_aggregation.enabled:
             return None
-        fixed = self._config.limits.cap_samples
-        caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
-        cap = min((cap for cap in caps if cap is not None), default=0)
+        cap = (self._config.limits.cap_samples or 0) if self._strategy.weighs_samples else 1
         terms = AttemptTerms(self._model.dim, cap, self._strategy.masked_grid)
         return MaskedAttempt(
             self._context, round_, next(self._mask_numbers), terms,
@@ -589,7 +587,8 @@ class Controller:
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
-        ready, enough = self._selection.participants(round_id, accepted, self._cap.weight)
+        most = most_samples(self._config.limits, self._state.participation.samples().values())
+        ready, enough = self._selection.participants(round_id, accepted, most)
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.
         silent = set() if self._selector.partial else self._registry.silent_ids(round_id)
@@ -627,7 +626,8 @@ class Controller:
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
         attempt = 0 if self._masked is None else self._masked.number
-        return self._dispatcher.round_terms(round_id, participants, held=not self._cap.is_settled, attempt=attempt)
+        held = self._strategy.bounds is not None and not self._strategy.bounds.is_settled
+        return self._dispatcher.round_terms(round_id, participants, held=held, attempt=attempt)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
         if terms is not None:
@@ -699,8 +699,7 @@ class Controller:
         return report
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
-        capped = tuple(sorted(self._receiver.capped))
-        return {**({CAPPED: capped} if capped else {}), **self._strategy.marks()}
+        return dict(self._strategy.marks())
 
     def _ids_known_before(self) -> range:
         """Ids of participants that are known before any has come."""

@@ -277,7 +277,7 @@ class Dispatcher:
         """Return what belongs to the command of a round, and has no field in it; None: there is no such setting.
 
         Args:
-            held: no update is added before the samples of all are known.
+            held: no update is added before those of all are announced.
             attempt: at the round, with secure aggregation.
         """
         training, has_hosts = self._context.config.training, self._registry.has_hosts

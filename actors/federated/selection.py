@@ -219,11 +219,11 @@ class ParticipantSelection:
         # Several clients may share a process and so a reader: this holds back only while DDS sees nobody at all.
         return ready if bus.matched_readers(TrainCmd) and bus.matched_writers(ClientUpdate) else []
 
-    def participants(self, round_id: int, accepted: Collection[int], weigh: Callable[[int], int]) -> Participants:
+    def participants(self, round_id: int, accepted: Collection[int], most: int | None) -> Participants:
         """Return who of the ready clients takes part in a round. Those in ``accepted`` do: their updates count already.
 
         Args:
-            weigh: how much an update of so many samples may weigh.
+            most: samples that a client counts as at most; None: there is no limit.
 
         Raises:
             ConfigError: the selector is the user's, and selects others than it may; or there is no room in a message to
@@ -232,7 +232,7 @@ class ParticipantSelection:
         ready, selector, config = self.ready(round_id), self._selector, self._context.config
         if not selector.partial:
             return Participants(ready, None)
-        facts = [self._facts(client_id, weigh) for client_id in sorted({*ready, *accepted})]
+        facts = [self._facts(client_id, most) for client_id in sorted({*ready, *accepted})]
         wanted = selector.wanted(len(facts), config.clients.min)
         count = selector.asked(len(facts), wanted)
         asked = selected(selector, facts, count, Draw(config.seed, round_id))
@@ -243,10 +243,11 @@ class ParticipantSelection:
             )
         return Participants(asked, wanted if count > wanted else None)
 
-    def _facts(self, client_id: int, weigh: Callable[[int], int]) -> ClientFacts:
+    def _facts(self, client_id: int, most: int | None) -> ClientFacts:
         known = self._context.state.participation.of(client_id)
+        samples = known.num_samples if most is None else min(known.num_samples, most)
         return ClientFacts(
-            client_id=client_id, num_samples=weigh(known.num_samples), loss=known.loss,
+            client_id=client_id, num_samples=samples, loss=known.loss,
             rounds=known.counted + known.missed,
         )  # fmt: skip
 

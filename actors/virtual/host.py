@@ -61,7 +61,7 @@ from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, TrainCmd
 
 MAX_DEATHS = 3  # of training processes, in one client's training
-# Updates that wait for their receipts: in a first round the controller adds none before it knows the samples of all.
+# Updates that wait for their receipts: where clients may lie, the controller adds none before all are announced.
 WAITING_UPDATES = 2  # for each training process, however large they are
 WAITING_BYTES = 1 << 30
 REPEATED_FAILURES = 64  # that go out with one heartbeat
@@ -70,13 +70,13 @@ log = get_logger("host")
 
 
 def check_room(asked: int, update_bytes: int) -> None:
-    """Raises ConfigError: the updates of so many clients, which wait until the samples of all are known, do not fit."""
+    """Raises ConfigError: the updates of so many clients, which wait until all are announced, do not fit."""
     if asked * update_bytes > WAITING_BYTES:
         raise ConfigError(
-            f"federated.limits.cap_samples=median: no update of the first round is added before the samples of all are "
-            f"known, and {asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that "
-            f"may wait in one process. On the controller, set it to a number of samples or to null, or ask fewer "
-            f"clients in a round; or spread the clients over more hosts"
+            f"federated.limits.trust=adversarial: no update of a round is added before all are announced, and "
+            f"{asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that may wait in "
+            f"one process. On the controller, set it to cooperative, or ask fewer clients in a round; or spread the "
+            f"clients over more hosts"
         )
 
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from gradbus.actors.aggregation.clipping import sample_cap
 from gradbus.actors.federated.combinations import check_combination, make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.flat_model import FlatModel
@@ -176,9 +175,10 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
 
 
 def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
-    """Raises ConfigError: the updates of a first round, which wait until the samples of all are known, have no room."""
+    """Raises ConfigError: the updates of a round, which wait until all are announced, have no room."""
     dim = FlatModel(task.build_model(), Sharing.of(config)).dim
-    if not sample_cap(make_strategy(config, dim), config).is_settled:
+    bounds = make_strategy(config, dim).bounds
+    if bounds is not None and not bounds.is_settled:
         asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
         check_room(asked, int(CODECS.make(config.longest_codec).max_bytes(dim)))
 

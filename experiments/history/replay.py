@@ -26,6 +26,7 @@ def replay(run: RunHistory, expect: Expect) -> None:
     runs: dict[str, list[tuple[Event, list[Event]]]] = {}
     openings: dict[str, Event] = {}
     before: dict[str, dict[int, list[Event]]] = {}  # updates that the start before has counted
+    bounds: dict[str, dict[int, Event]] = {}  # of each round, where clients may lie: the newest ones
     for start in run.controller:
         name = start.opening["run"]
         openings.setdefault(name, start.opening)
@@ -36,7 +37,9 @@ def replay(run: RunHistory, expect: Expect) -> None:
         counted: dict[int, list[Event]] = {}
         before[name] = counted
         for event in start.events:
-            if event["event"] == "counted":
+            if event["event"] == "bounds":
+                bounds.setdefault(name, {})[event["round"]] = event
+            elif event["event"] == "counted":
                 counted.setdefault(event["round"], []).append(event)
             elif event["event"] == "committed":
                 rounds.append((event, counted.get(event["round"], [])))
@@ -45,7 +48,7 @@ def replay(run: RunHistory, expect: Expect) -> None:
         kept = run.has_payload(weights_name(int(name, 16), opening["round"]))
         if kept and _has_all(opening) and not own_strategy(opening):
             try:
-                _Replay(run, expect, opening).all(rounds)
+                _Replay(run, expect, opening, bounds.get(name, {})).all(rounds)
             except OSError as error:
                 expect(False, f"the rounds of run {name} cannot be computed again: {error}")
 
@@ -75,9 +78,10 @@ def _weight(update: Event) -> int:
 
 
 class _Replay:
-    def __init__(self, run: RunHistory, expect: Expect, opening: Event) -> None:
+    def __init__(self, run: RunHistory, expect: Expect, opening: Event, bounds: dict[int, Event]) -> None:
         import numpy as np
 
+        from gradbus.actors.aggregation.bounded_strategy import bounded
         from gradbus.actors.aggregation.clipping import within_limits
         from gradbus.actors.aggregation.strategies import FedAvg
         from gradbus.runtime.choices import STRATEGIES
@@ -85,12 +89,13 @@ class _Replay:
 
         self._run = run
         self._expect = expect
+        self._bounds = bounds
         self._run_id = int(opening["run"], 16)
         config = FederatedConfig.model_validate(opening["federated"])
         data = self._bytes_of(weights_name(self._run_id, opening["round"]))
         self._weights: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(data, dtype="<f4").copy()
         self._held = None if config.downlink_codec.name == "fp32" else self._weights.copy()
-        strategy = within_limits(STRATEGIES.make(config.strategy, self._weights.size), config)
+        strategy = bounded(within_limits(STRATEGIES.make(config.strategy, self._weights.size), config), config)
         self._strategy = None if type(strategy) is FedAvg else strategy
 
     def all(self, rounds: list[tuple[Event, list[Event]]]) -> None:
@@ -132,12 +137,15 @@ class _Replay:
         base = self._weights if self._held is None else self._held
         if self._strategy is not None:
             weights = torch.from_numpy(self._weights)
+            if (own := self._strategy.bounds) is not None and (noted := self._bounds.get(round_id)) is not None:
+                own.set_in_force(round_id, noted["weights"], noted["norms"])
             self._strategy.begin(round_id, torch.from_numpy(base))
             for update in updates:
                 payload = bytearray(self._payload(round_id, update))
                 parsed = updates_format.parse(payload, expected_dim=base.size, others=self._strategy.sections)
                 facts = Facts(
-                    client_id=update["client"], num_samples=_weight(update), round_id=round_id,
+                    client_id=update["client"], round_id=round_id,
+                    num_samples=_weight(update) if self._strategy.bounds is None else update["num_samples"],
                     steps=update.get("steps", 0), loss=update.get("loss"), metrics=update.get("metrics", {}),
                 )  # fmt: skip
                 self._strategy.add(parsed, facts)

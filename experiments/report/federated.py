@@ -37,6 +37,7 @@ from gradbus.experiments.report.page import (
 from gradbus.experiments.run.live import MAX_SHOWN_METRICS
 from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.experiments.rundir.whole_run import MAX_NAMES, RoundFaults, Uneven, WholeRun
+from gradbus.runtime.config.federated import TRUST_MEANS
 from gradbus.runtime.plain_text import plain_line
 
 MAX_FAULTS = 60  # rows of a table of faults
@@ -93,13 +94,14 @@ def tiles_of(run: RunFiles) -> list[Tile]:
     count, sums = whole.sums.rounds, whole.sums.sums
     clients = f"{len(whole.clients)}" + (" or more" if len(whole.clients) >= MAX_NAMES else "")
     wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.number("wall_s"), reports[-1].epsilon
-    budget = run.setting("federated", "privacy.epsilon")
+    budget, trust = run.setting("federated", "privacy.epsilon"), run.setting("federated", "limits.trust")
     allowed = f", of {budget:g} allowed" if isinstance(budget, int | float) else ""
     return [
         *quality_tiles(reports),
         *client_tiles(reports),
         Tile("rounds", str(count), f"of {wanted}" if wanted else ""),
         Tile("clients", clients, "whose updates count"),
+        *([Tile("trust", str(trust), TRUST_MEANS[trust])] if trust in TRUST_MEANS else []),
         Tile("up", size(sums["bytes_up"]), f"{size(int(sums['bytes_up']) // count)} a round"),
         Tile("down", size(sums["bytes_down"]), f"{size(int(sums['bytes_down']) // count)} a round"),
         Tile("a round", duration(whole.median_s), "median, without evaluation"),

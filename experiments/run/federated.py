@@ -21,7 +21,7 @@ from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
 from gradbus.experiments.rundir.directory import ControllerDirectory
-from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.config.federated import TRUST_MEANS, FederatedConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
@@ -59,6 +59,8 @@ async def run_controller(
 
     if is_ours:
         opened()
+    log.info("run starts", job=file.bus.job, trust=config.limits.trust)
+    say(f"job {file.bus.job}: trust is {config.limits.trust}, so {TRUST_MEANS[config.limits.trust]}")
     try:
         await off_the_loop(task.load, "load")
         if task.note:

@@ -347,22 +347,61 @@ class TrainingSettings(Settings):
 class LimitSettings(Settings):
     """Limits on what one client can do; see docs/robust.md."""
 
+    trust: Literal["cooperative", "adversarial"] = "cooperative"
+    """Whom the run trusts. `cooperative`: the arithmetic of the papers, with what clients announce. `adversarial`: the
+    weight of an update and its norms are bounded by `cap_times_median` times what is typical, under every strategy."""
     receive_budget_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     """Bytes of updates that may be on their way to the controller at one time; one update is always let in. Updates in
     shared memory do not count: they are read in place, one at a time."""
     max_samples: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
     """Largest number of samples that an update may claim. One that claims more is refused."""
-    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["median"] | None = "median"
-    """Largest number of samples that an update counts as. `median`: `cap_times_median` times the median of the
-    announced numbers. null: no limit, and one client may decide the model with a false number."""
+    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    """Largest number of samples that an update counts as, with either `trust`; with `adversarial` it takes the place of
+    the bound by the median. null: no fixed number."""
     cap_times_median: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 4.0
-    """Number of typical clients that one client may weigh at most, with `cap_samples` = `median`."""
+    """Multiple of the median that weight and norms of an update may have, with `trust` = `adversarial`."""
     clip_norm: Positive | None = None
-    """L2 norm to which an update with a larger norm is scaled down. null: no clipping."""
+    """L2 norm to which an update of the model with a larger norm is scaled down, with either `trust`; with
+    `adversarial` it takes the place of the bound by the median. null: no fixed norm."""
     max_strikes: Annotated[int, Field(ge=0, le=1000)] = 3
     """Number of bad updates after which a client is put into quarantine. 0: never."""
     quarantine_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10
     """Length of the quarantine, in rounds. 0: until the end of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_0_1(cls, given: Any) -> Any:
+        """Read the default of version 0.1, where it was written down with all other settings, as the default of today.
+
+        Raises:
+            ValueError: somebody has asked for it, and would get less than before.
+        """
+        if not isinstance(given, Mapping) or given.get("cap_samples") != "median":
+            return given
+        was_written_down = given.keys() >= _LIMITS_OF_0_1 and "trust" not in given
+        if not was_written_down or given["cap_times_median"] != 4.0:
+            raise ValueError(
+                "cap_samples = median, the default of version 0.1, is gone: set limits.trust = adversarial, which "
+                "bounds the norms of updates as well, and leave cap_samples out; or give a number of samples"
+            )
+        return {**given, "cap_samples": None}
+
+    @property
+    def is_adversarial(self) -> bool:
+        """Whether any client may lie."""
+        return self.trust == "adversarial"
+
+
+TRUST_MEANS = {
+    "cooperative": "what clients announce is believed",
+    "adversarial": "weights and norms of updates are bounded by what is typical",
+}
+"""What `limits.trust` comes to, for people."""
+
+_LIMITS_OF_0_1 = {
+    "receive_budget_bytes", "max_samples", "cap_samples", "cap_times_median", "clip_norm", "max_strikes",
+    "quarantine_rounds",
+}  # fmt: skip
 
 
 class EvaluationSettings(Settings):
@@ -579,7 +618,7 @@ class FederatedConfig(Settings):
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
-                if value not in (None, "median"):
+                if value is not None:
                     raise ValueError(
                         f"limits.{key} limits one update, and with clients.kind = sites this Controller sees sums "
                         f"alone: set it at the sites, whose clients it is for"

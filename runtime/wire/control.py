@@ -164,7 +164,7 @@ class RoundTerms:
         options: of the training rule in this round, beside those of the Welcome and instead of those of the same name.
         participants: ids of the clients that are asked, as ranges; the others sit this round out. Empty: all are asked.
             A participant that newer terms of the same round do not name stops: its update is no longer needed.
-        held: no update is added before the samples of all participants are known.
+        held: no update is added before those of all participants are announced.
         attempt: number of the attempt, for which the participants advertise keys; 0: without secure aggregation.
     """
 
