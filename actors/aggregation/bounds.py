@@ -28,7 +28,7 @@ from gradbus.actors.aggregation.typical import lower_median
 from gradbus.actors.aggregation.updates import Facts
 from gradbus.runtime.errors import CheckpointError
 
-ENOUGH = 2  # updates that say what is typical of later rounds: one alone would say it of itself
+ENOUGH = 2  # clients that say what is typical of later rounds: one alone would say it of itself
 _WEIGHTS, _NORMS = "typical_weights", "typical_norms"  # in a checkpoint
 
 Norms = Mapping[str, float]
@@ -74,7 +74,7 @@ class Bounds:
         self._norms: Norms | None = None
         self._last_weights: tuple[float, ...] | None = None  # of the last committed round
         self._last_norms: Norms = {}
-        self._counted: list[tuple[tuple[float, ...], Norms]] = []
+        self._counted: dict[int, tuple[tuple[float, ...], Norms]] = {}  # by client, as of its newest update
 
     def _do_weights_differ(self) -> bool:
         metrics = self._strategy.metrics
@@ -166,16 +166,16 @@ class Bounds:
 
     def count(self, facts: Facts, norms: Norms) -> None:
         """Note an update that counts, as it was before it was bounded."""
-        self._counted.append((self._weights_of(facts), norms))
+        self._counted[facts.client_id] = self._weights_of(facts), norms
 
     def commit(self) -> None:
-        """The updates that have counted say what is typical, if they are enough."""
-        if len(self._counted) >= ENOUGH:
+        """The clients that have counted say what is typical, each once, if they are enough."""
+        counted = self._counted.values()
+        if len(counted) >= ENOUGH:
             if self._weighs and not self._by_rounds:
-                self._last_weights = tuple(_medians([weights for weights, _ in self._counted]))
-            self._last_norms = {
-                **self._last_norms, **_typical_norms(self._sections, [norms for _, norms in self._counted])
-            }  # fmt: skip
+                self._last_weights = tuple(_medians([weights for weights, _ in counted]))
+            found = _typical_norms(self._sections, [norms for _, norms in counted])
+            self._last_norms = {**self._last_norms, **found}
         self._counted.clear()
 
     def state(self) -> dict[str, Tensor]:

@@ -255,6 +255,15 @@ def test_weights_of_asynchronous_rounds_are_compared_with_the_last_committed_buf
     assert (again.is_settled, again.believed(facts(3, 999)).num_samples) == (True, 80)
 
 
+def test_a_client_with_many_updates_in_a_buffer_has_one_vote() -> None:
+    bounds = settled(FedAvg(1), facts(0, 10), by_rounds=False)
+    for one in (facts(0, 10), facts(1, 10), *(facts(2, 10**6) for _ in range(8))):
+        bounds.count(one, {})
+    bounds.commit()
+    bounds.open(2)
+    assert bounds.believed(facts(3, 999)).num_samples == 40
+
+
 def test_a_checkpoint_of_a_cooperative_run_begins_with_a_first_round_and_a_damaged_one_is_refused() -> None:
     strategy = adversarial()
     strategy.load_state({})
