@@ -91,7 +91,7 @@ class Bounds:
 
     # The open round
 
-    def open(self, round_id: int) -> None:
+    def open_round(self, round_id: int) -> None:
         """Open a round; another attempt at it changes nothing."""
         if round_id == self._round_id:
             return

@@ -466,7 +466,7 @@ class Controller:
         clients in ``accepted`` count already: it grows. Returns the last attempt, its outcome and its number."""
         self._losses.begin()
         if self._strategy.bounds is not None:
-            self._strategy.bounds.open(round_id)
+            self._strategy.bounds.open_round(round_id)
         for attempt in range(1, self._config.round.max_attempts + 1):
             if len(accepted.union(self._selection.ready(round_id))) < self._config.clients.min:
                 await self._selection.wait_for_start(round_id, accepted, timeout_s=self._time_left()[0])

@@ -119,7 +119,7 @@ class Hall:
         rules = RoundRules(minimum=1, quorum=1.0, deadline_s=1e9, grace_s=0.0)
         self.round = Round(round_id, range(clients), rules, now_s=0.0)
         if self.bounds is not None:
-            self.bounds.open(round_id)
+            self.bounds.open_round(round_id)
         self.intake.open(self.round, self.base)
 
 

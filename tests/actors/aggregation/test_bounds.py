@@ -33,7 +33,7 @@ def facts(client_id: int, samples: int, *, steps: int = 10, loss: float = 1.0) -
 
 def settled(strategy: Strategy, *announced: Facts, **options: Any) -> Bounds:
     bounds = Bounds(strategy, times=4.0, sections=(), **options)
-    bounds.open(1)
+    bounds.open_round(1)
     bounds.settle(announced, [])
     return bounds
 
@@ -66,9 +66,9 @@ def test_samples_weigh_up_to_four_times_the_median_of_this_round() -> None:
 
 def test_a_second_attempt_at_a_round_has_the_bounds_of_the_first_and_the_next_round_has_none_yet() -> None:
     bounds = settled(FedAvg(1), facts(0, 100))
-    bounds.open(1)
+    bounds.open_round(1)
     assert bounds.is_settled
-    bounds.open(2)
+    bounds.open_round(2)
     assert not bounds.is_settled
 
 
@@ -107,7 +107,7 @@ def test_in_qfedavg_powers_of_losses_are_bounded_from_both_sides_where_both_do_h
 def test_strategies_that_give_each_client_one_vote_wait_for_no_announcements() -> None:
     for strategy in (CoordinateMedian(1), QFedAvg(1, q=0.0)):
         bounds = Bounds(strategy, times=4.0, sections=())
-        bounds.open(1)
+        bounds.open_round(1)
         assert bounds.is_settled
 
 
@@ -119,7 +119,7 @@ def test_a_strategy_of_the_users_own_says_by_what_it_counts() -> None:
             return (facts.num_samples * facts.metrics["accuracy"],)
 
     bounds = Bounds(ByAccuracy(1), times=4.0, sections=())
-    bounds.open(1)
+    bounds.open_round(1)
     announced = [Facts(client_id=i, num_samples=10, metrics={"accuracy": 0.5}) for i in range(3)]
     bounds.settle(announced, [])
     assert bounds.believed(Facts(client_id=4, num_samples=1000, metrics={"accuracy": 1.0})).num_samples == 20
@@ -138,7 +138,7 @@ def test_an_announcement_that_cannot_be_used_is_none() -> None:
 def round_of(strategy: BoundedStrategy, round_id: int, *vectors: tuple[float, ...]) -> Tensor:
     """The change of the model by a round of updates with one sample each."""
     base, weights = torch.zeros(DIM), torch.zeros(DIM)
-    strategy.bounds.open(round_id)
+    strategy.bounds.open_round(round_id)
     strategy.begin(round_id, base)
     given = [Update(vector(*values)) for values in vectors]
     announced = [facts(client_id, 1) for client_id in range(len(given))]
@@ -177,7 +177,7 @@ def test_updates_of_zeros_do_not_say_what_is_typical() -> None:
 def test_where_all_updates_are_zero_the_next_round_is_a_first_one() -> None:
     strategy = adversarial()
     round_of(strategy, 1, (0.0,) * DIM, (0.0,) * DIM)
-    strategy.bounds.open(2)
+    strategy.bounds.open_round(2)
     assert strategy.bounds.needs_norms
 
 
@@ -188,7 +188,7 @@ def test_a_norm_for_itself_and_samples_for_themselves_take_precedence() -> None:
     bounds = strategy.bounds
     assert bounds is not None
     assert bounds.sections == ()
-    bounds.open(1)
+    bounds.open_round(1)
     bounds.settle([facts(i, 10, steps=10) for i in range(3)], [])
     believed = bounds.believed(facts(3, 900, steps=1))
     assert (believed.num_samples, believed.steps) == (900, 3), "steps are still bounded, by samples of one each"
@@ -196,7 +196,7 @@ def test_a_norm_for_itself_and_samples_for_themselves_take_precedence() -> None:
 
 def test_no_round_waits_for_samples_that_have_a_limit_of_their_own() -> None:
     bounds = Bounds(FedAvg(1), times=4.0, sections=(), fixed_samples=True)
-    bounds.open(1)
+    bounds.open_round(1)
     assert bounds.is_settled
     assert bounds.believed(facts(0, 1 << 30)).num_samples == 1 << 30
 
@@ -214,7 +214,7 @@ def test_a_fixed_norm_and_further_sections_work_together() -> None:
         given = [Update(vector(8.0, 0, 0, 0), {CONTROL: vector(0, length, 0, 0)}) for length in (1.0, 1.0, 100.0)]
         if strategy.bounds is not None:
             assert isinstance(strategy, BoundedStrategy)
-            strategy.bounds.open(1)
+            strategy.bounds.open_round(1)
             strategy.bounds.settle([facts(i, 1) for i in range(3)], map(strategy.norms, given))
         for client_id, update in enumerate(given):
             strategy.add(update, facts(client_id, 1))
@@ -247,11 +247,11 @@ def test_weights_of_asynchronous_rounds_are_compared_with_the_last_committed_buf
     for one in (facts(0, 10), facts(1, 20), facts(2, 30)):
         bounds.count(one, {})
     bounds.commit()
-    bounds.open(2)
+    bounds.open_round(2)
     assert (bounds.is_settled, bounds.believed(facts(3, 999)).num_samples) == (True, 80)
     again = Bounds(FedAvg(1), times=4.0, sections=(), by_rounds=False)
     again.load_state(bounds.state())
-    again.open(2)
+    again.open_round(2)
     assert (again.is_settled, again.believed(facts(3, 999)).num_samples) == (True, 80)
 
 
@@ -260,14 +260,14 @@ def test_a_client_with_many_updates_in_a_buffer_has_one_vote() -> None:
     for one in (facts(0, 10), facts(1, 10), *(facts(2, 10**6) for _ in range(8))):
         bounds.count(one, {})
     bounds.commit()
-    bounds.open(2)
+    bounds.open_round(2)
     assert bounds.believed(facts(3, 999)).num_samples == 40
 
 
 def test_a_checkpoint_of_a_cooperative_run_begins_with_a_first_round_and_a_damaged_one_is_refused() -> None:
     strategy = adversarial()
     strategy.load_state({})
-    strategy.bounds.open(5)
+    strategy.bounds.open_round(5)
     assert not strategy.bounds.is_settled
     for value in (-1.0, 0.0, math.inf):
         with pytest.raises(CheckpointError, match="typical_norms"):
@@ -302,7 +302,7 @@ def test_with_central_privacy_there_is_one_norm_and_all_weigh_alike() -> None:
     )
     strategy = make_strategy(config, 3)
     assert isinstance(strategy, BoundedStrategy)
-    strategy.bounds.open(1)
+    strategy.bounds.open_round(1)
     assert (strategy.bounds.is_settled, strategy.bounds.sections) == (True, ())
     assert strategy.epsilon is not None
 

@@ -144,7 +144,7 @@ def rounds_of(name: str, sent: Mapping[int, Sequence[Sent]], trust: str = "adver
         ]
         if (bounds := strategy.bounds) is not None:
             assert isinstance(strategy, BoundedStrategy)
-            bounds.open(round_id)
+            bounds.open_round(round_id)
             assert bounds.needs_norms == (round_id == 1)
             bounds.settle([one.facts for one in updates], map(strategy.norms, given))
         for update, one in zip(given, updates, strict=True):

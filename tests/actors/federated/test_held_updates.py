@@ -184,7 +184,7 @@ def test_a_client_that_announces_an_update_and_never_sends_it_holds_a_first_roun
     None
 ):
     bounds = Bounds(FedAvg(1), times=4.0, sections=(MODEL,))
-    bounds.open(1)
+    bounds.open_round(1)
     held = HeldUpdates(bounds)
     round_ = Round(1, range(3), RoundRules(minimum=2, quorum=1.0, deadline_s=100.0, grace_s=0.0), now_s=0.0)
     keys = [FrameKey(Kind.UPDATE, 1, 1, client_id, 1, 1) for client_id in range(3)]

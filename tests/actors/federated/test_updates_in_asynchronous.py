@@ -47,11 +47,11 @@ def test_an_update_that_waits_for_the_next_round_weighs_no_more_than_is_believed
     async def test(hall: Hall) -> None:
         assert hall.bounds is not None
         open_buffer(hall, 1)
-        hall.bounds.open(1)  # nothing is known: the first buffer is held
+        hall.bounds.open_round(1)  # nothing is known: the first buffer is held
         await liar.offer_to(hall)
         await hall.intake.close()
         await liar.send_to(hall)
-        hall.bounds.open(2)
+        hall.bounds.open_round(2)
         open_buffer(hall, 2)
         for other in others:
             assert hall.bus.receipts == []
