@@ -8,7 +8,7 @@ complete stays in memory, and counts as on its way. The announcements alone say 
 need more room. A first round needs the norm of every update: where they do not fit, one that has been measured gives up
 its place to the next, and is sent once more when the bounds are known.
 
-Nobody can hold a round for ever: after half of its time the announcements that have come are enough, and after three
+No client can hold a round for ever: after half of its time the announcements that have come are enough, and after three
 quarters the updates that have been measured.
 """
 
@@ -62,6 +62,12 @@ class HeldUpdates:
     def is_measured(self, key: FrameKey) -> bool:
         """Whether the norms of this update are known."""
         return key in self._norms
+
+    def may_settle(self, round_: Round, waiting: int, now_s: float) -> bool:
+        """Whether :meth:`settle` can come to anything with so many updates, without a look at each of them."""
+        if self.must_measure and len(self._norms) < waiting and now_s < round_.time_at_s(_MEASURED_BY):
+            return False
+        return waiting >= round_.fewest_requests or now_s >= round_.time_at_s(0.5)
 
     def settle(self, round_: Round, announced: Mapping[FrameKey, Facts], now_s: float) -> Settling:
         """Set the bounds of a round, once enough clients have ``announced`` their updates, and where it is a first one

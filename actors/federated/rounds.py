@@ -211,6 +211,13 @@ class Round:
         """The time at which this share of the round's is over."""
         return self.opened_at_s + share * (self.deadline_at_s - self.opened_at_s)
 
+    @property
+    def fewest_requests(self) -> int:
+        """Requests with fewer than which :meth:`has_enough_requests` is false in the first half of the round."""
+        left = len(self.expected) - len(self.accepted) - len(self.failed)
+        quorum = self._quorum if self._enough is None else min(self._quorum, self._enough)
+        return min(left, quorum - len(self.accepted))
+
     def has_enough_requests(self, offered: Collection[int], now_s: float) -> bool:
         """Whether updates that are held need wait for no further requests: all expected clients have requested an
         upload, or the quorum has for the grace, or half of the time is over."""

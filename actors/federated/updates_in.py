@@ -252,16 +252,17 @@ class UpdateReceiver:
     async def _settle(self) -> None:
         """Let held updates be added, once the bounds of the round can be set."""
         round_ = self._round
-        if self._held.is_settled or round_ is None:
+        waiting, now_s = len(self._transfers) + len(self._requests), time.monotonic()
+        if self._held.is_settled or round_ is None or not waiting:
+            return
+        if not self._held.may_settle(round_, waiting, now_s):
             return
         here = (transfer.source for transfer in self._transfers.values())
         announced = {
             update.key: facts_of(update.client_id, update.request, update.request.num_samples)
             for update in (*here, *self._requests.values())
         }
-        if not announced:
-            return
-        match self._held.settle(round_, announced, time.monotonic()):
+        match self._held.settle(round_, announced, now_s):
             case Settling.ALONE:
                 for facts in announced.values():
                     round_.fail(facts.client_id, ALONE)

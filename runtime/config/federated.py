@@ -374,7 +374,7 @@ class LimitSettings(Settings):
         """Read the default of version 0.1, where it was written down with all other settings, as the default of today.
 
         Raises:
-            ValueError: somebody has asked for it, and would get less than before.
+            ValueError: a user has asked for it, and would get less than before.
         """
         if not isinstance(given, Mapping) or given.get("cap_samples") != "median":
             return given

@@ -39,12 +39,14 @@ class Shares(NoopTask):
 
 
 def run(
-    *shares: tuple[int, torch.Tensor], rounds: int = 1, **rules: Any
+    *shares: tuple[int, torch.Tensor], rounds: int = 1, shared_memory: bool = True, **rules: Any
 ) -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
     """The model after these rounds of clients with these samples and vectors."""
 
     async def main() -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
-        place = {"job": f"trust-{os.getpid()}", "domain": new_domain()}
+        place: dict[str, Any] = {
+            "job": f"trust-{os.getpid()}", "domain": new_domain(), "shared_memory": shared_memory,
+        }  # fmt: skip
         clients = {"num": len(shares), "min": len(shares)}
         config = gradbus.FederatedConfig(**{"rounds": rounds, "clients": clients, "eval_every": 0, **rules})
         async with asyncio.timeout(60), gradbus.connect(**place) as bus, gradbus.connect(**place) as others:
@@ -92,6 +94,17 @@ def test_a_client_that_sends_a_thousand_times_its_update_is_bounded_from_the_fir
     found, reports = run(*shares, (100, 1000 * deltas[3]), rounds=3, limits={"trust": "adversarial"})
     assert [report.marks for report in reports] == [{"norm bounded": (3,)}] * 3
     assert float(found.norm()) < 3 * (4 + 3) * max(float(delta.norm()) for delta in deltas) / 4
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 1 << 20])
+def test_a_first_round_with_room_for_one_update_has_the_bits_of_one_with_room_for_all(budget_bytes: int) -> None:
+    shares = [(100 + client_id, delta * 10.0**client_id) for client_id, delta in enumerate(vectors(4))]
+    limits = {"trust": "adversarial", "receive_budget_bytes": budget_bytes}
+    found, reports = run(*shares, rounds=2, limits=limits, shared_memory=False)
+    expected, _ = run(*shares, rounds=2, limits={"trust": "adversarial"})
+    assert torch.equal(found, expected)
+    assert [report.marks for report in reports] == [{"norm bounded": (2, 3)}] * 2
+    assert [report.attempt for report in reports] == [1, 1]
 
 
 def test_asynchronous_rounds_are_bounded_by_the_buffer_before() -> None:

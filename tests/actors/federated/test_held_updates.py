@@ -190,8 +190,22 @@ def test_a_client_that_announces_an_update_and_never_sends_it_holds_a_first_roun
     keys = [FrameKey(Kind.UPDATE, 1, 1, client_id, 1, 1) for client_id in range(3)]
     announced = {key: Facts(client_id=key.sender, num_samples=10) for key in keys}
     held.note(keys[0], {MODEL: 1.0})
+    assert [held.may_settle(round_, 3, now_s) for now_s in (74.0, 75.0)] == [False, True]
     assert held.settle(round_, announced, 99.0) is Settling.WAIT
     held.note(keys[1], {MODEL: 2.0})
     assert held.settle(round_, announced, 74.0) is Settling.WAIT
     assert held.settle(round_, announced, 75.0) is Settling.SETTLED
     assert (held.is_settled, bounds.most_norm(MODEL)) == (True, 4.0)
+
+
+def test_no_update_is_looked_at_before_there_may_be_enough() -> None:
+    bounds = Bounds(FedAvg(1), times=4.0, sections=())
+    bounds.open_round(1)
+    held = HeldUpdates(bounds)
+    rules = RoundRules(minimum=1, quorum=0.5, deadline_s=100.0, grace_s=5.0)
+    round_ = Round(1, range(10), rules, now_s=0.0)
+    assert [held.may_settle(round_, waiting, 1.0) for waiting in (4, 5)] == [False, True]
+    assert held.may_settle(round_, 1, 50.0)
+    for client_id in range(8):
+        round_.fail(client_id, TRAINING_FAILED)
+    assert [held.may_settle(round_, waiting, 1.0) for waiting in (1, 2)] == [False, True]
