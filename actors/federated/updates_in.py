@@ -70,9 +70,11 @@ class _IncomingUpdate(IncomingUpload):
 
     Attributes:
         adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
+        is_measured: its norms are known.
     """
 
     adding: bool = False
+    is_measured: bool = False
     crc32: int = 0
 
     @property
@@ -193,7 +195,9 @@ class UpdateReceiver:
         if refusal is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
-        granted = next((t for t in self._transfers.values() if t.source.client_id == client_id), None)
+        granted = self._transfers.get(update.key)  # of a repeated request, mostly
+        if granted is None:
+            granted = next((t for t in self._transfers.values() if t.source.client_id == client_id), None)
         if granted is not None and granted.is_complete:
             return  # only then another one may come
         self.timing.offered(client_id, incarnation, request)
@@ -352,7 +356,7 @@ class UpdateReceiver:
     async def _measure_held(self) -> None:
         """Measure complete updates where that says what is typical of the round."""
         while self._round is not None and self._to_begin is None and self._held.must_measure:
-            transfer = next((one for one in self._complete if not self._held.is_measured(one.key)), None)
+            transfer = next((one for one in self._complete if not one.is_measured), None)
             if transfer is None:
                 return
             async with self._folding:
@@ -378,6 +382,7 @@ class UpdateReceiver:
             self._let_go(transfer)
             await self._reject(update, unusable(error))
         else:
+            transfer.is_measured = True
             self._held.note(transfer.key, norms)
         finally:
             transfer.adding = False
@@ -550,9 +555,7 @@ class UpdateReceiver:
         """Forget the bytes of an update that has been measured, to make room for another one: it is requested again."""
         if not self._held.must_measure:
             return False
-        measured = (
-            one for one in self._complete if not (one.in_memory or one.adding) and self._held.is_measured(one.key)
-        )
+        measured = (one for one in self._complete if one.is_measured and not (one.in_memory or one.adding))
         if (given_up := next(measured, None)) is None:
             return False
         self._drop(given_up.key)
