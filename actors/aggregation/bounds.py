@@ -68,7 +68,9 @@ class Bounds:
         self._sections = tuple(sections)
         self._fixed_samples = fixed_samples
         self._by_rounds = by_rounds
-        self._weighs = self._do_weights_differ()
+        one, other = self._weights_of_all(1), self._weights_of_all(2)
+        self._weighs = one is None or one != other
+        self._num_weights = None if one is None else len(one)
         self._round_id = -1
         self._weights: tuple[float, ...] | None = None  # typical of the open round; None: not known yet
         self._norms: Norms | None = None
@@ -76,15 +78,14 @@ class Bounds:
         self._last_norms: Norms = {}
         self._counted: dict[int, tuple[tuple[float, ...], Norms]] = {}  # by client, as of its newest update
 
-    def _do_weights_differ(self) -> bool:
-        metrics = self._strategy.metrics
-        one, other = (
-            Facts(client_id=0, num_samples=n, steps=n, metrics=dict.fromkeys(metrics, float(n))) for n in (1, 2)
-        )
+    def _weights_of_all(self, number: int) -> tuple[float, ...] | None:
+        """The weights of a client all of whose figures are this; None: these are not what the strategy, one of the
+        user's own, can use."""
+        metrics = dict.fromkeys(self._strategy.metrics, float(number))
         try:
-            return self._weights_of(one) != self._weights_of(other)
-        except ValueError:  # one of the user's own, by other numbers
-            return True
+            return self._weights_of(Facts(client_id=0, num_samples=number, steps=number, metrics=metrics))
+        except ValueError:
+            return None
 
     def _weights_of(self, facts: Facts) -> tuple[float, ...]:
         return self._strategy.weights(dataclasses.replace(facts, num_samples=1) if self._fixed_samples else facts)
@@ -200,7 +201,8 @@ class Bounds:
                 f"{_WEIGHTS} or {_NORMS} of the checkpoint has a median that is none: expected positive numbers. It is "
                 f"damaged: start from another one"
             )
-        self._last_weights = tuple(weights) or None
+        is_ours = weights and self._num_weights in (None, len(weights))  # another strategy may have others
+        self._last_weights = tuple(weights) if is_ours else None
         pairs = zip(self._sections, norms, strict=False) if len(norms) == len(self._sections) else ()
         self._last_norms = {name: norm for name, norm in pairs if norm == norm}
 

@@ -255,6 +255,17 @@ def test_weights_of_asynchronous_rounds_are_compared_with_the_last_committed_buf
     assert (again.is_settled, again.believed(facts(3, 999)).num_samples) == (True, 80)
 
 
+def test_weights_of_another_strategy_are_not_gone_on_with() -> None:
+    bounds = Bounds(FedAvg(1), times=4.0, sections=(), by_rounds=False)
+    for client_id in range(3):
+        bounds.count(facts(client_id, 10), {})
+    bounds.commit()
+    again = Bounds(FedNova(1), times=4.0, sections=(), by_rounds=False)
+    again.load_state(bounds.state())
+    again.open_round(2)
+    assert not again.is_settled
+
+
 def test_a_client_with_many_updates_in_a_buffer_has_one_vote() -> None:
     bounds = settled(FedAvg(1), facts(0, 10), by_rounds=False)
     for one in (facts(0, 10), facts(1, 10), *(facts(2, 10**6) for _ in range(8))):
