@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradbus.actors.aggregation.adaptive import FedAdam
+    from gradbus.actors.aggregation.orders import ClientOrder, RoundOrder
     from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
     from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
     from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Client": "federated.client",
+    "ClientOrder": "aggregation.orders",
     "ClientSummary": "federated.report",
     "Controller": "federated.controller",
     "CoordinateMedian": "aggregation.robust",
@@ -43,6 +45,7 @@ _WHERE = {
     "ParameterServer": "parameter_server.server",
     "ParameterServerWorker": "parameter_server.worker",
     "Progress": "federated.report",
+    "RoundOrder": "aggregation.orders",
     "RoundReport": "federated.report",
     "ServerSummary": "parameter_server.server",
     "ShardCounts": "data_parallel.task",
@@ -56,6 +59,7 @@ _WHERE = {
 
 __all__ = [
     "Client",
+    "ClientOrder",
     "ClientSummary",
     "Controller",
     "CoordinateMedian",
@@ -73,6 +77,7 @@ __all__ = [
     "ParameterServer",
     "ParameterServerWorker",
     "Progress",
+    "RoundOrder",
     "RoundReport",
     "ServerSummary",
     "ShardCounts",

@@ -70,6 +70,13 @@ TASK_DEFAULTS: TaskOptions = {
 }  # fmt: skip
 
 
+def _takes_seed(make_model: Callable[..., object]) -> bool:
+    try:
+        return "seed" in inspect.signature(make_model).parameters
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return False
+
+
 class ClassificationTask(ShardedTraining):
     """Implements :class:`gradbus.models.Task` for images (or anything else) with one label each.
 
@@ -140,11 +147,24 @@ class ClassificationTask(ShardedTraining):
         self._lock = threading.Lock()
 
     def build_model(self) -> nn.Module:
-        """A new model on ``device``, with the same initial parameters at every call and on every node."""
-        takes_seed = "seed" in inspect.signature(self._make_model).parameters
+        """A new model on ``device``, with the same initial parameters at every call and on every node.
+
+        Raises:
+            ValueError: the function that makes it returns something else.
+        """
+        make = self._make_model
         with seeded_global_generator(self.seed):
-            model = self._make_model(seed=self.seed) if takes_seed else self._make_model()
-        return model.to(self.device)
+            model: object = make(seed=self.seed) if _takes_seed(make) else make()
+        if isinstance(model, nn.Module):
+            return model.to(self.device)
+        while isinstance(make, partial):
+            make = make.func
+        name = f"{getattr(make, '__module__', '')}.{getattr(make, '__qualname__', type(make).__name__)}"
+        what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ValueError(
+            f"the model function {name} has returned {what}: expected a torch.nn.Module. Return the module "
+            f"itself, neither its class nor its state_dict"
+        )
 
     @property
     def num_params(self) -> int:

@@ -47,6 +47,7 @@ MAX_META_BYTES = 256 << 20  # of the JSON
 # most, tables of 100,000 tensors 0.8 million, the 65,536 clients that are known 1.1 million. As objects of Python so
 # many values take up to 0.8 GB.
 MAX_META_VALUES = 8_000_000
+LISTINGS = 5  # a run that goes on may have replaced all that were listed, while they were read
 _NAME = re.compile(r"round-(\d{6,10})\.json")
 
 log = get_logger("checkpoint")
@@ -281,6 +282,41 @@ class CheckpointStore:
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}. Restore it from a backup") from None
 
+    def save_document(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a small JSON object beside the checkpoints, atomically and durably.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        path = self.directory / f"{name}.json"
+        try:
+            with _replacing(path) as temporary:
+                temporary.write_text(json.dumps({**values, "sha256": _digest_of(values)}), encoding="utf-8")
+            _sync(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}. Make room and start again") from None
+
+    def load_document(self, name: str, max_bytes: int) -> dict[str, Any] | None:
+        """Return what :meth:`save_document` has written; None: there is nothing of this name.
+
+        Raises:
+            CheckpointError: it is damaged, or cannot be read.
+        """
+        file = f"{name}.json"
+        try:
+            document = parse_json(text_inside(self.place.root, self.place.below / file, max_bytes))
+            if not isinstance(document, dict) or document.pop("sha256", None) != _digest_of(document):
+                raise ValueError("it does not match its checksum")
+            return document
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.directory / file} is damaged: {error}. Restore it from a backup") from None
+
+    def remove_document(self, name: str) -> None:
+        """Delete what :meth:`save_document` has written under this name."""
+        (self.directory / f"{name}.json").unlink(missing_ok=True)
+
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, ascending. Raises CheckpointError: the directory cannot be listed."""
         most = None if self.place.is_foreign else 1 << 62
@@ -301,16 +337,20 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are some, but all are damaged.
         """
-        faults: list[str] = []
-        for round_id in reversed(self.rounds()):
-            try:
-                checkpoint = self.load(round_id, check)
-            except CheckpointError as error:
-                faults.append(str(error))
-                continue
-            if faults:
-                log.warning("using an older checkpoint", round=round_id, damaged=len(faults))
-            return checkpoint
+        for _ in range(LISTINGS):
+            faults: list[str] = []
+            listed = self.rounds()
+            for round_id in reversed(listed):
+                try:
+                    checkpoint = self.load(round_id, check)
+                except CheckpointError as error:
+                    faults.append(str(error))
+                    continue
+                if faults:
+                    log.warning("using an older checkpoint", round=round_id, damaged=len(faults))
+                return checkpoint
+            if self.rounds() == listed:
+                break
         if faults:
             raise CheckpointError(
                 f"all {len(faults)} checkpoints in {self.directory} are damaged ({'; '.join(faults)}). "

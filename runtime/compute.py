@@ -51,7 +51,7 @@ class ComputeThread:
         of what it works on, or after ``LET_GO_S``.
 
         Raises:
-            RuntimeError: it raised StopIteration, which no future can hold. And what else it raises.
+            RuntimeError: it raised StopIteration, which no future can hold, or SystemExit. And what else it raises.
         """
 
         stop = self._latest = threading.Event()
@@ -63,6 +63,9 @@ class ComputeThread:
             except StopIteration as error:  # a future refuses it, and its waiter would wait for ever
                 name = getattr(function, "__qualname__", repr(function))
                 raise RuntimeError(f"{name} raised StopIteration") from error
+            except SystemExit as error:  # asyncio would end the event loop, without a word to the other processes
+                left = RuntimeError(f"sys.exit was called, with {error.code!r}: raise an error that says what is wrong")
+                raise left.with_traceback(error.__traceback__) from None
 
         running = self._executor.submit(call)
         future = asyncio.wrap_future(running)

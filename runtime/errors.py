@@ -67,8 +67,18 @@ class JoinRefused(GradbusError):
 
     def __init__(self, why: str, who: str = "client") -> None:
         """``who``: what it wanted to be."""
-        super().__init__(f"the controller refused this {who}: {why}")
+        super().__init__(f"{self._begin(who)}: {why}")
         self.why = why
+
+    def _begin(self, who: str) -> str:
+        return f"the controller refused this {who}"
+
+
+class JoinDeclined(JoinRefused):
+    """This client takes no part in the run: the controller asks for what it does not give; ``why`` says what."""
+
+    def _begin(self, who: str) -> str:
+        return f"this {who} takes no part in the run"
 
 
 class TrainingFailed(GradbusError):
@@ -86,6 +96,10 @@ class TrainingFailed(GradbusError):
 class RunAborted(TrainingFailed):
     """The controller has ended the run with an error, for which this client need not be to blame; the text has the
     controller's words."""
+
+
+class RunOver(GradbusError):
+    """There is no round left to order: all are done, or the run has ended early; the text says why."""
 
 
 class BarrierTimeout(GradbusError, TimeoutError):

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.needs import requirements
 
 MAX_MESSAGE = 1000  # characters of an error's message in one line
@@ -95,6 +96,13 @@ def user_error(error: BaseException) -> UserError:
     last = own or (frames[-1] if frames else None)
     place = "" if last is None else f"{_shown(last.filename)}:{last.lineno} in {last.name}"
     return UserError(type(error).__name__, message, place, own is not None)
+
+
+def summary_of(error: BaseException) -> str:
+    """Describe an exception in one line, with its place. The text of an error of gradbus needs none, unless a line of
+    the user's has led to it."""
+    what = user_error(error)
+    return what.what if isinstance(error, GradbusError) and not what.is_own else str(what)
 
 
 def readable_traceback(error: BaseException, *, full: bool = False) -> str:

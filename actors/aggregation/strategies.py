@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.common_grid import EXACT, CommonGrid
 from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.runtime.choices import STRATEGIES, Options
@@ -53,6 +54,7 @@ class Strategy(ABC):
         metrics: names of metrics that the clients' training rule has to announce.
         takes_repeats: several updates of one client may count in a round.
         uses_steps: it needs the number of optimizer steps that a client announces.
+        buffer_rule: how buffers of integers and booleans are merged, unless the configuration says otherwise.
         epsilon: what the run has spent of differential privacy so far; None: it gives none. epsilon_budget: what it may
             spend; None: there is no limit.
         bounds: on the updates of a round, with `limits.trust` = `adversarial`; None: it takes them as they are.
@@ -65,6 +67,7 @@ class Strategy(ABC):
     metrics: tuple[str, ...] = ()
     takes_repeats = True
     uses_steps = False
+    buffer_rule: ClassVar[str] = "max"
     epsilon: float | None = None
     epsilon_budget: float | None = None
     bounds: Bounds | None = None
@@ -152,6 +155,22 @@ class Strategy(ABC):
     def terms(self) -> Mapping[str, Any]:
         """Options that its clients are sent beside those of their training rule."""
         return {}
+
+    def order(self, round_id: int, clients: Sequence[int]) -> RoundOrder | None:
+        """Return how the clients are to train in a round that begins, where that differs from the configuration; None:
+        it does not. The controller sends it, after it has written it to the disk: a round that is repeated after a
+        crash has the same order, and this is not asked again. What the caller of the round orders is over it.
+
+        Args:
+            round_id: the round.
+            clients: ids of those that are ready, ascending.
+        """
+        return None
+
+    @property
+    def gives_orders(self) -> bool:
+        """Whether :meth:`order` may return orders."""
+        return type(self).order is not Strategy.order
 
     def undone(self, rounds: int) -> None:  # noqa: B027 - most strategies need not know
         """Note that so many rounds were committed, and are done again, as no checkpoint has them any more."""
@@ -241,6 +260,13 @@ class WrappedStrategy(Strategy):
 
     def terms(self) -> Mapping[str, Any]:
         return self._inner.terms()
+
+    def order(self, round_id: int, clients: Sequence[int]) -> RoundOrder | None:
+        return self._inner.order(round_id, clients)
+
+    @property
+    def gives_orders(self) -> bool:
+        return self._inner.gives_orders
 
     def undone(self, rounds: int) -> None:
         self._inner.undone(rounds)

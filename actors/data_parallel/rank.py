@@ -58,7 +58,7 @@ class Rank(ABC):
         self._is_resting = False  # the ranks stop between two steps, as others want to join or to leave
         self._training = ShardTraining(config, group, task, self._compute.should_stop, make_algorithm=make_algorithm)
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{rank}.jsonl"
-        self.profile = Profile(rank, window_steps=config.profile.window_steps, jsonl=jsonl)
+        self.profile = Profile(rank, window_steps=config.profile.window_steps, jsonl=jsonl, traffic=group.bus.traffic)
         self.skipped_steps = 0
         self.on_progress: Callable[[StepProgress], object] = lambda report: None
         self._position = Position()
@@ -91,7 +91,7 @@ class Rank(ABC):
     @property
     @abstractmethod
     def _group_and_world(self) -> tuple[Group, int]:
-        """The group whose traffic counts as this rank's, and the number of those that train."""
+        """The group that this rank is in, and the number of those that train."""
 
     @property
     def step(self) -> int:
@@ -107,11 +107,12 @@ class Rank(ABC):
     def summary(self) -> WorkerSummary:
         """Return what was done so far."""
         (group, world), report = self._group_and_world, self._report
+        sent_bytes, received_bytes = self.profile.exchanged
         return WorkerSummary(
             rank=group.rank, world=world, epochs=self._position.epoch, steps=self._position.step,
             accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
             metrics={} if report is None else report.metrics, params_hash=self._params_hash,
-            skipped_steps=self.skipped_steps, bytes_out=group.stats.bytes_out, bytes_in=group.stats.bytes_in,
+            skipped_steps=self.skipped_steps, bytes_out=sent_bytes, bytes_in=received_bytes,
             seconds=self._seconds, profile=self.profile.summary(), algorithm=self.algorithm,
         )  # fmt: skip
 

@@ -27,6 +27,7 @@ from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket, bucket_of
 from gradbus.runtime.algorithms.live_weights import write_weights
 from gradbus.runtime.algorithms.prediction import check_prediction, weights_ahead
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.checkpoint import Checkpoint, restore_random_numbers
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.collectives import Group
@@ -244,7 +245,7 @@ class ShardTraining:
         """
         config = self._config
         self._task.prepare_shard(*self._data_place)
-        self.model = self._task.build_model()
+        self.model = build_model(self._task)
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
         if not self.trained:

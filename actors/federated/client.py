@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradbus.actors.federated.client_models import ClientModels, FrozenParameters
 from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.early_failures import EarlyFailures
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
@@ -31,18 +32,19 @@ from gradbus.actors.federated.session import (
     ControllerSession,
     listen,
 )
-from gradbus.actors.federated.sharing import Shape, Sharing, check_kept
+from gradbus.actors.federated.sharing import Shape, Sharing, check_buffers_sent, check_kept, layout_of
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, EncodedUpdate, UpdateSender
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.secure_aggregation.keys import Attempt
 from gradbus.actors.secure_aggregation.masked_values import TooLarge
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.errors import BusError, ConfigError, GradbusError, JoinRefused, RunAborted, TrainingFailed
+from gradbus.runtime.errors import ConfigError, JoinDeclined, JoinRefused, RunAborted, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.plain_text import plain_line, plain_text
@@ -50,7 +52,7 @@ from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
-    BEFORE_FIRST_ROUND,
+    NOT_WELCOMED,
     PROTOCOL,
     EvaluationRequest,
     Hello,
@@ -116,7 +118,9 @@ class Client:
         self._waiting = WaitLog(log, bus.reach, client=client_id)
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
+        self._early_failures = EarlyFailures(bus, self._identity, self._config)
         self._leaving = "stopped"  # why it leaves, unless the run has ended
+        self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which
         self._context: ClientContext  # made by _open, as are models and answers
         self._models: ClientModels
         self._answers: EvaluationAnswers
@@ -136,7 +140,7 @@ class Client:
     def _open(self) -> None:
         """Build the model and open the directory of the state, off the loop."""
         self._bus.access_policy.check_client()
-        self._model = FlatModel(self._task.build_model(), rebuild=self._task.build_model)
+        self._model = FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
@@ -188,15 +192,15 @@ class Client:
         """Take part until all rounds are done.
 
         Raises:
-            JoinRefused: the controller has refused this client, or asks for what this client does not give; the text
-                has the reason.
+            JoinRefused: the controller has refused this client; the text has the reason. JoinDeclined: the controller
+                asks for what this client does not give.
             ConfigError: its settings do not fit the model.
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed here. RunAborted: because it failed on the other
                 clients, or a setting of the controller is wrong.
         """
         try:
-            await self._compute.run(self._open)
+            await self._open_or_report()
             self._session.begin()
             with self._bus.subscribe(TrainCmd, Control, only=self._concerns) as inbox:
                 self._bus.open_writer(ClientUpdate)
@@ -211,10 +215,12 @@ class Client:
                         await self._work(group)
                         await self._models.settle()
                     except Exception as error:
-                        self._leaving = f"failed: {self._summary_of(error)}"
+                        self._leaving = f"failed: {self._early_failures.summary(error)}"
                         raise
                     finally:
                         self._models.receive(False)
+                        if self._declined is not None:
+                            await self._early_failures.report(*self._declined)
                         await self._heartbeat.leave("done" if self._session.ended else self._leaving)
                         for helper in helpers:
                             helper.cancel()
@@ -226,6 +232,20 @@ class Client:
             self._opened.close()
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
         return self.summary
+
+    async def _open_or_report(self) -> None:
+        try:
+            await self._compute.run(self._open)
+        except Exception as error:
+            await self._report_unprepared(error, NOT_WELCOMED)
+            raise
+
+    async def _report_unprepared(self, error: Exception, run_id: int) -> None:
+        """Report what this client ends with before its first round of this run."""
+        if run_id == NOT_WELCOMED:
+            await self._early_failures.report_unwelcomed(error)
+        else:
+            await self._early_failures.report(error, run_id)
 
     # Messages
 
@@ -249,24 +269,37 @@ class Client:
                 return
         self._changed.set()
 
+    def _accept_welcome(self, session: int, welcome: Welcome) -> None:
+        """Follow the controller. Raises JoinDeclined: it asks for what this client does not give."""
+        current = self._session
+        try:
+            self._check_terms(welcome)  # before anything is sent
+            if current.welcome is None or session != current.incarnation:
+                self._start_session(session, welcome)
+        except JoinDeclined as error:
+            self._declined = error, welcome.run_id
+            self._leaving = f"failed: {self._early_failures.summary(error)}"
+            raise
+        current.welcome = welcome
+
     def _start_session(self, session: int, welcome: Welcome) -> None:
         """Follow another controller, or another start of it: work for the one before is of no use."""
         self._session.start_session(session, welcome)
         self._masking.forget()
         self._interrupt_sending()
         self._shape = self._shape_for(welcome)
-        self._models.start(welcome, self._shape)
+        self._models.start(welcome, self._shape, layout_of(self._model.specs, Sharing.of_welcome(welcome)).max_bytes)
         self._compute.stop_current()
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
     def _shape_for(self, welcome: Welcome) -> Shape:
-        """Return the shape of what a run exchanges of this model. Raises JoinRefused: its patterns do not fit it."""
+        """Return the shape of what a run exchanges of this model. Raises JoinDeclined: its patterns do not fit it."""
         sharing = Sharing.of_welcome(welcome)
         try:
             return self._model.shape_of(sharing)
         except ConfigError as error:
-            raise JoinRefused(str(error)) from None
+            raise JoinDeclined(str(error)) from None
 
     def _interrupt_sending(self) -> None:
         """Have the sender check whether its update, sent or waiting for masks, is still wanted."""
@@ -274,28 +307,27 @@ class Client:
         self._masking.interrupt()
 
     def _check_terms(self, welcome: Welcome) -> None:
-        """Raises JoinRefused: the controller asks for less noise than this client insists on, for updates that are not
+        """Raises JoinDeclined: the controller asks for less noise than this client insists on, for updates that are not
         masked where it insists on that, or for tensors that it keeps."""
         if self._config.least_members and not welcome.masked:
-            raise JoinRefused(
+            raise JoinDeclined(
                 f"the controller takes updates that are not masked, and client.least_members is "
                 f"{self._config.least_members}: nothing is sent. Set federated.secure_aggregation.enabled on the "
                 f"controller"
             )
         try:
-            privacy_of(welcome.options, least_noise=self._config.least_noise)
+            privacy = privacy_of(welcome.options, least_noise=self._config.least_noise)
             check_kept(self._model.specs, Sharing.of_welcome(welcome), self._config.keep_personal)
+            insists = bool(self._config.least_members)
+            check_buffers_sent(self._model.specs, welcome, is_private=privacy is not None, insists_on_masks=insists)
         except ConfigError as error:
-            raise JoinRefused(str(error)) from None
+            raise JoinDeclined(str(error)) from None
 
     def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         current, me = self._session, (self._identity.sender, self._identity.incarnation)
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
-                self._check_terms(body)  # before anything is sent
-                if current.welcome is None or session != current.incarnation:
-                    self._start_session(session, body)
-                current.welcome = body
+                self._accept_welcome(session, body)
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case Refused() if (body.to, body.incarnation) == me:
                 raise JoinRefused(body.why)
@@ -361,7 +393,7 @@ class Client:
                 try:
                     await self._prepare(welcome, group)
                 except Exception as error:
-                    await self._report_unprepared(welcome, error)
+                    await self._report_unprepared(error, welcome.run_id)
                     raise
                 self._status.set("idle")
                 self._prepared = True
@@ -387,7 +419,7 @@ class Client:
         """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
-            terms=self._session.terms, commanded_s=self._session.commanded_s,
+            buffers=self._models.replica.buffers, terms=self._session.terms, commanded_s=self._session.commanded_s,
             spent=self._masking.turn_to(welcome.run_id, command.round_id),
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
@@ -541,20 +573,6 @@ class Client:
         if current.command is command:
             current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason_of(error))
             await self._heartbeat.send_hello()
-
-    async def _report_unprepared(self, welcome: Welcome, error: Exception) -> None:
-        """Report what this client ends with before its first round."""
-        is_own = user_error(error).is_own or not isinstance(error, GradbusError)
-        text = traceback_with_place(error, full=self._config.full_traceback) if is_own else self._summary_of(error)
-        sent = plain_text(text)[-8000:] if self._config.report_failures else type(error).__name__
-        with contextlib.suppress(BusError):
-            await self._context.publish(TrainingFailure(welcome.run_id, BEFORE_FIRST_ROUND, sent))
-
-    def _summary_of(self, error: Exception) -> str:
-        """What of an error may leave this client, in one line. The text of an error of gradbus needs no place."""
-        what = user_error(error)
-        text = str(what) if what.is_own or not isinstance(error, GradbusError) else what.what
-        return plain_line(text) if self._config.report_failures else type(error).__name__
 
     def _ended_by_failure(self, end: RunEnded) -> TrainingFailed:
         if not self._failure:

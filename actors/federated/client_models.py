@@ -84,11 +84,12 @@ class ClientModels:
         self._group = group
         self.receive(True)
 
-    def start(self, welcome: Welcome, shape: Shape) -> None:
-        """Follow another controller, or another start of it. Drops the models so far."""
+    def start(self, welcome: Welcome, shape: Shape, buffer_bytes: int) -> None:
+        """Follow another controller, or another start of it. Drops the models so far. ``buffer_bytes``: the longest
+        block of merged buffers that may end one; 0: none does."""
         self.receive(not welcome.fetch_models)
         self._dim, self._frozen_dim = shape.dim, shape.frozen_dim
-        self.replica.start(welcome.run_id, shape.dim, welcome.broadcast)
+        self.replica.start(welcome.run_id, shape.dim, welcome.broadcast, buffer_bytes=buffer_bytes)
         self._frozen.start(0)  # followed only once it is needed
         self._candidate.start(0)
         self._memory.start()

@@ -14,9 +14,9 @@ from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, HelloAnswer, HostedClient, Member
 from gradbus.actors.federated.cross_site import LocalModelReceiver
 from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMonitor
+from gradbus.actors.federated.order_book import OrderBook
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
@@ -24,7 +24,9 @@ from gradbus.runtime.choices import CODECS
 from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import (
+    BEFORE_FIRST_ROUND,
     CANDIDATE_ROUNDS,
+    NOT_WELCOMED,
     Body,
     EvaluationResult,
     Hello,
@@ -84,6 +86,7 @@ class Dispatcher:
 
     Attributes:
         has_begun: the clients follow this controller: one that starts now stays away.
+        has_terms: each round has terms, as it may be ordered to have settings that its command has no field for.
         fetch_models: not all clients take part in a round, and those that do not are not sent its model.
         evaluator: takes results of evaluations. local_models: takes the models that clients show others.
         terms: how to train and to encode, as the level above has it; None: as this controller's settings have it.
@@ -107,6 +110,7 @@ class Dispatcher:
         self._steps: dict[int, int] = {}
         self.has_begun = False
         self.fetch_models = False
+        self.has_terms = False
         self.terms: Welcome | None = None
 
     async def run(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
@@ -138,6 +142,8 @@ class Dispatcher:
             case Control(sender=sender, incarnation=incarnation) if sender != CONTROLLER:
                 if isinstance(message.body, Hello):
                     await self._hello(sender, incarnation, message.body, message.number)
+                elif isinstance(message.body, TrainingFailure) and message.body.run_id == NOT_WELCOMED:
+                    self._failed_unwelcomed(sender, message.body)
                 elif self._mark_alive(sender, incarnation):  # else its Hello will come
                     await self._on_client(sender, incarnation, message.body, group)
             case PeerGone(sender=sender, incarnation=incarnation, why="") if self._monitor.is_stalled():
@@ -148,6 +154,12 @@ class Dispatcher:
                 raise taken
             case _:
                 pass  # own messages, or those of a controller that will give up
+
+    def _failed_unwelcomed(self, client_id: int, report: TrainingFailure) -> None:
+        """A client that has not joined reports why it cannot."""
+        is_here = self._registry.incarnation_of(client_id) is not None  # then another process has its id
+        if report.round_id == BEFORE_FIRST_ROUND and not is_here:
+            self._events.client_failed(client_id, report)
 
     async def _on_client(self, client_id: int, incarnation: int, body: Body, group: asyncio.TaskGroup) -> None:
         match body:
@@ -245,7 +257,7 @@ class Dispatcher:
     async def welcome(self, client: Member) -> None:
         """Send a client its Welcome."""
         config = self._context.config
-        training, codec, sharing = config.training, CODECS.options(config.codec), Sharing.of(config)
+        training, codec, sharing = config.training, CODECS.options(config.codec), self._context.state.model.sharing
         masked = config.secure_aggregation.enabled
         welcome = Welcome(
             to=client.client_id, incarnation=client.incarnation, run_id=self._context.run_id,
@@ -255,9 +267,10 @@ class Dispatcher:
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
             rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
             broadcast=self._publisher.num_broadcast,
-            has_terms=training.has_terms or self.fetch_models or client.client_id >= FIRST_HOST or masked,
+            has_terms=self.has_terms or self.fetch_models or client.client_id >= FIRST_HOST or masked,
             fetch_models=self.fetch_models, masked=masked,
             include=list(sharing.include) if sharing.has_patterns else [], exclude=list(sharing.exclude),
+            buffers=dict(sharing.buffers), buffer_layout=self._context.state.model.buffers.digest,
         )  # fmt: skip
         if (terms := self.terms) is not None:
             welcome = replace(
@@ -272,7 +285,7 @@ class Dispatcher:
         return {**self._context.config.sent_options(), **self._context.state.terms(), **own}
 
     def round_terms(
-        self, round_id: int, participants: Collection[int], *, held: bool, attempt: int = 0
+        self, round_id: int, participants: Collection[int], book: OrderBook, *, held: bool, attempt: int = 0
     ) -> RoundTerms | None:  # fmt: skip
         """Return what belongs to the command of a round, and has no field in it; None: there is no such setting.
 
@@ -280,14 +293,15 @@ class Dispatcher:
             held: no update is added before those of all are announced.
             attempt: at the round, with secure aggregation.
         """
-        training, has_hosts = self._context.config.training, self._registry.has_hosts
-        if not training.has_terms and not self.fetch_models and not has_hosts and not attempt:
+        names_them = self.fetch_models or self._registry.has_hosts or bool(attempt)
+        if not self.has_terms and not names_them:
             return None
-        named = format_ids(participants) if self.fetch_models or has_hosts or attempt else ""
+        named = format_ids(participants) if names_them or book.named(round_id) is not None else ""
         if len(named) > MAX_CHARS and not self.fetch_models:
             named = ""  # all are asked; updates of those that may not take part are refused
         return RoundTerms(
-            self._context.run_id, round_id, training.terms_of(round_id), named, held=held, attempt=attempt
+            self._context.run_id, round_id, book.terms_of(round_id), named, held=held, attempt=attempt,
+            each=book.each(round_id),
         )  # fmt: skip
 
     async def note_speeds(self, speeds: Mapping[int, float]) -> None:

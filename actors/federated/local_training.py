@@ -40,6 +40,7 @@ from gradbus.codecs import Codec, NonFiniteError
 from gradbus.codecs.fp32 import Fp32
 from gradbus.runtime.choices import CODECS, Choice
 from gradbus.runtime.compute_limiter import TRAINING
+from gradbus.runtime.config.federated import IN_COMMAND, IN_TERMS
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
@@ -47,6 +48,7 @@ from gradbus.runtime.optimization.deferred_compiler import defer_compiler
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.user_errors import WrongResult
+from gradbus.runtime.wire.client_orders import order_of
 from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
@@ -101,7 +103,8 @@ class RoundInputs:
 
     Attributes:
         welcome: how to train. command: what the controller asks for; terms: what that has no field for.
-        base: float32, shape (D,): the global model. broadcast: float32, what came behind it.
+        base: float32, shape (D,): the global model. broadcast: float32, what came behind it. buffers: the block of its
+            merged buffers.
         commanded_s: when the command came, by ``time.perf_counter``.
         spent: with secure aggregation: rounds whose sum may be known, with this client's update in it, and the terms on
             which it was masked.
@@ -111,6 +114,7 @@ class RoundInputs:
     command: TrainCmd
     base: Tensor
     broadcast: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    buffers: bytes = b""
     terms: RoundTerms | None = None
     commanded_s: float = 0.0
     spent: Mapping[int, Hashable] = field(default_factory=dict)
@@ -118,6 +122,17 @@ class RoundInputs:
     def options(self) -> dict[str, object]:
         """Options of the rule and of the optimizer in this round."""
         return {**self.welcome.options, **({} if self.terms is None else self.terms.options)}
+
+    def for_client(self, client_id: int) -> RoundInputs:
+        """Return the same with what this client is ordered to do differently."""
+        order = None if self.terms is None else order_of(self.terms.each, client_id)
+        if self.terms is None or order is None:
+            return self
+        changes = order.changes()
+        command = replace(self.command, **{key: changes[key] for key in IN_COMMAND if key in changes})
+        options = {f"training.{key}": value for key, value in changes.items() if key in IN_TERMS}
+        terms = replace(self.terms, options={**self.terms.options, **options})
+        return replace(self, command=command, terms=terms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,6 +174,7 @@ class LocalTraining:
         self._number = 0  # of the newest training: that of its round, or, where many are of one round, counted on
         self._counted = 0  # the newest one that counts
         self._has_warned = self._has_warned_of_unsent = False
+        self._buffers_before: dict[str, Tensor] = {}
         self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
         self.keeps_local_model = False
         self._shared_memory = False  # the controller of the newest command reads this process's memory
@@ -193,8 +209,8 @@ class LocalTraining:
 
         Raises:
             NonFiniteResult: its loss, or the model, is not finite. NothingToTrain: this client sits the round out.
-            ValueError: training made the model too large, or used no samples: the controller would refuse the update.
-                And whatever the task raises.
+            ValueError: training made the model too large: the controller would refuse the update. WrongResult: it has
+                returned what cannot be used, such as no samples. And whatever the task raises.
         """
         with TRAINING.take(should_stop):
             try:
@@ -204,6 +220,7 @@ class LocalTraining:
                 raise
 
     def _train(self, inputs: RoundInputs, transfer: int, should_stop: Callable[[], bool]) -> EncodedUpdate:
+        inputs = inputs.for_client(self._identity.sender)
         identity, welcome, command, base = self._identity, inputs.welcome, inputs.command, inputs.base
         self._probe.reached("before_training", command.round_id)
         self.arrange(welcome)
@@ -224,14 +241,11 @@ class LocalTraining:
         rule = make_rule(welcome.rule, options, allowed=self._allowed_rule)
         training = _Training(inputs, rule, chosen, terms, should_stop)
         own = self._train_own(training, rule.personal(), kept)
-        self._begin(base, kept)
+        self._begin(inputs, kept)
         outcome, optimizer_state = self._run(training, kept)
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
-        self._check_loss(outcome.loss)
-        if training.steps and rule.steps != training.steps:
-            raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {training.steps}")
-        self._model.check_frozen()
+        self._check_trained(outcome, training)
         end = rule.finish(self._keep_local_model(welcome.run_id))
         codec = codec_of(welcome, terms)
         self._feeds_back = welcome.masked and not codec.lossless
@@ -248,14 +262,15 @@ class LocalTraining:
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
         sections, residuals = self._encode_sections(end.sections, section_codec_of(terms), kept)
-        payload = updates.join([(updates.MODEL, encoded), *sections])
+        payload, buffers = updates.join([(updates.MODEL, encoded), *sections]), self._changed_buffers()
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
         encoded_s = time.perf_counter()
         request = UploadRequest(
-            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
-            num_samples=num_samples, train_s=trained_s - started_s, loss=math.nan if loss is None else float(loss),
+            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer,
+            total_bytes=len(payload) + len(buffers), num_samples=num_samples, train_s=trained_s - started_s,
+            loss=math.nan if loss is None else float(loss),
             encode_s=encoded_s - trained_s,
             wait_s=max(0.0, started_s - inputs.commanded_s),
             update_norm=-1.0 if welcome.masked else update_norm,  # it says something of a single update
@@ -263,24 +278,24 @@ class LocalTraining:
             steps=num_steps, metrics=facts,
         )  # fmt: skip
         state = {**_to_keep(end, residual, optimizer_state), **residuals, **own, **self._personal()}
-        update = EncodedUpdate(key, request, payload, state)
+        update = EncodedUpdate(key, request, payload, state, buffers=buffers)
         # One that is to be masked stays in this process alone until it is.
         self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
         return update if welcome.masked else self._offered(update)
 
     def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
         """The update as it is offered to the controller: where that reads this process's memory, from there."""
-        request, payload = update.request, update.payload
-        sealed = self._memory.put(payload) if self._shared_memory else None
+        request = update.request
+        sealed = self._memory.put(update.payload, update.buffers) if self._shared_memory else None
+        payload = sealed.payload if sealed is not None else update.whole
         self._probe.note(
             "offered", run=f"{request.run_id:016x}", round=request.round_id, transfer=request.transfer,
             bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", request.round_id)
-        if sealed is None:
-            return update
-        # From now on it is in one place only, also for frames.
-        return replace(update, request=replace(request, memory=sealed.place), payload=sealed.payload, sealed=sealed)
+        if sealed is not None:  # from now on it is in one place only, also for frames
+            request = replace(request, memory=sealed.place)
+        return replace(update, request=request, payload=payload, buffers=b"", sealed=sealed)
 
     def mask(
         self, update: EncodedUpdate, base: Tensor, masks: masked_values.UpdateMasks, transfer: int
@@ -306,7 +321,8 @@ class LocalTraining:
             self._unsent.note((request.run_id, request.round_id), masks.roster.terms, residual)
             self._warn_of_unsent(request.round_id, residual, clamped)
         request = replace(
-            request, transfer=transfer, total_bytes=len(payload), attempt=masks.roster.attempt.number,
+            request, transfer=transfer, total_bytes=len(payload) + len(update.buffers),
+            attempt=masks.roster.attempt.number,
             encode_s=request.encode_s + time.perf_counter() - started_s,
         )  # fmt: skip
         key = update.key._replace(transfer=transfer)
@@ -331,10 +347,31 @@ class LocalTraining:
                 remedy="if that goes on, look at docs/secure-aggregation.md, or use the codec fp32",
             )  # fmt: skip
 
-    def _begin(self, base: Tensor, kept: Mapping[str, Tensor]) -> None:
+    def _begin(self, inputs: RoundInputs, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""
-        self._model.write(base)
+        self._model.write(inputs.base)
         self._model.write_personal(part_of(kept, PERSONAL))
+        self._model.write_buffers(self._model.buffers.unpack(inputs.buffers))
+        self._buffers_before = self._model.read_buffers()
+        self._model.unexchanged.begin(self._model.module, self._model.sharing)
+
+    def _check_trained(self, outcome: TrainOutcome, training: _Training) -> None:
+        """Log, once, what training has changed and is not exchanged.
+
+        Raises:
+            NonFiniteResult: the loss is not finite. ValueError: it made another number of steps than was asked for, or
+                has changed a frozen parameter.
+        """
+        self._check_loss(outcome.loss)
+        if (made := training.rule.steps) != training.steps and training.steps:
+            raise ValueError(f"training made {made} optimizer steps, the controller asked for {training.steps}")
+        self._model.check_frozen()
+        self._model.unexchanged.warn(self._identity.sender, training.inputs.welcome)
+
+    def _changed_buffers(self) -> bytes:
+        """Return the block of the merged buffers that training has changed; b"": the model has none."""
+        layout = self._model.buffers
+        return layout.pack(layout.changes(self._buffers_before, self._model.read_buffers())) if layout else b""
 
     def _run(
         self, training: _Training, kept: Mapping[str, Tensor], optimizer_part: str = _OF_OPTIMIZER
@@ -357,7 +394,7 @@ class LocalTraining:
                 lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
                 **own,
             )  # fmt: skip
-        self._check_result(outcome)
+            self._check_result(outcome)  # before the rule misses the steps of a training that there was not
         return outcome, {} if optimizer is None else _named(optimizer_part, optimizer.state())
 
     def _check_result(self, outcome: TrainOutcome) -> None:
@@ -373,6 +410,11 @@ class LocalTraining:
             ) from None  # fmt: skip
         if int(outcome.num_samples) == 0 and outcome.loss is None:
             raise NothingToTrain
+        if int(outcome.num_samples) < 1:
+            raise WrongResult(
+                f"train has returned num_samples={outcome.num_samples} and loss={outcome.loss}: expected at least one "
+                f"sample. If there was nothing to train, return gradbus.models.TrainResult.nothing()", train,
+            )  # fmt: skip
         if difference := self._model.misfit:
             raise WrongResult(
                 f"training has changed the tensors of the model: {difference}. They are exchanged by name and shape. "
@@ -389,7 +431,7 @@ class LocalTraining:
             return {}
         command = training.inputs.command
         command = replace(command, epochs=how.epochs or command.epochs, lr=how.lr or command.lr)
-        self._begin(training.inputs.base, kept)
+        self._begin(training.inputs, kept)
         if before := part_of(kept, OWN_MODEL):
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
@@ -524,9 +566,7 @@ class LocalTraining:
     def _check(
         self, payload: bytes | memoryview, base: Tensor, num_samples: int, update_norm: float, residual: Tensor | None
     ) -> None:  # fmt: skip
-        """Raises ValueError: the update would be refused; TooLarge: as it has no room in the sum."""
-        if num_samples < 1:
-            raise ValueError(f"training used {num_samples} samples: expected at least one")
+        """Raises TooLarge: the update would be refused, as it has no room in the sum."""
         norm = update_norm + (0.0 if residual is None else l2_norm(residual))
         # No value is larger than the norm, which is known; half, as a lossy codec may round up.
         if num_samples * norm < LARGEST / 2 or fits(

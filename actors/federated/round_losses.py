@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from gradbus.actors.federated.clients import ClientRegistry
-from gradbus.actors.federated.participation import NO_UPDATE, PREPARING_FAILED
+from gradbus.actors.federated.participation import MAX_KNOWN, NO_UPDATE, PREPARING_FAILED
 from gradbus.actors.federated.rounds import (
     CLIENT_LOST,
     CLIENT_SILENT,
@@ -21,7 +21,7 @@ from gradbus.actors.federated.rounds import (
     TRAINING_FAILED,
     Round,
 )
-from gradbus.actors.federated.updates_in import UpdateReceiver
+from gradbus.actors.federated.updates_in import ALONE, UpdateReceiver
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
@@ -55,8 +55,10 @@ class TrainingFailureLog:
         self._seen[key] += 1
         error = text.rpartition("\n")[2][:MAX_LINE]
         repeated = bool(key) and self._last.get(client_id) == key  # in the next attempt, or in the next round
-        self._last[client_id] = key
-        self._newest[client_id] = error
+        for known, value in ((self._last, key), (self._newest, error)):
+            if client_id not in known and len(known) >= MAX_KNOWN:
+                del known[next(iter(known))]
+            known[client_id] = value
         is_first = bool(key) and self._seen[key] == 1
         (log.info if repeated and not is_first else log.error)(
             f"{what} failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,
@@ -137,18 +139,30 @@ class RoundLosses:
         return {client_id: why for client_id, why in missed.items() if client_id not in round_.accepted}
 
     def error(self, round_: Round, attempts: int, why: str = "") -> GradbusError:
-        """The error of a failed round: of the clients' own code, if that is why every missing update is missing.
-        ``why``: it failed for another reason than the number of updates."""
-        failed = sorted(client_id for client_id, reason in round_.failed.items() if reason in FAILURES)
-        would_do = len(round_.accepted) + len(failed) >= round_.minimum  # else others are missing as well
-        if failed and would_do and round_.expected == round_.accepted.union(failed):
+        """The error of a failed round: of the clients' own code, if that is why there are too few updates, else of the
+        number. ``why``: it failed for another reason than the number of updates."""
+        by_reason: dict[str, list[int]] = {}
+        for client_id, reason in sorted(round_.failed.items()):
+            by_reason.setdefault(TRAINING_FAILED if reason in FAILURES else reason, []).append(client_id)
+        failed, sat_out, alone = (by_reason.get(reason, []) for reason in (TRAINING_FAILED, SAT_OUT, ALONE))
+        would_do = len(round_.accepted) + len(failed) + len(alone) >= round_.minimum  # else others are missing as well
+        if failed and would_do and round_.expected == round_.accepted.union(failed, sat_out, alone):
             return TrainingFailed(
-                f"training failed on {_named(failed)}: {self._failures.newest(failed[0])}. Mend it there, start the "
-                f"clients and then the controller again: the run goes on from the last committed model", failed,
+                f"{self._describe(failed)}. Mend it there, start the clients and then the controller again: the run "
+                f"goes on from the last committed model", failed,
             )  # fmt: skip
-        if sat_out := [client_id for client_id, reason in round_.failed.items() if reason == SAT_OUT]:
-            why = "; ".join([*([why] if why else []), f"{_named(sorted(sat_out))} had nothing to train"])
+        reasons = [why] if why else []
+        if failed:
+            reasons.append(self._describe(failed))
+        if sat_out:
+            reasons.append(f"{_named(sat_out)} had nothing to train")
+        others = [] if why else [reason for reason in by_reason if reason not in (TRAINING_FAILED, SAT_OUT, ALONE)]
+        reasons += [f"updates of {_named(by_reason[one])}: {one}, see the log" for one in others[:MAX_NAMED]]
+        why = "; ".join(reasons)
         return RoundTimeout(round_.round_id, len(round_.accepted), round_.minimum, attempts, why)
+
+    def _describe(self, failed: Sequence[int]) -> str:
+        return f"training failed on {_named(failed)}: {self._failures.newest(failed[0])}"
 
 
 def _named(clients: Collection[int]) -> str:

@@ -33,6 +33,9 @@ class Outcome(Enum):
     FULL = "buffer full"
     DEADLINE = "deadline"
     NOTHING = "no client had anything to train"
+    GIVEN_UP = (
+        "given up, as a client broke the protocol"  # with secure aggregation, when it was too late for another sum
+    )
     TOO_FEW = "too few updates"
 
 

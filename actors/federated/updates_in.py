@@ -15,7 +15,7 @@ import dataclasses
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.bounded_strategy import BoundedStrategy
 from gradbus.actors.aggregation.bounds import Norms
+from gradbus.actors.aggregation.merged_buffers import BufferLayout, BufferMerge
 from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import Strategy
@@ -71,11 +72,13 @@ class _IncomingUpdate(IncomingUpload):
     Attributes:
         adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
         is_measured: its norms are known.
+        buffers: that it came with.
     """
 
     adding: bool = False
     is_measured: bool = False
     crc32: int = 0
+    buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -84,11 +87,13 @@ class _IncomingUpdate(IncomingUpload):
 
 
 class _MaskedUpdate(NamedTuple):
-    """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy."""
+    """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy.
+    ``buffers``: it came with these."""
 
     update: RequestedUpload
     weight: int
     crc32: int
+    buffers: Mapping[str, Tensor]
 
     @property
     def client_id(self) -> int:
@@ -106,14 +111,17 @@ class UpdateReceiver:
         totals: sums over the updates that count. timing: moments of the round. dropped: what did not count, by reason.
         masked: the attempt at the open round, with secure aggregation; its updates count once they are unmasked.
         counted: what was announced of the updates that count, until it is taken; None: nothing takes it.
+        buffers: merges those of the updates that count.
         bases: of asynchronous rounds, in which what comes between two of them waits for the next; None: of others.
     """
 
     def __init__(
         self, context: RunContext, strategy: Strategy, admission: UpdateAdmission, *, dim: int,
         on_strike: Callable[[Strike], Awaitable[None]], on_change: Callable[[], None],
+        buffers: BufferLayout | None = None,
     ) -> None:  # fmt: skip
-        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused."""
+        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused. ``buffers``:
+        that end each update, and are merged; None: none do."""
         self._context = context
         self._strategy = strategy
         self._admission = admission
@@ -137,6 +145,7 @@ class UpdateReceiver:
         self._rejected_before: Counter[str] = Counter()
         self.counted: list[Facts] | None = None
         self.bases: Bases | None = None
+        self.buffers = BufferMerge(buffers or BufferLayout())
         self.masked: MaskedAttempt | None = None
         self._masked_updates: dict[int, _MaskedUpdate] = {}  # by client: in the sum of the attempt
         self._waiting: dict[int, RequestedUpload] = {}  # with bases: requests that came while no round was open
@@ -229,8 +238,11 @@ class UpdateReceiver:
             return UpdateRefusal("unexpected", f"the attempt goes on without client {update.client_id}")
         return None
 
-    async def settle_masked(self, partial: PartialSum | None) -> None:
+    async def settle_masked(self, partial: PartialSum | None, refusal: str = "") -> None:
         """End an attempt with secure aggregation: with its sum all of its updates count; None: it has failed.
+
+        Args:
+            refusal: why no other attempt follows; empty: one may.
 
         Raises:
             ValueError: the sum cannot be used, and nothing counts; the text says why.
@@ -238,6 +250,8 @@ class UpdateReceiver:
         updates = list(self._masked_updates.values())
         if partial is None:
             self._masked_updates, self.totals = {}, RoundTotals()
+            for held in updates if refusal else ():
+                await self._send_receipt(held.update, refusal)
             return
         await self._context.compute.run(self._add_unmasked, partial, updates)
         self._counted.update({held.client_id: held.update.key for held in updates})
@@ -251,6 +265,7 @@ class UpdateReceiver:
         """Give the sum to the strategy, off the loop. The journal notes the updates before their receipts go out."""
         self._strategy.add_masked(partial, [facts_of(one.client_id, one.request, one.weight) for one in updates])
         for one in updates:
+            self.buffers.add(one.buffers)
             self._note_counted(one.update.key, one.request, one.weight, one.crc32)
 
     async def _settle(self) -> None:
@@ -350,6 +365,8 @@ class UpdateReceiver:
         self._strategy.begin(round_id, base)
         if self._strategy.bounds is not None and self._strategy.bounds.is_settled:
             self._note_bounds(round_id)
+        if self.buffers.layout:
+            self.buffers.begin(self._context.state.buffers)
         if self.bases is not None:
             self.bases.keep(round_id, base)
 
@@ -398,7 +415,8 @@ class UpdateReceiver:
 
     def _norms_of(self, transfer: _IncomingUpdate, staleness: int) -> Norms:
         assert self._bounded is not None, "updates are measured where there are bounds"
-        return self._bounded.norms(self._parsed(transfer, staleness))
+        content, _ = self.buffers.layout.split(self._payload(transfer))
+        return self._bounded.norms(self._parsed(content, transfer.key.round_id, staleness))
 
     @property
     def _takes_more(self) -> bool:
@@ -443,7 +461,7 @@ class UpdateReceiver:
             self.totals.aggregate_s += time.perf_counter() - started_s
             self._count(round_, update, weight, from_memory=transfer.in_memory, partial=partial)
             if self.masked is not None:
-                self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32)
+                self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32, transfer.buffers)
             else:
                 self._counted[update.client_id] = update.key
                 receipts.create_task(self._send_receipt(update), name="receipt")
@@ -480,28 +498,31 @@ class UpdateReceiver:
             transfer.payload = read(transfer.request.memory, transfer.request.total_bytes)
         return transfer.payload
 
-    def _parsed(self, transfer: _IncomingUpdate, staleness: int) -> Update:
-        """The checked content of an update, as it counts with a base so old."""
-        update = parse_update(self._payload(transfer), expected_dim=self._dim, others=self._strategy.sections)
-        if self.bases is not None:
-            update = update.with_model(self.bases.brought(update.model, transfer.key.round_id, staleness))
-        return update
+    def _parsed(self, content: memoryview, round_id: int, staleness: int) -> Update:
+        """The checked content of an update for a round, as it counts with a base so old."""
+        update = parse_update(content, expected_dim=self._dim, others=self._strategy.sections)
+        return (
+            update if self.bases is None else update.with_model(self.bases.brought(update.model, round_id, staleness))
+        )
 
     def _add(self, transfer: _IncomingUpdate, weight: int, staleness: int) -> SumSummary | None:
         """Read, decode and add, off the loop. The journal notes it before the receipt goes out. ``staleness``: of its
         base. Returns what a site has reported of its clients; None: it is the update of a client."""
         key, request, history = transfer.key, transfer.source.request, self._context.history
         payload = self._payload(transfer)
+        content, buffers = self.buffers.layout.split(payload)
         summary = None
         if self.masked is not None:
-            self.masked.add(key.sender, payload, request.num_samples)
+            self.masked.add(key.sender, content, request.num_samples)
+            transfer.buffers = buffers
             transfer.crc32 = history.checksum(payload)
             return None
         if self._context.config.clients.kind == "sites":
-            summary = self._add_sum(key.sender, payload, weight)
+            summary = self._add_sum(key.sender, content, weight)
         else:
             facts = dataclasses.replace(facts_of(key.sender, request, request.num_samples), staleness=staleness)
-            self._strategy.add(self._parsed(transfer, staleness), facts)
+            self._strategy.add(self._parsed(content, key.round_id, staleness), facts)
+        self.buffers.add(buffers, staleness=staleness)
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         self._note_counted(key, request, weight, history.checksum(payload))
         return summary

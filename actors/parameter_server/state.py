@@ -7,6 +7,7 @@ machine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from gradbus.actors.data_parallel.state import MAX_LAYOUT, CheckpointMismatch, n
 from gradbus.actors.parameter_server.agreement import Roles
 from gradbus.actors.parameter_server.assignment import TensorPart, put
 from gradbus.actors.parameter_server.shard import WEIGHTS, Shard
-from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Count, Hex64, Meta, tensor_of
+from gradbus.runtime.checkpoint import LISTINGS, Checkpoint, CheckpointStore, Count, Hex64, Meta, tensor_of
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.config.parameter_server import ParameterServerSettings
 from gradbus.runtime.errors import CheckpointError
@@ -32,6 +33,7 @@ from gradbus.runtime.saved_state import StateNames
 FROZEN = "frozen/"  # before the names of parameters that are not trained
 _KEPT = ("seed", "accumulation_steps")  # with others the place within an epoch would mean other batches
 _MAX_WORKERS = 1024
+_SERVER = re.compile(r"server-\d{1,10}")
 _Rank = Annotated[str, StringConstraints(pattern=r"^\d{1,10}$")]
 
 
@@ -51,7 +53,8 @@ class SavedServer(Meta):
         run_id: of the run. server, servers, workers: numbers. layout: of the model. pieces: of this server.
         names: where those of the model's state differ; None: saved by an earlier version.
         settings: that a resume must have, too. updates: of the weights. refused: gradients that were not finite.
-        staleness: gradients by their staleness. own: of each worker that was there, by its rank, what it has kept.
+        staleness: gradients by their staleness. bytes_in, bytes_out: payload so far; 0 if saved by an earlier version.
+        own: of each worker that was there, by its rank, what it has kept.
     """
 
     run_id: Hex64
@@ -65,6 +68,8 @@ class SavedServer(Meta):
     updates: Count
     refused: Count
     staleness: dict[str, Count]
+    bytes_in: Count = 0
+    bytes_out: Count = 0
     own: Annotated[dict[_Rank, dict[str, Any]], Field(max_length=_MAX_WORKERS)] = Field(default_factory=dict)
 
 
@@ -95,7 +100,7 @@ class ServerState(JointCheckpoints):
 
         Args:
             own: of each worker what it has sent: plain data, and tensors by name. frozen: of the model, by name.
-            counts: run_id, updates, refused and staleness.
+            counts: run_id, updates, refused, staleness, bytes_in and bytes_out.
 
         Raises:
             CheckpointError: it could not be written.
@@ -197,8 +202,17 @@ def _stores(directory: Path, inside: Path | None) -> list[CheckpointStore]:
         raise
     except OSError as error:
         raise CheckpointError(f"state directory {directory} cannot be read: {error}") from None
-    names.sort(key=lambda name: (len(name), name))
+    names = sorted((name for name in names if _SERVER.fullmatch(name)), key=lambda name: (len(name), name))
     return [CheckpointStore.to_read(directory / name, inside=inside) for name in names]
+
+
+def _versions(directory: Path, inside: Path | None) -> tuple[list[CheckpointStore], list[int]]:
+    """Return the checkpoints of each server, and the steps that all have, newest first."""
+    try:
+        stores = _stores(directory, inside)
+    except FileNotFoundError:
+        stores = []
+    return stores, newest_common([store.rounds() for store in stores]) if stores else []
 
 
 def newest_version(directory: Path, number: int | None = None, *, inside: Path | None = None) -> list[Checkpoint]:
@@ -210,19 +224,21 @@ def newest_version(directory: Path, number: int | None = None, *, inside: Path |
     Raises:
         CheckpointError: no version is there and whole on all servers.
     """
-    try:
-        stores = _stores(directory, inside)
-    except FileNotFoundError:
-        stores = []
-    steps = newest_common([store.rounds() for store in stores]) if stores else []
+    stores, steps = _versions(directory, inside)
     if number is not None and number not in steps:
         raise CheckpointError(
             f"{directory} has no checkpoint of {number} of all servers, it has those of {steps[::-1]}"
         )
-    faults = []
-    for step in steps if number is None else [number]:
-        try:
-            return [store.load(step, SavedServer.of) for store in stores]
-        except CheckpointError as error:
-            faults.append(str(error))
+    faults: list[str] = []
+    for _ in range(LISTINGS):
+        faults = []
+        for step in steps if number is None else [number]:
+            try:
+                return [store.load(step, SavedServer.of) for store in stores]
+            except CheckpointError as error:
+                faults.append(str(error))
+        listed = steps
+        stores, steps = _versions(directory, inside)
+        if number is not None or steps == listed:
+            break
     raise CheckpointError(f"no checkpoint in {directory}/server-*{': ' if faults else ''}{'; '.join(faults)}")

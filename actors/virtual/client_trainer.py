@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.privacy.client import privacy_of
 from gradbus.actors.virtual.channel import Parcel
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
 from gradbus.runtime.testing.instrumentation import no_probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
@@ -91,14 +93,14 @@ class ClientTrainer:
         self._task = task
         self._settings = settings
         self._stopped_up_to = stopped_up_to
-        self._model = FlatModel(task.build_model(), rebuild=task.build_model)
+        self._model = FlatModel(build_model(task), rebuild=partial(build_model, task))
         self._memory = PayloadMemory(switched_on=settings.shared_memory)
         self._no_memory = PayloadMemory(switched_on=False)
         self._probe = no_probe()
         self._prepared: tuple[int, int] | None = None  # client, and number of clients
         self._sealed: dict[int, SharedPayload] = {}  # by transfer: updates that the controller may still read
         self._inputs: RoundInputs
-        self._evaluated: tuple[Tensor, control.Welcome, control.EvaluationRequest]
+        self._evaluated: tuple[Tensor, bytes, control.Welcome, control.EvaluationRequest]
         self.work = 0
 
     def begin(self, head: Mapping[str, Any], parts: Sequence[Any]) -> None:
@@ -112,16 +114,16 @@ class ClientTrainer:
             self._model.arrange(Sharing.of_welcome(welcome))
             self._model.write_frozen(_vector(frozen))
         if head["do"] == MODEL:
-            request = control.decode(others[0])
+            request, buffers = control.decode(others[0]), bytes(others[1])
             assert isinstance(request, control.EvaluationRequest)
-            self._evaluated = _vector(vector), welcome, request
+            self._evaluated = _vector(vector), buffers, welcome, request
             return
-        broadcast, terms = others
+        broadcast, terms, buffers = others
         terms = control.decode(terms) if terms else None
         assert terms is None or isinstance(terms, control.RoundTerms)
         self._inputs = RoundInputs(
             welcome=welcome, command=TrainCmd(**head["command"]), base=_vector(vector), broadcast=_vector(broadcast),
-            terms=terms,
+            buffers=bytes(buffers), terms=terms,
         )  # fmt: skip
 
     def answer(self, do: str, given: Mapping[str, Any], open_kept: OpenKept) -> Parcel:
@@ -141,7 +143,7 @@ class ClientTrainer:
 
     def _evaluate(self, open_kept: OpenKept, client_id: int, tells_errors: bool) -> Parcel:
         """Evaluate the model on the data of a client: its result."""
-        work, (vector, welcome, request) = self.work, self._evaluated
+        work, (vector, buffers, welcome, request) = self.work, self._evaluated
 
         def should_stop() -> bool:
             return self._stopped_up_to() >= work
@@ -150,7 +152,7 @@ class ClientTrainer:
             self._prepare(client_id, welcome.num_clients)
             with contextlib.closing(open_kept(client_id, False)) as kept:
                 evaluation = LocalEvaluation(self._task, self._model, client_id, kept, tells_errors)
-                result = evaluation.evaluate(vector, welcome, request, should_stop)
+                result = evaluation.evaluate(vector, welcome, request, should_stop, buffers)
         except EvaluationStopped:
             return Parcel({"is": "stopped"})
         except Exception as error:  # its data cannot be loaded

@@ -28,7 +28,7 @@ from gradbus.actors.federated.local_training import RoundInputs, codec_of
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.session import ControllerSession
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.sharing import Sharing, layout_of
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.virtual.client_trainer import open_state, vector_bytes
@@ -40,6 +40,7 @@ from gradbus.actors.virtual.pool import (
     TrainingPool,
     TrainingProcess,
 )
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.errors import BusError, ConfigError
@@ -185,7 +186,7 @@ class ClientHost(Client):
     def _open(self) -> None:
         """Build the model, off the loop."""
         self._bus.access_policy.check_host()
-        self._model = FlatModel(self._task.build_model())
+        self._model = FlatModel(build_model(self._task))
         self._open_parts(self)
 
     def _describe(self, matched: bool) -> Hello:
@@ -260,15 +261,16 @@ class ClientHost(Client):
         random.Random(f"{command.seed} {command.round_id}").shuffle(order)
         queue = deque((client_id, 0) for client_id in order)
         inputs = RoundInputs(
-            welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast, terms=current.terms,
-            commanded_s=current.commanded_s,
+            welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
+            buffers=self._models.replica.buffers, terms=current.terms, commanded_s=current.commanded_s,
         )  # fmt: skip
         frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
         work = self._work_now = self._pool.new_work(inputs, frozen)
         began_s, asked, before = time.monotonic(), len(queue), self._rounds
         self._status.set("training")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")
-        largest = codec_of(welcome, split_terms(inputs.options())[1]).max_bytes(self._shape.dim)
+        buffers = layout_of(self._model.specs, Sharing.of_welcome(welcome))
+        largest = codec_of(welcome, split_terms(inputs.options())[1]).max_bytes(self._shape.dim) + buffers.max_bytes
         if current.terms is not None and current.terms.held:
             check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
@@ -375,7 +377,9 @@ class ClientHost(Client):
         if not queue or (vector := await self._models.fetch_evaluated(welcome, request)) is None:
             return
         frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
-        work = self._evaluating = self._pool.new_evaluation(welcome, request, vector, frozen)
+        work = self._evaluating = self._pool.new_evaluation(
+            welcome, request, vector, frozen, self._models.replica.buffers
+        )
         self._evaluating_session = session
         self._status.set("evaluating")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")

@@ -41,6 +41,7 @@ from gradbus.actors.virtual.pool import (
     check_prepared,
 )
 from gradbus.actors.virtual.ray_actor import Question, RayTrainer, as_array
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.cores import usable_cores
 from gradbus.runtime.errors import CheckpointError, ConfigError, TrainingFailed
 from gradbus.runtime.logs import get_logger
@@ -246,7 +247,7 @@ class RayPool(TrainingPool[RayProcess]):
         self._needs = {"CPU": float(settings.threads)} | ({"GPU": gpus} if gpus else {})
         address = address or os.environ.get("RAY_ADDRESS", "") or LOCAL
         cores = usable_cores()
-        model_bytes = sum(one.nbytes for one in task.build_model().state_dict().values())
+        model_bytes = sum(one.nbytes for one in build_model(task).state_dict().values())
         self._cluster = RayCluster(address, (size or cores) * settings.threads, model_bytes)
         self.ray = self._cluster.ray
         try:

@@ -25,6 +25,7 @@ from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost, check_room
 from gradbus.actors.virtual.pool import MAX_PROCESSES, TrainingPool
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
@@ -176,7 +177,7 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
 
 def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
     """Raises ConfigError: the updates of a round, which wait until all are announced, have no room."""
-    dim = FlatModel(task.build_model(), Sharing.of(config)).dim
+    dim = FlatModel(build_model(task), Sharing.of(config)).dim
     bounds = make_strategy(config, dim).bounds
     if bounds is not None and not bounds.is_settled:
         asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
@@ -310,7 +311,7 @@ class _Simulation:
             ended_s = time.monotonic()
 
         await run_beside(serve(), host.run())
-        model = self.task.build_model()
+        model = build_model(self.task)
         model.load_state_dict(await controller.state_dict())
         return SimulationResult(
             rounds=tuple(controller.progress.reports), model=model, clients=self.clients, processes=pool.size,

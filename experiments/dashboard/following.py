@@ -7,7 +7,7 @@ All of it is read line by line as it comes, whoever wrote it: what cannot be rea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.dashboard.growing_file import GrowingFile
 from gradbus.experiments.rundir.reading import Kind, RunFiles, profiles_of, reason, report_in
+from gradbus.experiments.rundir.report_size import names_in, weight_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.foreign_files import names_inside, text_inside
 from gradbus.runtime.json_text import parse_json
@@ -28,10 +29,13 @@ MAX_REPORTS = 10_000  # of the newest rounds or epochs
 MAX_REPORT_BYTES = 64 << 20  # at once
 MAX_JOURNAL_BYTES = 1 << 20
 MAX_JSON_BYTES = 4 << 20  # config.json, summary.json
+MAX_JSON_VALUES = 200_000  # in one of them: 20 MB at most
 MAX_PROFILE_BYTES = 8 << 20  # of all ranks together; of more nothing is shown
 MAX_NAMED = 64  # clients of the open round
 WITH_TIMELINES = 16  # newest rounds
 WITH_CLIENTS = 500  # newest rounds whose clients are known by name
+MAX_WEIGHT = 400_000  # of newest reports that are kept whole, in ids of clients: 16 MB
+MAX_NAMES = 200_000  # of metrics and reasons, in all reports: 20 MB
 SILENT_S = 60.0  # a run whose files do not change for so long is not called running
 _PROFILES_EVERY_S = 2.0
 
@@ -158,7 +162,21 @@ class Following:
                     self._reports[number] = self._reports[number].figures()
         for number in numbers[:-MAX_REPORTS]:
             del self._reports[number]
+        self._lighten(numbers[-MAX_REPORTS:])
         return is_anew or bool(lines) or refusal
+
+    def _lighten(self, numbers: Sequence[int]) -> None:
+        """Take from older reports what names clients, and then leave them out, where newer ones take the memory."""
+        weight = names = 0
+        for number in reversed(numbers):
+            report = self._reports[number]
+            names += names_in(report)
+            if names > MAX_NAMES and number != numbers[-1]:
+                del self._reports[number]
+                continue
+            weight += weight_of(report)
+            if weight > MAX_WEIGHT and isinstance(report, RoundReport):
+                self._reports[number] = report.figures()
 
     def _note_refused(self, file: GrowingFile) -> bool:
         """Keep why a file is not read; return whether that is new."""
@@ -214,14 +232,17 @@ class Following:
                 if key == self._entry(name)[0]:
                     continue
                 text = text_inside(self.files.path, name, MAX_JSON_BYTES)
-                values = parse_json(text, parse_constant=lambda _: None)
-                self._json[name] = (key, values if isinstance(values, dict) else {})
-                changed, self._refused[name] = True, ""
-            except (OSError, ValueError) as error:
-                why = reason(error) if isinstance(error, OSError) else f"it is no JSON ({error})"
-                why = "" if isinstance(error, FileNotFoundError) else why
+            except OSError as error:
+                why = "" if isinstance(error, FileNotFoundError) else reason(error)
                 changed |= self._json.pop(name, None) is not None or why != self._refused.get(name, "")
                 self._refused[name] = why
+                continue
+            try:
+                values, why = parse_json(text, parse_constant=lambda _: None, max_values=MAX_JSON_VALUES), ""
+            except ValueError as error:
+                values, why = {}, f"it is no JSON ({error})"
+            self._json[name] = (key, values if isinstance(values, dict) else {})  # not again until it changes
+            changed, self._refused[name] = True, why
         return changed
 
     def _read_profiles(self) -> bool:

@@ -32,6 +32,7 @@ class Runs:
         self._lock = threading.Lock()
         self._found: OrderedDict[str, tuple[Path, Kind]] = OrderedDict()  # newest first
         self._known: dict[str, Following] = {}
+        self._kinds: dict[Path, tuple[_Seen, Kind | None]] = {}
         self._looked_s = -_LOOK_EVERY_S
         self._is_one_run = kind_if_any(self.folder) is not None
         try:
@@ -67,14 +68,23 @@ class Runs:
         paths = [self.folder] if self._is_one_run else list(self._inside())
         newest = sorted(((_written_s(path), path) for path in paths), reverse=True)
         found: OrderedDict[str, tuple[Path, Kind]] = OrderedDict()
+        kinds: dict[Path, tuple[_Seen, Kind | None]] = {}
         for _, path in newest:
             if len(found) == MAX_RUNS:
                 break
-            if (kind := kind_if_any(path)) is not None:
+            kinds[path] = self._kind_of(path)
+            kind = kinds[path][1]
+            if kind is not None:
                 found[path.name] = (path, kind)
-        self._found = found
+        self._found, self._kinds = found, kinds
         for name in self._known.keys() - found.keys():
             del self._known[name]
+
+    def _kind_of(self, path: Path) -> tuple[_Seen, Kind | None]:
+        """The kind of a run, if there is one, and what it depends on: it is found out once, not at each look."""
+        seen = tuple(_identity(one) for one in (path, path / "config.json"))
+        known = self._kinds.get(path)
+        return known if known is not None and known[0] == seen else (seen, kind_if_any(path))
 
     def _inside(self) -> list[Path]:
         try:
@@ -84,6 +94,17 @@ class Runs:
         except OSError:
             return []
         return [self.folder / name for name in names if name.isprintable() and not name.startswith(".")]
+
+
+_Seen = tuple[tuple[int, int, int] | None, ...]
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _written_s(path: Path) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.foreign_files import check_not_sparse, is_there, lines_inside, names_inside, open_inside
-from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.json_text import count_values, parse_json
 
 Event = dict[str, Any]
 
@@ -24,7 +24,9 @@ RESOURCES = "resources.jsonl"
 MAX_EVENTS = 2_000_000  # of all processes together: 200,000 rounds of eight clients, in 1 GB
 MAX_JOURNAL_BYTES = 16 << 30  # of one process
 MAX_CUT_LINES = 100_000  # that are no events: a file with more is no journal
-MAX_PAYLOAD_BYTES = 16 << 30
+MAX_LINE_VALUES = 1_000_000  # of JSON in an event: ten thousand clients have some ten thousand
+MAX_EVENT_VALUES = 32_000_000  # of all events together: 16 for each that there may be
+MAX_PAYLOAD_BYTES = 4 << 30  # a model of a billion parameters
 _WHOLE = frozenset({"started", "failed", "ended"})
 _ASKED_FOR = {
     name: intern(name)
@@ -58,7 +60,7 @@ class RunHistory:
         cut_short: lines that could not be read: a process was killed while it wrote them.
         without_start: events of processes that have noted no start.
         left_out: sentences on what was not read.
-        events: that were read.
+        events: that were read; values: of JSON in them.
     """
 
     root: Path
@@ -71,6 +73,7 @@ class RunHistory:
     without_start: int = 0
     left_out: list[str] = field(default_factory=list)
     events: int = 0
+    values: int = 0
 
     @property
     def directory(self) -> Path:
@@ -148,7 +151,7 @@ def _events(run: RunHistory, name: str) -> Iterator[Event]:
         if line.isspace():
             continue
         try:
-            event = parse_json(line)
+            event = parse_json(line, max_values=MAX_LINE_VALUES)
             hash((event["event"], event.get("pid")))
         except (ValueError, KeyError, TypeError, AttributeError):
             run.cut_short += 1
@@ -157,9 +160,11 @@ def _events(run: RunHistory, name: str) -> Iterator[Event]:
                 return
             continue
         run.events += 1
-        if run.events > MAX_EVENTS:
+        run.values += count_values(line)
+        if run.events > MAX_EVENTS or run.values > MAX_EVENT_VALUES:
             raise ConfigError(
-                f"{run.directory} has more than {MAX_EVENTS:,} events, which are compared in memory. Check the "
+                f"{run.directory} has more than {MAX_EVENTS:,} events, or {MAX_EVENT_VALUES:,} values in them, which "
+                f"are compared in memory. Check the "
                 f"journals of fewer clients at a time: copy them and controller.jsonl to a directory of their own"
             )
         yield event

@@ -91,6 +91,7 @@ class _Replay:
         self._expect = expect
         self._bounds = bounds
         self._run_id = int(opening["run"], 16)
+        self._has_buffers = opening.get("has_buffers") is True
         config = FederatedConfig.model_validate(opening["federated"])
         data = self._bytes_of(weights_name(self._run_id, opening["round"]))
         self._weights: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(data, dtype="<f4").copy()
@@ -118,7 +119,13 @@ class _Replay:
 
     def _payload(self, round_id: int, update: Event) -> bytes:
         name = update_name(round_id, update["client"], update["incarnation"], update["transfer"])
-        return self._bytes_of(name)
+        return self._without_buffers(self._bytes_of(name))
+
+    def _without_buffers(self, payload: bytes) -> bytes:
+        """Return a payload without the block of merged buffers that ends it: what they were before is not noted."""
+        from gradbus.actors.aggregation.merged_buffers import split
+
+        return bytes(split(memoryview(payload))[0]) if self._has_buffers else payload
 
     def _bytes_of(self, name: str) -> bytes:
         with self._run.open_payload(name) as file:
@@ -173,5 +180,5 @@ class _Replay:
 
         from gradbus.codecs import add_into
 
-        payload = bytearray(self._bytes_of(model_name(self._run_id, round_id)))
+        payload = bytearray(self._without_buffers(self._bytes_of(model_name(self._run_id, round_id))))
         add_into(torch.from_numpy(self._held), payload)

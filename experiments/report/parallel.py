@@ -75,7 +75,7 @@ def tiles_of(run: RunFiles) -> list[Tile]:
     ]
     sent, wall_s = run.number("bytes_out"), run.number("wall_s")
     if sent is not None:
-        tiles.append(Tile("sent in all", size(sent), "by rank 0, with evaluation and saving"))
+        tiles.append(Tile("sent in all", size(sent), "by rank 0, with evaluation, saving and earlier starts"))
     if wall_s is not None:
         eval_s = sum(profile.outside.get("eval_s", 0.0) for profile in run.profiles[:1])
         tiles.append(Tile("the run", duration(wall_s), f"of it evaluation {duration(eval_s)}"))

@@ -105,6 +105,9 @@ class RankCollector(Collector):
         families.gauge("up", "1 from the moment that all ranks are there", worker is not None)
         if worker is not None:
             families.gauge("step", "Steps done in all, those before a resume included", worker.step)
+            sent_bytes, received_bytes = worker.profile.exchanged
+            families.counter("sent_bytes", "Payload that this rank has sent for the run", sent_bytes)
+            families.counter("received_bytes", "Payload that it has received", received_bytes)
         families.counter("epochs", "Epochs finished by this process", self._followed.epochs)
         families.counter("steps_skipped", "Steps skipped for NaN or infinity", self._followed.skipped_steps)
         if isinstance(worker, ElasticWorker) and worker.generations is not None:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from gradbus.experiments.report.metrics_server import controller_metrics, rank_m
 from gradbus.experiments.report.scalars import open_scalars
 from gradbus.experiments.run.cluster import Role, find_role
 from gradbus.experiments.run.console import Screen
+from gradbus.experiments.run.continuation import command_to_continue
 from gradbus.experiments.run.cores import as_ranges, bind
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.run.lifecycle import if_stopped, run_loop
@@ -66,6 +68,15 @@ class VirtualOptions(NamedTuple):
     gpus: float = 0.0
     full_traceback: bool = False
 
+    @property
+    def words(self) -> list[object]:
+        """Return the options that differ from the defaults, as on a command line."""
+        given = {
+            "--clients": self.clients, "--fraction": self.fraction, "--processes": self.processes or None,
+            "--ray": self.ray, "--gpus": self.gpus or None,
+        }  # fmt: skip
+        return [word for name, value in given.items() if value is not None for word in (name, value)]
+
 
 def demo_run(options: DemoOptions, screen: Screen) -> None:
     """``gradbus demo``."""
@@ -100,8 +111,7 @@ def controller_run(
         pool = pool_options(virtual.processes, virtual.ray, virtual.gpus)
         clients = VirtualClients(virtual.clients, virtual.fraction, pool, virtual.full_traceback)
         file = clients.settle(file)
-    command = "controller" if virtual is None else "virtual"
-    clients_option = "" if clients is None else f"--clients {clients.clients} "
+    command, options = ("controller", []) if virtual is None else ("virtual", virtual.words)
     is_site = file.upstream.site is not None
     if is_site:
         check(file.upstream.bus)
@@ -110,6 +120,9 @@ def controller_run(
 
     screen.configure_logs()
     path = file.run_dir or new_path(file.bus.job)
+    to_continue = partial(
+        command_to_continue, command, config, overrides=overrides, data_root=data_root, options=options
+    )
     federated = file.federated
     done = (
         finished(path, federated.checkpoint.dir or path / "state", federated.rounds)
@@ -119,8 +132,7 @@ def controller_run(
     if done is not None:
         screen.say(
             f"finished: all {done.rounds} rounds of this run are done, and {path} stays as it is. For more rounds: "
-            f"gradbus {command} {config} {clients_option}--run-dir {path} --set federated.rounds={2 * done.rounds}. "
-            f"To begin anew: another --run-dir"
+            f"{to_continue(path, rounds=2 * done.rounds)}. To begin anew: another --run-dir"
         )
         return run_loop(lambda: end_again(file, done.run_id), loop)
     with contextlib.ExitStack() as stack:
@@ -130,7 +142,7 @@ def controller_run(
         scalars = stack.enter_context(open_scalars(file, path))
         followed = stack.enter_context(controller_metrics(file.metrics, file.bus.job))
         run = stack.enter_context(ControllerDirectory(path))
-        if_stopped.append(f"To continue: gradbus {command} {config} {clients_option}--run-dir {run.path}")
+        if_stopped.append(f"To continue: {to_continue(run.path)}")
 
         def serve(*shown: Any, **more: Any) -> Coroutine[Any, Any, list[RoundReport]]:
             serving = run_controller(file, run, *shown, scalars=scalars, followed=followed, **more)
@@ -272,7 +284,8 @@ def worker_run(
         else:
             outcome = run(Output(screen.say, lambda _: lines, scalars))
     if outcome is not None:
-        _conclude_epochs(screen, outcome, title=file.bus.job)
+        whom = "process 0 in all its generations" if file.parallel.elastic.is_on else "rank 0"
+        _conclude_epochs(screen, outcome, title=file.bus.job, whom=whom)
 
 
 def _rank_place(file: WorkerFile, rank: int | None, world: int | None, *, joins: bool) -> RankPlace:
@@ -350,7 +363,8 @@ def _from_torchrun() -> dict[str, object]:
     return {} if name == "none" else {"bus": {"job": re.sub(r"[^A-Za-z0-9._-]", "-", f"torchrun-{name}")[:64]}}
 
 
-def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str) -> None:
+def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str, whom: str) -> None:
+    """Print where the time went, and the last line. ``whom``: has sent and received what that line says."""
     from gradbus.experiments.report.profile_table import summary_table
 
     summary = outcome.summary
@@ -362,5 +376,5 @@ def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str) -> N
     screen.console.print(summary_table(outcome.profiles), width=width)
     screen.say(
         f"done: {summary.epochs} epochs, {summary.steps} steps, {quality(summary)}, "
-        f"sent {size(summary.bytes_out)}, received {size(summary.bytes_in)} by rank 0; run directory {outcome.path}"
+        f"sent {size(summary.bytes_out)}, received {size(summary.bytes_in)} by {whom}; run directory {outcome.path}"
     )

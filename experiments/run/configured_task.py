@@ -26,6 +26,7 @@ from gradbus.experiments.cli.exit_codes import NoData
 from gradbus.experiments.files import TaskSettings
 from gradbus.experiments.run.lifecycle import stopping
 from gradbus.experiments.run.sample_ids import with_ids
+from gradbus.runtime.built_model import build_model
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.torch_compat import available_accelerator
@@ -71,8 +72,8 @@ class _Configured:
                 self.note = self._task.data.note or self._task.data.name
 
     def build_model(self) -> nn.Module:
-        model: nn.Module = self._task.build_model()
-        return model
+        with _settings_errors():
+            return build_model(self._task)
 
 
 class ConfiguredTask(_Configured):
@@ -188,9 +189,7 @@ def local_device(name: str, local_rank: str) -> str:
 
 
 def _classification(settings: TaskSettings) -> models.ClassificationTask:
-    model = _function(settings.model, key="task.model")
-    if settings.model_options:
-        model = partial(model, **settings.model_options)
+    model = _model(settings.model, settings.model_options)
     train_fn = None if settings.train_fn is None else _train_fn(settings.train_fn)
     return models.ClassificationTask(
         model, _source(settings), with_ids(settings.partition), settings.num_clients, train_fn=train_fn,
@@ -198,6 +197,23 @@ def _classification(settings: TaskSettings) -> models.ClassificationTask:
         seed=settings.seed, device=local_device(settings.device, os.environ.get("LOCAL_RANK", "")),
         validation_share=settings.validation_share,
     )  # fmt: skip
+
+
+def _model(spec: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """The function that makes the model, with its options. Raises ConfigError: it cannot be called with them."""
+    function = _function(spec, key="task.model")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return partial(function, **options)
+    try:
+        signature.bind(**{**({"seed": 0} if "seed" in signature.parameters else {}), **options})
+    except TypeError as error:
+        raise ConfigError(
+            f"task.model {spec!r}: it takes {signature}, and with task.model_options {options}: {error}. Give in "
+            f"task.model_options what it needs, by name"
+        ) from None
+    return partial(function, **options)
 
 
 def _train_fn(spec: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import RoundReport
+from gradbus.experiments.rundir.report_size import Report, check_line, check_report, weight_of
 from gradbus.experiments.rundir.thinned import Thinned
 from gradbus.experiments.rundir.traces import MAX_TRACE_BYTES
 from gradbus.experiments.rundir.whole_run import MAX_WHOLE, WholeRun
@@ -30,16 +32,19 @@ from gradbus.runtime.profiling.summary import (
 )
 
 T = TypeVar("T")
+ReportT = TypeVar("ReportT", bound=Report)
 
 Kind = Literal["federated", "parallel"]
 
 MAX_FILE_BYTES = 16 << 20  # of config.json, and of summary.json
+MAX_USUAL_BYTES = 1 << 20  # of config.json, where many are looked at: it has some kB
 MAX_TABLE_BYTES = 64 << 20  # of cross_site.json
 MAX_TRACES = 8  # ranks whose traces are read: each may have tens of megabytes
 MAX_PROFILES = 1024  # ranks whose profiles are read
 MAX_WINDOWS = 2000  # of a rank, that are kept
 MAX_BAD_LINES = 1000  # behind so many lines that are no reports a file is not read
 _HELD_BACK = 256  # newest reports that a line further on may still replace
+_MAX_HELD_WEIGHT = 1_000_000  # of these, in ids of clients: 40 MB
 MAX_LOSS = 1e30
 _LEFT_BY: dict[Kind, str] = {"federated": "rounds.jsonl", "parallel": "epochs.jsonl"}
 _SECTION: dict[Kind, str] = {"federated": "federated", "parallel": "parallel"}
@@ -138,9 +143,10 @@ def kind_of(path: Path) -> Kind:
 
 
 def kind_if_any(path: Path) -> Kind | None:
-    """Return the same; None where no run has left it. A config.json that cannot be read does not matter."""
+    """Return the same; None where no run has left it. A config.json that cannot be read, or is larger than those of
+    runs are, does not matter."""
     try:
-        return _kind(path, _json_file(path, "config.json", [], ""), [])
+        return _kind(path, _json_file(path, "config.json", [], "", max_bytes=MAX_USUAL_BYTES), [])
     except (ConfigError, OSError):
         return None
 
@@ -200,7 +206,7 @@ def _kind(path: Path, config: Mapping[str, Any], missing: list[str]) -> Kind:
 
 
 def _json_file(
-    path: Path, name: str, missing: list[str], otherwise: str, *, strict: bool = False
+    path: Path, name: str, missing: list[str], otherwise: str, *, strict: bool = False, max_bytes: int | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """Return the object in a JSON file of a run; {} with a sentence in ``missing`` if there is none that can be read.
 
@@ -211,7 +217,7 @@ def _json_file(
         missing.append(f"{name} is not there: {otherwise}.")
         return {}
     try:
-        values = _parsed(text_inside(path, name, MAX_FILE_BYTES))
+        values = _parsed(text_inside(path, name, max_bytes or MAX_FILE_BYTES))
         if isinstance(values, dict):
             return values
         why = "it is no JSON object"
@@ -282,7 +288,9 @@ def _epochs(path: Path, missing: list[str]) -> tuple[tuple[EpochReport, ...], di
     return tuple(report for report, *_ in items), {report.epoch: (sent, spent_s) for report, sent, spent_s in items}
 
 
-def _reports(path: Path, name: str, kind: type[T], key: Callable[[T], int], missing: list[str]) -> Iterator[T]:
+def _reports(
+    path: Path, name: str, kind: type[ReportT], key: Callable[[ReportT], int], missing: list[str]
+) -> Iterator[ReportT]:  # fmt: skip
     """Yield the reports in a file, one a line, by ascending number; of two with the same the later counts.
 
     No more than the newest are held back for that: a report that comes again much later is left out.
@@ -290,7 +298,8 @@ def _reports(path: Path, name: str, kind: type[T], key: Callable[[T], int], miss
     if not is_there(path, name):
         missing.append(f"{name} is not there: nothing was finished.")
         return
-    held: dict[int, T] = {}
+    held: dict[int, ReportT] = {}
+    weight = 0
     bad = _BadLines(name)
     done: float = -math.inf
     try:
@@ -299,9 +308,11 @@ def _reports(path: Path, name: str, kind: type[T], key: Callable[[T], int], miss
                 bad.note(number, f"number {key(report)} comes again, or far out of order")
                 continue
             held[key(report)] = report
-            if len(held) >= 2 * _HELD_BACK:
-                for done in sorted(held)[:_HELD_BACK]:
+            weight += weight_of(report)
+            if len(held) >= 2 * _HELD_BACK or (weight > _MAX_HELD_WEIGHT and len(held) > 1):
+                for done in sorted(held)[: len(held) // 2]:
                     yield held.pop(done)
+                weight = sum(map(weight_of, held.values()))
     except OSError as error:
         missing.append(f"{name} cannot be read: {reason(error)}.")
         return
@@ -313,8 +324,8 @@ def _reports(path: Path, name: str, kind: type[T], key: Callable[[T], int], miss
 
 
 def _numbered_reports(
-    path: Path, name: str, check: TypeAdapter[T], bad: _BadLines, missing: list[str]
-) -> Iterator[tuple[int, T]]:  # fmt: skip
+    path: Path, name: str, check: TypeAdapter[ReportT], bad: _BadLines, missing: list[str]
+) -> Iterator[tuple[int, ReportT]]:  # fmt: skip
     for number, text in enumerate(lines_inside(path, name, missing.append), start=1):
         if bad.is_enough:
             return
@@ -364,23 +375,30 @@ def _why(error: ValueError | str) -> str:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(step) for step in first["loc"])
         return f"{where}: {first['msg']}" if where else first["msg"]
-    return error if isinstance(error, str) else "no JSON; it was cut off, if it is the last one"
+    return "no JSON; it was cut off, if it is the last one" if isinstance(error, JSONDecodeError) else str(error)
 
 
 _MANY_DIGITS = re.compile("[0-9]{41}")
 _MAX_SHORT = 64  # characters between two commas
 
 
-def report_in(text: str, check: TypeAdapter[T]) -> T:
+def report_in(text: str, check: TypeAdapter[ReportT]) -> ReportT:
     """The report in a line of a file. Raises ValueError: there is none; it is a ValidationError where it is JSON."""
-    if not _is_odd(text):
-        try:  # it takes a fifth of the time
-            report = check.validate_json(text)
-        except ValueError:
-            report = None
-        if report is not None and _has_plain_losses(report):
-            return report
-    return check.validate_python(_with_gaps(_parsed(text)))
+    check_line(text)
+    report = _plain_report(text, check) or check.validate_python(_with_gaps(_parsed(text)))
+    check_report(report, text)
+    return report
+
+
+def _plain_report(text: str, check: TypeAdapter[T]) -> T | None:
+    """Return the report, in a fifth of the time, if nothing in it needs :func:`_with_gaps`."""
+    if _is_odd(text):
+        return None
+    try:
+        report = check.validate_json(text)
+    except ValueError:
+        return None
+    return report if _has_plain_losses(report) else None
 
 
 def _is_odd(text: str) -> bool:

@@ -7,6 +7,7 @@ of it is read. :mod:`.trusted_model` does both.
 from __future__ import annotations
 
 import contextlib
+import os.path
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,11 +126,12 @@ class RunCheckpoints:
         """Return where checkpoints may be: ``state`` in the run directory, and where the settings say."""
         if self._named is None:
             return [self.run / "state"]
-        try:
-            named = self.run / self._named.resolve().relative_to(self.run.resolve())
-        except (OSError, RuntimeError, ValueError):  # links in a circle, a name that is too long, or a place outside
-            return [self.run / "state", *([self._named] if self._trust else [])]
-        return [self.run / "state", named]
+        # By its text alone: to follow a path that somebody else has written may mount what it leads to.
+        named, run = Path(os.path.abspath(self._named)), Path(os.path.abspath(self.run))
+        for root in (run, self.run.resolve()):
+            if named.is_relative_to(root):
+                return [self.run / "state", self.run / named.relative_to(root)]
+        return [self.run / "state", *([self._named] if self._trust else [])]
 
     def _place(self, folder: str, what: str, hint: str) -> Path:
         """Return the first place that has checkpoints, in a ``folder`` of it. Raises CheckpointError: none has."""

@@ -17,10 +17,15 @@ from typing import Any, NamedTuple
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.rounds import Outcome
+from gradbus.experiments.rundir.report_size import names_in, weight_of
 from gradbus.experiments.rundir.thinned import Thinned
 
 MAX_WHOLE = 2000  # rounds that are all kept
 MAX_TIMELINES = 20_000  # of clients, of all rounds together: 1 kB each
+MAX_WEIGHT = 2_000_000  # of rounds that are all kept, in ids of clients: 80 MB
+_NAMES_OF_ONE = 50  # a round with so many names of metrics more counts as one round more
+_LIGHT = 1000  # weight of a report that may stay as it is
+_OF_TIMELINE = 25  # ids of clients that weigh as much as a timeline
 _LEAST = 10  # timelines that a round counts as, so that no more than 2000 rounds are kept for theirs
 MAX_LISTED = 200  # first rounds, and last rounds, that a table has
 MAX_KEPT = 4000  # of more rounds
@@ -192,13 +197,16 @@ class WholeRun:
         self._bytes, self._spent_s = 0.0, 0.0
         self._seconds, self._other_seconds = array("d"), array("d")
         self._all: list[_Kept] | None = []
-        self._timelines = 0
+        self._timelines = self._weight = 0
         self._first: list[_Kept] = []
-        self._last: deque[_Kept] = deque(maxlen=MAX_LISTED)
+        self._last: deque[_Kept] = deque(maxlen=MAX_LISTED)  # heavy ones stripped; the newest whole:
+        self._latest: _Kept | None = None
         self._newest: dict[str, _Kept] = {}  # of each kind of evaluation
-        self._curves: Thinned[_Kept] = Thinned(_MEASURES, MAX_KEPT, strip=_stripped)
+        self._curves: Thinned[_Kept] = Thinned(
+            _MEASURES, MAX_KEPT, weight=lambda kept: 1 + names_in(kept.report) // _NAMES_OF_ONE, strip=_stripped
+        )
         self._timed: Thinned[_Kept] = Thinned(
-            _MEASURES[:1], MAX_TIMELINES, weight=lambda kept: max(len(kept.report.timeline), _LEAST)
+            _MEASURES[:1], MAX_TIMELINES, weight=lambda kept: max(weight_of(kept.report) // _OF_TIMELINE, _LEAST)
         )
 
     @classmethod
@@ -232,7 +240,8 @@ class WholeRun:
         if self._all is not None:
             self._all.append(kept)
             self._timelines += len(kept.report.timeline)
-            if len(self._all) <= MAX_WHOLE and self._timelines <= MAX_TIMELINES:
+            self._weight += weight_of(kept.report)
+            if len(self._all) <= MAX_WHOLE and self._timelines <= MAX_TIMELINES and self._weight <= MAX_WEIGHT:
                 return
             all_so_far, self._all = self._all, None
             for earlier in all_so_far:
@@ -244,7 +253,8 @@ class WholeRun:
         report = kept.report
         if len(self._first) < MAX_LISTED:
             self._first.append(_stripped(kept))
-        self._last.append(kept)
+        self._last.append(kept if weight_of(report) < _LIGHT else _stripped(kept))  # it would take a third of the time
+        self._latest = kept
         if report.accuracy is not None or report.eval_loss is not None:
             self._newest["accuracy"] = kept
         if report.metrics:
@@ -274,8 +284,9 @@ class WholeRun:
         if self._all is not None:
             return self._all
         found: dict[int, _Kept] = {}
-        last = [*map(_stripped, self._last), *list(self._last)[-1:]]
-        for kept in (*self._curves.items(), *self._first, *last, *self._newest.values(), *self._timed.items()):
+        latest = [] if self._latest is None else [self._latest]
+        ends = (*self._first, *map(_stripped, self._last), *latest)
+        for kept in (*self._curves.items(), *ends, *self._newest.values(), *self._timed.items()):
             found[kept.report.round_id] = kept  # of one round, the later of these knows more
         return [found[round_id] for round_id in sorted(found)]
 

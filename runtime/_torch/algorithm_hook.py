@@ -538,7 +538,11 @@ class AlgorithmHook:
             self._has_newer_loss = True
         else:
             self.algorithm.roll_back()
-            self._skip("its gradients were not used" if run.is_finite else "a gradient is not finite")
+            if run.refusal is not None:
+                reason = "a parameter is trained that is not exchanged"
+            else:
+                reason = "its gradients were not used" if run.is_finite else "a gradient is not finite"
+            self._skip(reason)
         if run.error is None:
             run.ended.set_result(None)
         else:

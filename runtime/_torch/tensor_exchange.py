@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from gradbus.runtime.collectives.operation import IntoMemory, Operation, channel_of
@@ -16,7 +17,7 @@ from gradbus.torch.shapes import described, readable, same_memory
 
 _REFUSED = "refused "  # how the meta of an ACK begins that refuses the payload
 _OWN, _INTO = "own ", " into "  # how it goes on where the sender's own block does not fit, and between the two
-_MAX_REFUSAL = 60  # characters of that, as they share a frame's name field
+_MAX_MISFIT = 56  # characters of that, if it can be: they share a frame's name field
 _OWN_LATER_BYTES = 256 << 10
 
 
@@ -75,7 +76,7 @@ class TensorExchange(RefusingOperation):
         if same_memory(land, source):
             return
         if source.numel() != land.numel():
-            self._own_misfit = f"{_meta(source)}{_INTO}{_meta(land)}"
+            self._own_misfit = _misfit(source, land)
             return
         copy = partial(land.copy_, source if source.shape == land.shape else source.view(land.shape))
         if source.nbytes > _OWN_LATER_BYTES:
@@ -86,7 +87,7 @@ class TensorExchange(RefusingOperation):
     def set_up(self) -> None:
         if self._own_misfit:
             for other in self.others:
-                self.refuse(other, f"{_OWN}{self._own_misfit}"[:_MAX_REFUSAL])
+                self.refuse(other, f"{_OWN}{self._own_misfit}")
             raise CollectiveError(f"collective {self.key.name!r}: {_own_misfit_text(self.rank, self._own_misfit)}")
         for sender, tensor in self._into.items():
             if sender != self.rank:
@@ -120,6 +121,14 @@ class TensorExchange(RefusingOperation):
 
     def release(self) -> None:
         self._to_all, self._to, self._into, self._copy_own = None, {}, {}, None
+
+
+def _misfit(source: Tensor, land: Tensor) -> str:
+    """Describe both; by their numbers of elements where their shapes would have no room in a frame."""
+    text = f"{_meta(source)}{_INTO}{_meta(land)}"
+    if len(text) <= _MAX_MISFIT:
+        return text
+    return _INTO.join(described(one.dtype, torch.Size([one.numel()])) for one in (source, land))
 
 
 def _own_misfit_text(rank: int, misfit: str) -> str:

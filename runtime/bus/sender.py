@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradbus.runtime.bus.own_thread import OwnThread
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.errors import BusClosed, WriteTimeout
 
@@ -48,36 +49,22 @@ class Job:
             self.cancelled = True
 
 
-class Sender:
+class Sender(OwnThread):
     """The jobs of a bus, and the thread that writes them. Who submits bounds their number: the bus by its slots, a
     group by its pending collectives.
 
     :meth:`step` is one turn of that work. In production the thread that :meth:`start` starts calls it; any other driver
-    may call it in place of the thread, and :meth:`finish` after the last step.
+    may call it instead of the thread, and :meth:`finish` after the last step.
     """
 
     def __init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="gradbus-write", daemon=True)
+        super().__init__(self._run, name="gradbus-write")
         self._jobs: deque[Job] = deque()
         self._pauses: dict[Job, Pause] = {}  # of those that had nothing to write, since something was written
         self._wakeup = threading.Condition()
         self._stop_flag = False
         self._woken = False  # a job that pauses may have something to write now
         self.sent_bytes: Counter[str] = Counter()
-
-    # The thread
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end of the thread, for so long."""
-        self._thread.join(timeout_s)
-
-    def is_alive(self) -> bool:
-        """Return whether the thread runs."""
-        return self._thread.is_alive()
 
     # From any thread
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from gradbus.runtime.bus.own_thread import OwnThread
 from gradbus.runtime.dds.participant import Periodic, WaitSet
 from gradbus.runtime.spinning import SPINNING
 
@@ -29,12 +30,8 @@ INLINE_SLEEP_S = 0.2  # the longest sleep inline: signals are handled in between
 IDLE_S = 1.0  # the longest sleep of the thread
 
 
-class WaitLoop:
-    """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time.
-
-    It holds its thread rather than being one: a subclass of :class:`threading.Thread` shares the names of its private
-    attributes with Python's own, which change from release to release.
-    """
+class WaitLoop(OwnThread):
+    """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time."""
 
     def __init__(
         self, waiter: WaitSet, handle: Callable[[list[int], float], bool], *, failed: Callable[[], None],
@@ -45,7 +42,7 @@ class WaitLoop:
             what is left is reported again. Returns whether there was anything to do.
         failed: called when the loop cannot go on, see ``fault``. ended: called once at the end, on the thread.
         """
-        self._thread = threading.Thread(target=self._run, name="gradbus-receive", daemon=True)
+        super().__init__(self._run, name="gradbus-receive")
         self._waiter = waiter
         self._handle = handle
         self._failed = failed
@@ -63,25 +60,6 @@ class WaitLoop:
         self._due_s = math.inf
         self.stopping = False
         self.fault: BaseException | None = None
-
-    # The thread
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end of the thread, for so long."""
-        self._thread.join(timeout_s)
-
-    def is_alive(self) -> bool:
-        """Return whether the thread runs."""
-        return self._thread.is_alive()
-
-    @property
-    def ident(self) -> int | None:
-        """Number of the thread, as :func:`threading.get_ident` returns it there; None before its start."""
-        return self._thread.ident
 
     # From any thread
 

@@ -84,6 +84,8 @@ class ShareSettings(Settings):
         return self
 
 
+BufferRule = Literal["max", "any", "min", "all", "sum", "median", "keep"]
+
 MetricName = Annotated[str, Field(min_length=1, max_length=80)]
 OF_CLIENTS = "client."  # in front of the name of a metric that clients have found
 
@@ -564,9 +566,17 @@ class FederatedConfig(Settings):
     """Number of rounds between two evaluations; the last round is always evaluated. 0: never evaluate."""
     exchange: Literal["trained", "all"] = "trained"
     """What updates and models contain. `trained`: the parameters that require a gradient as the task builds the model,
-    and floating-point buffers; frozen ones are sent once, to clients whose own differ. `all`: every floating-point
-    tensor in every round."""
+    and buffers of floats; frozen ones are sent once, to clients whose own differ. `all`: every tensor of floats in
+    every round. A complex number is a pair of floats."""
     share: ShareSettings = ShareSettings()
+    buffers: Annotated[dict[Annotated[str, Field(min_length=1, max_length=200)], BufferRule], Field(max_length=33)] = (
+        Field(default={})
+    )
+    """How buffers of integers and booleans are merged, by patterns of their names, of which the first that matches
+    counts, such as `{"*.usage": "sum"}`. `max` or `any`: the largest value over the clients that count, of booleans
+    whether any is true. `min` or `all`: the smallest. `sum`: what all have added. `median`: the one in the middle.
+    `keep`: each client keeps its own. What no pattern matches has `max`; with a robust strategy `median`; with
+    `privacy` or `secure_aggregation` `keep`. See docs/personal.md."""
     strategy: Annotated[Choice, STRATEGIES] = STRATEGIES.default
     """Aggregation of the updates, such as fedavg or fedadam, or, against hostile clients, median or krum, which hold
     all updates of a round in memory; docs/tuning.md lists all. Or your own, as package.module:Name."""

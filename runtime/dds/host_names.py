@@ -50,6 +50,11 @@ class HostNames:
     """Looks up the names that a process asks for: one at a time for each, and a bounded number for all."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all names, and the threads: in a child by fork there are none, and one of them may have held the
+        lock."""
         self._names: dict[_Key, _Name] = {}
         self._queue: deque[_Key] = deque()
         self._threads = 0
@@ -159,4 +164,4 @@ def describe_missing(reasons: Mapping[str, str]) -> str:
 LOOKUPS = HostNames()
 """Of this process."""
 
-forks.in_child(LOOKUPS.__init__)  # type: ignore[misc]
+forks.in_child(LOOKUPS.reset)

@@ -11,10 +11,12 @@ from pydantic.dataclasses import dataclass
 
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
+from gradbus.runtime.wire.client_orders import MAX_CLIENT_ORDERS_CHARS, checked_orders
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
-PROTOCOL = 3
+PROTOCOL = 4
 BEFORE_FIRST_ROUND = 0  # in a TrainingFailure: a client cannot get ready, and leaves
+NOT_WELCOMED = 0  # no run has this id: in such a TrainingFailure, of a client that knows of no run yet
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
 CANDIDATE_ROUNDS = range(0x7FFE_0000, 0x7FFF_0000)  # nor one of these: they stand for models that are evaluated alone
 MAX_BODY_BYTES = 64 * 1024
@@ -42,7 +44,11 @@ Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length
 Incarnations = Annotated[list[U64], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 IdRanges = Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(checked_ids)]
+ClientOrders = Annotated[str, Field(max_length=MAX_CLIENT_ORDERS_CHARS), AfterValidator(checked_orders)]
 Patterns = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
+Rules = Annotated[
+    dict[Annotated[str, Field(max_length=200)], Annotated[str, Field(max_length=16)]], Field(max_length=34)
+]
 MAX_REASONS = 16  # that a message has room for
 MAX_REASON_CHARS = 500  # of one
 Reasons = Annotated[
@@ -129,6 +135,9 @@ class Welcome:
         include, exclude: patterns of names of tensors, of which some are shared and the others stay at the client;
             both empty: all are shared.
         masked: with secure aggregation: no update leaves a client before it is masked.
+        buffers: how buffers of integers and booleans are merged, by pattern, the first that matches; what matches none
+            is not exchanged. buffer_layout: hash over those that are exchanged, whose values end each update and each
+            model; 0: there are none.
     """
 
     to: U32
@@ -152,6 +161,8 @@ class Welcome:
     include: Patterns = dataclasses.field(default_factory=list)
     exclude: Patterns = dataclasses.field(default_factory=list)
     masked: bool = False
+    buffers: Rules = dataclasses.field(default_factory=dict)
+    buffer_layout: U64 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -166,6 +177,8 @@ class RoundTerms:
             A participant that newer terms of the same round do not name stops: its update is no longer needed.
         held: no update is added before those of all participants are announced.
         attempt: number of the attempt, for which the participants advertise keys; 0: without secure aggregation.
+        each: what single clients are ordered to do differently, as :mod:`.client_orders` writes it. A client that knows
+            a command only by newer terms of the same round has the same orders from these.
     """
 
     run_id: U64
@@ -174,6 +187,7 @@ class RoundTerms:
     participants: IdRanges = ""
     held: bool = False
     attempt: U32 = 0
+    each: ClientOrders = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -408,6 +422,7 @@ class TrainingFailure:
     """Client to controller: training failed; ``text`` is the traceback.
 
     Attributes:
+        run_id: NOT_WELCOMED: the client could not even build its model, and knows of no run.
         round_id: of the command; BEFORE_FIRST_ROUND: the client could not load its data, and takes part in no round.
         reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
             returned a loss, or a model, of NaN or infinity; ``nothing to train``: the client sits the round out. Any
@@ -567,7 +582,7 @@ class RankStatus:
         group: its name. world: number of its ranks. host: host name and process id, for people.
         up_s: since the group has formed.
         step, epoch: that the worker is in, -1 where there is none. steps_per_s: since the last RankStatus.
-        bytes_out, bytes_in: payload of collectives since the group has formed.
+        bytes_out, bytes_in: payload of the group's collectives.
         pending: collectives that have not ended. oldest: the name of the one that waits longest, oldest_s: for so long,
             missing: ranks that it waits for and that have not made the call, as far as this rank knows.
         lost: ranks that it knows to be gone.

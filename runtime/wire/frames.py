@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
@@ -112,6 +112,13 @@ _KINDS = {int(kind): kind for kind in Kind}
 def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Number of frames of a payload; an empty payload has one empty frame."""
     return max(1, -(-total_bytes // chunk_bytes))
+
+
+def bytes_in(total_bytes: int, numbers: Iterable[int], chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Return how many bytes of a payload these frames have, headers left out. Numbers out of range have none."""
+    return sum(
+        max(0, min(chunk_bytes, total_bytes - number * chunk_bytes)) for number in numbers if number >= 0
+    )  # fmt: skip
 
 
 def head(  # noqa: PLR0913 - the fields of a header

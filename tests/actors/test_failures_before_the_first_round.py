@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 from dds_domains import new_domain
 from structlog.testing import capture_logs
+from torch import nn
 
 import gradbus
-from gradbus.actors.federated import selection
+from gradbus.actors.federated import early_failures, selection
 from gradbus.models import EvalResult, NoopTask
-from gradbus.runtime.errors import BarrierTimeout, ConfigError, RunAborted, TrainingFailed
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, RunAborted, TrainingFailed
+from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, NOT_WELCOMED, TrainingFailure
+from gradbus.runtime.wire.messages import Identity
 
 DIM = 100
 _jobs = itertools.count()
@@ -150,6 +153,83 @@ def test_an_error_of_the_settings_is_told_without_a_place_in_gradbus(
     error = ConfigError("task.data_root 'here' has no MNIST")
     controller, *_ = run([NoopTask(DIM), WithoutColumn(error)])
     assert "client 1 failed before its first round: ConfigError: task.data_root 'here' has no MNIST" in str(controller)
+
+
+class WithoutModel(NoopTask):
+    """Cannot build its model."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+
+    def build_model(self) -> nn.Module:
+        raise FileNotFoundError("pretrained.pt")
+
+
+def test_a_client_that_cannot_build_its_model_says_so_to_a_controller_that_it_has_not_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_up_once_told(monkeypatch)
+    controller, (first, second), logs = run([NoopTask(DIM), WithoutModel()])
+    assert isinstance(second, FileNotFoundError)
+    assert isinstance(controller, TrainingFailed)
+    assert controller.clients == (1,)
+    assert "client 1 failed before its first round: FileNotFoundError: pretrained.pt, at " in str(controller)
+    assert "in build_model. Mend it there" in str(controller)
+    assert isinstance(first, RunAborted)
+    (told,) = [one for one in logs if one["event"] == "preparing failed on a client"]
+    assert 'raise FileNotFoundError("pretrained.pt")' in told["traceback"]
+
+
+def test_a_client_that_cannot_build_its_model_waits_for_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_failures, "FIND_S", 0.05)
+
+    async def main() -> Any:
+        async with asyncio.timeout(60), gradbus.connect(job="nobody-here", domain=new_domain()) as bus:
+            return await ended(gradbus.Client(bus, WithoutModel(), client_id=0).run())
+
+    assert isinstance(asyncio.run(main()), FileNotFoundError)
+
+
+def test_a_client_that_gives_less_than_the_run_asks_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up_once_told(monkeypatch, others=0)
+    controller, (client,), logs = run([NoopTask(DIM)], least_members=2)
+    assert isinstance(client, JoinDeclined)
+    declined = "JoinDeclined: this client takes no part in the run: the controller takes updates that are not masked"
+    assert f"client 0 failed before its first round: {declined}" in str(controller)
+    assert "INTERFACE" not in str(controller)
+    (left,) = [one for one in logs if one["event"] == "client left"]
+    assert left["reason"].startswith(f"failed: {declined}")
+
+
+def test_the_report_of_a_process_with_the_id_of_a_client_that_is_here_is_not_believed() -> None:
+    class Late(NoopTask):
+        def prepare(self, client_id: int, num_clients: int) -> None:
+            assert asyncio.run_coroutine_threadsafe(false_report(), loops[0]).result(30) is None
+
+    loops: list[asyncio.AbstractEventLoop] = []
+    job, domain = f"unprepared-{os.getpid()}-{next(_jobs)}", new_domain()
+
+    async def false_report() -> None:
+        await buses[0].publish(Identity(0, 77), TrainingFailure(NOT_WELCOMED, BEFORE_FIRST_ROUND, "a lie"))
+
+    buses: list[Any] = []
+
+    async def main() -> Any:
+        loops.append(asyncio.get_running_loop())
+        config = gradbus.FederatedConfig(rounds=1, clients={"num": 1, "dead_after_s": 30.0}, eval_every=0)
+        async with (
+            asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus,
+            gradbus.connect(job=job, domain=domain) as other, asyncio.TaskGroup() as group,
+        ):  # fmt: skip
+            buses.append(other)
+            client = group.create_task(gradbus.Client(other, Late(DIM), client_id=0).run())
+            reports = await gradbus.Controller(bus, NoopTask(DIM), config).run()
+            return reports, await client
+
+    with capture_logs() as logs:
+        reports, _ = asyncio.run(main())
+    assert [report.clients for report in reports] == [(0,)]
+    assert not [one for one in logs if one["event"].startswith("preparing failed")]
 
 
 def test_a_controller_that_misses_others_as_well_names_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -421,11 +421,13 @@ def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_r
             controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
             model = torch.zeros(DIM)
             for round_id in (1, 2):
-                await controller.adopt(round_id - 1, model)
-                _, samples, _ = await controller.gather(TrainCmd(round_id, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+                await controller.adopt(round_id - 1, model, {})
+                samples = (
+                    await controller.gather(TrainCmd(round_id, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+                ).num_samples
                 assert samples == {1: 3 + 5, 2: 3}[round_id]
             controller.counted_round = 2  # and round 1 was committed without this site
-            await controller.adopt(2, model)
+            await controller.adopt(2, model, {})
             controller.end()
             await asyncio.gather(serving, client)
             return reports
@@ -454,14 +456,14 @@ def test_rounds_alone_in_the_sum_of_a_round_that_is_called_off_are_named(
 
             monkeypatch.setattr(SiteSum, "contribute", held)
             controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
-            await controller.adopt(0, torch.zeros(DIM))
+            await controller.adopt(0, torch.zeros(DIM), {})
             gathering = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
             await gate.reached.wait()
             gathering.cancel()
             gate.open()
             await asyncio.wait({gathering})
             assert controller.contribution is None  # it is in a sum, and must not be in another one
-            await controller.adopt(1, torch.zeros(DIM))  # the level above has gone on without it
+            await controller.adopt(1, torch.zeros(DIM), {})  # the level above has gone on without it
             controller.end()
             await asyncio.gather(serving, client)
 
@@ -481,12 +483,12 @@ def test_a_site_that_starts_again_below_an_earlier_model_than_its_own_has_its_cl
             config, model = rules(1, **state(tmp_path, "site")), torch.zeros(DIM)
             before, serving = serve_site(group, local, config)
             await before.started.wait()
-            await before.adopt(3, model)
+            await before.adopt(3, model, {})
             await ended(serving)
             controller, serving = serve_site(group, local, config)
             await controller.started.wait()  # its client is welcomed for round 4
-            await controller.adopt(1, model)  # the level above has gone back
-            _, samples, _ = await controller.gather(TrainCmd(2, 1, 1, 0.1, 0), time.monotonic() + 10.0)
+            await controller.adopt(1, model, {})  # the level above has gone back
+            samples = (await controller.gather(TrainCmd(2, 1, 1, 0.1, 0), time.monotonic() + 10.0)).num_samples
             controller.end()
             await asyncio.gather(serving, client)
             return samples
@@ -503,7 +505,7 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
             client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
             controller, serving = serve_site(group, local, rules(1))
             await controller.started.wait()
-            await controller.adopt(0, torch.zeros(DIM))
+            await controller.adopt(0, torch.zeros(DIM), {})
             asked, publish = asyncio.Event(), gradbus.Bus.publish
 
             async def hang(bus: gradbus.Bus, identity: Identity, body: Any) -> None:
@@ -519,7 +521,7 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
                 await ended(first)
             assert controller.next_round() == 1  # for whoever comes now
             assert controller._receiver._round is None  # noqa: SLF001 - what is sent to it now shows nowhere
-            _, samples, _ = await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+            samples = (await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)).num_samples
             controller.end()
             await asyncio.gather(serving, client)
             return samples

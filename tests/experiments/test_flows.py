@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import re
+import shlex
 import signal
 import time
 from collections.abc import Coroutine
@@ -241,7 +242,8 @@ def test_a_controller_that_is_terminated_says_how_to_go_on(fork, domain, tmp_pat
         _, err = process.communicate(timeout=20)
         taken_s = time.monotonic() - sent_s
         assert process.returncode == 143
-        how = f"gradbus controller {config} --run-dir {run}"
+        own = (*null, "--set", f"bus.domain={domain}")
+        how = shlex.join(["gradbus", "controller", str(config), "--run-dir", run, *own])
         *started, end = without_waiting(err).splitlines()
         assert end == f"gradbus controller: stopped by SIGTERM. To continue: {how}"
         assert [json.loads(line)["event"] for line in started] == ["timeouts"]

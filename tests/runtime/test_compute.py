@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.user_errors import user_error
 
 
 def run_quietly(main: Any) -> Any:
@@ -226,6 +228,21 @@ def test_a_stop_iteration_reaches_the_caller_as_what_a_future_can_hold() -> None
                 with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
                     await compute.run(lambda: next(iter(())))
                 assert isinstance(caught.value.__cause__, StopIteration)
+                assert await compute.run(lambda: 1) == 1
+
+    run_quietly(main)
+
+
+def test_a_function_that_ends_the_program_fails_with_an_error_that_has_its_line() -> None:
+    def leave() -> None:
+        sys.exit("no data")
+
+    async def main() -> None:
+        with ComputeThread() as compute:
+            async with asyncio.timeout(5):
+                with pytest.raises(RuntimeError, match=r"sys\.exit was called, with 'no data'") as caught:
+                    await compute.run(leave)
+                assert user_error(caught.value).place.endswith(f"{leave.__code__.co_firstlineno + 1} in leave")
                 assert await compute.run(lambda: 1) == 1
 
     run_quietly(main)

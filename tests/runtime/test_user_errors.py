@@ -13,7 +13,7 @@ import pytest
 
 from gradbus.runtime import user_errors
 from gradbus.runtime.dds.network import check_interface
-from gradbus.runtime.user_errors import readable_traceback, traceback_with_place, user_error
+from gradbus.runtime.user_errors import readable_traceback, summary_of, traceback_with_place, user_error
 
 
 def caught(call: Callable[[], object]) -> Exception:
@@ -75,6 +75,16 @@ def test_an_error_without_a_line_of_the_user_has_all_lines_and_is_not_theirs() -
     assert not what.is_own
     assert "network.py" in what.place
     assert readable_traceback(error) == readable_traceback(error, full=True)
+
+
+def test_the_summary_of_an_error_of_gradbus_has_a_place_only_if_a_line_of_the_user_led_to_it(tmp_path: Path) -> None:
+    error = caught(lambda: check_interface("nope0"))
+    error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]  # without this file
+    assert summary_of(error) == f"ConfigError: {error}"
+    mine = load(tmp_path / "mine.py", "def f(call):\n    call('nope0')\n")
+    assert summary_of(caught(lambda: mine.f(check_interface))).endswith(f", at {tmp_path}/mine.py:2 in f")
+    plain = ValueError("of a library")
+    assert summary_of(plain) == str(user_error(plain))
 
 
 def test_causes_are_shortened_too_and_a_message_of_many_lines_is_one_in_the_last_line(tmp_path: Path) -> None:

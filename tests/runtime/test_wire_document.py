@@ -36,6 +36,7 @@ TYPES = {
     "Options": "options",
     "Metrics": "metrics",
     "Patterns": "patterns",
+    "Rules": "rules",
     "Reasons": "reasons",
     "Attempt": "uint32",
     "Binary": "binary",

@@ -227,6 +227,8 @@ def mistyped(run: Path, outside: Path) -> None:
 
 
 DEEP = "[" * 1_000_000
+MANY_METRICS = json.dumps({"round_id": 3, "metrics": {f"m{number}": 0.5 for number in range(200_000)}}) + "\n"
+LONG_NAME = json.dumps({"round_id": 3, "metrics": {"m" * 100_000: 0.5}}) + "\n"
 REFUSED = "is a pipe, expected a regular file"
 DEVICE = "is a (device|socket), expected a regular file"
 SPARSE = "42,949,672,960 bytes, at most"
@@ -314,7 +316,23 @@ HOSTILE: dict[str, Hostile] = {
         ),
         _says("begin with a header of|checksum", "export"),
     ),
-    "settings nested a million times": Hostile(text("config.json", DEEP), _says("nested too deeply", *PAGES)),
+    "settings nested a million times": Hostile(
+        text("config.json", DEEP), _says("nested too deeply|has 1,000,000 values", *PAGES)
+    ),
+    "a round with very many metrics": Hostile(
+        more("rounds.jsonl", MANY_METRICS), _says("line 3 is left out: it has 200,000 names of metrics", *REPORTS)
+    ),
+    "a round with a very long name": Hostile(
+        more("rounds.jsonl", LONG_NAME), _says("line 3 is left out: it has a text of 100,000 characters", *REPORTS)
+    ),
+    "a round of very many values": Hostile(
+        more("rounds.jsonl", f'{{"round_id": 3, "clients": [{"{}," * 3_000_000}]}}\n'),
+        _says(r"line 3 is left out: it has 6,000,00\d values", *REPORTS),
+    ),
+    "an event of very many values": Hostile(
+        more("history/controller.jsonl", f'{{"event": "committed", "clients": [{"{}," * 3_000_000}1]}}\n'),
+        _says("lines are left out: cut short", "check"),
+    ),
     "rounds nested a million times": Hostile(more("rounds.jsonl", DEEP), _says("line 3 is left out", *REPORTS)),
     "journal nested a million times": Hostile(
         more("history/controller.jsonl", DEEP), _says("1 lines are left out", "check")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_node import RankLocation
@@ -135,13 +136,15 @@ def exchanged(place: RankLocation) -> dict[str, Any]:
             model, optimizer = attached(way)
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if way == "scaled" else None
             body = (model.module if isinstance(model, DistributedDataParallel) else model).body
-            for number in range(10):
-                if number == 2 and (who == "all" or (who == "one" and place.rank == ODD)):
-                    body.requires_grad_()
-                result = failed(partial(step, model, optimizer, [place.rank], number, scaler))
-                if result["error"]:
-                    break
-            found[f"{way}, {who}"] = {**result, "step": number}
+            with capture_logs() as logs:
+                for number in range(10):
+                    if number == 2 and (who == "all" or (who == "one" and place.rank == ODD)):
+                        body.requires_grad_()
+                    result = failed(partial(step, model, optimizer, [place.rank], number, scaler))
+                    if result["error"]:
+                        break
+            skipped = [one["reason"] for one in logs if one["event"] == "step skipped"]
+            found[f"{way}, {who}"] = {**result, "step": number, "skipped": skipped}
     return found
 
 

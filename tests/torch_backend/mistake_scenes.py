@@ -64,6 +64,12 @@ def own_blocks(place: RankLocation) -> dict[str, Any]:
     first = place.rank == 0
     sizes = ([2, 1], [3, 1]) if first else ([1, 2], [1, 2])
     lists = [torch.empty(2) if first else torch.empty(3), torch.empty(3)], torch.zeros(3)
+
+    def wide(own: int) -> list[Tensor]:
+        """For each rank a tensor whose shape has many digits."""
+        shapes = [(own if rank == place.rank else 1, 100, 1, 1, 1, 10, 1, 1, 1, 1, 10) for rank in range(2)]
+        return [torch.zeros(shape) for shape in shapes]
+
     calls = {
         "all_to_all_single": lambda: dist.all_to_all_single(
             torch.empty(sum(sizes[0])), torch.zeros(sum(sizes[1])), *sizes
@@ -72,6 +78,7 @@ def own_blocks(place: RankLocation) -> dict[str, Any]:
             [torch.empty(n) for n in sizes[0]], [torch.zeros(n) for n in sizes[1]]
         ),
         "all_gather": lambda: dist.all_gather(*lists),
+        "all_to_all of long shapes": lambda: dist.all_to_all([one[:1] for one in wide(3)], wide(1 + first)),
     }  # fmt: skip
     results = {name: timed(call) for name, call in calls.items()}
     tensor = torch.ones(3)

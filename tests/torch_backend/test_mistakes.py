@@ -48,7 +48,9 @@ def test_a_block_of_a_rank_for_itself_that_does_not_fit_is_named_on_both_ranks_a
     results = play("mistake_scenes", "own_blocks")
     for rank, result in enumerate(results):
         assert result.pop("afterwards") == [2.0] * 3
-        assert len(result) == 3
+        assert len(result) == 4
+        long = result.pop("all_to_all of long shapes")["text"]
+        assert "rank 0 has room for float32 of shape (10000) where it has float32 of shape (20000) for itself" in long
         for name, told in result.items():
             text = told["text"]
             assert text.startswith("DistBackendError: "), (name, text)

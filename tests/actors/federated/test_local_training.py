@@ -108,12 +108,6 @@ def test_an_update_is_one_that_the_sum_takes_or_the_training_has_failed(codec: s
     assert 3e4 not in scales or (far and not codecs.get(codec, version=version).lossless)
 
 
-@pytest.mark.parametrize("num_samples", [0, -1])
-def test_training_without_samples_has_failed(num_samples: int) -> None:
-    with pytest.raises(ValueError, match="expected at least one"):
-        Client(Jumping(0.1, num_samples)).train(1, torch.zeros(DIM))
-
-
 class Returning(Jumping):
     """Trains, and returns what the test says."""
 
@@ -142,6 +136,16 @@ class Wrapping(Returning):
 
 def line_of(function: Any) -> str:
     return f"{Path(__file__).name}:{function.__code__.co_firstlineno} in {function.__name__}"
+
+
+@pytest.mark.parametrize(("num_samples", "loss"), [(0, 0.0), (-1, 0.5), (0, float("nan")), (-1, None)])
+def test_training_without_samples_is_told_how_to_sit_the_round_out(num_samples: int, loss: float | None) -> None:
+    with pytest.raises(WrongResult) as caught:
+        Client(Returning(TrainResult(num_samples, loss))).train(1, torch.zeros(DIM))
+    told = str(user_error(caught.value))
+    assert told.startswith(f"WrongResult: train has returned num_samples={num_samples} and loss={loss}: expected at ")
+    assert "TrainResult.nothing()" in told
+    assert told.endswith(line_of(Returning.train))
 
 
 @pytest.mark.parametrize(

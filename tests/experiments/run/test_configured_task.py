@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from gradbus.experiments.files import ControllerFile, TaskSettings
 from gradbus.experiments.run import federated
@@ -17,6 +18,65 @@ from gradbus.runtime.errors import ConfigError
 
 def noop() -> NoopTask:
     return NoopTask(3)
+
+
+class Narrow(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 2)
+
+
+def no_module() -> Any:
+    return nn.Linear(2, 2).state_dict()
+
+
+def a_class() -> Any:
+    return Narrow
+
+
+class Empty(NoopTask):
+    def build_model(self) -> Any:
+        return None
+
+
+def empty() -> Empty:
+    return Empty(3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": f"{__name__}:no_module"}, f"task: the model function {__name__}.no_module has returned OrderedDict"),
+        ({"model": f"{__name__}:a_class"}, f"task: the model function {__name__}.a_class has returned the class Narr"),
+        ({"model": "builtins:dict"}, "task: the model function builtins.dict has returned dict"),
+        ({"task": f"{__name__}:empty"}, "build_model of Empty (test_configured_task.py:"),
+    ],
+)
+def test_a_model_that_is_no_module_is_an_error_of_the_settings(
+    settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    task = ConfiguredTask(TaskSettings(**{"data": "glyphs", **settings}))
+    with pytest.raises(ConfigError) as caught:
+        task.build_model()
+    assert str(caught.value).startswith(said)
+    assert "expected a torch.nn.Module. Return the module itself" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (f"{__name__}:Narrow", {}, "missing a required argument: 'width'"),
+        ("gradbus.models:mnist_mlp", {"widht": 3}, "got an unexpected keyword argument 'widht'"),
+    ],
+)
+def test_options_that_the_model_does_not_take_are_an_error_before_anything_is_loaded(
+    model: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConfiguredTask(TaskSettings(data="glyphs", model=model, model_options=options))
+    assert str(caught.value).startswith(f"task.model {model!r}: it takes (")
+    assert f"with task.model_options {options}: {said}" in str(caught.value)
 
 
 def test_methods_that_a_task_need_not_have_are_there_where_it_has_them() -> None:

@@ -20,6 +20,7 @@ from gradbus.actors.federated.sharing import Sharing
 from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.export import Exported, export
+from gradbus.runtime import saved_state
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.saved_state import StateNames
@@ -176,7 +177,8 @@ FEDERATED_CHANGES: dict[str, Change] = {
     "a path to frozen ones": put("frozen", "../../../etc/passwd"),
     "a buffer of the same name": tensor("buffer/first.weight", torch.zeros(2)),
     "tied to one of the same name": put("names/tied", {"first.bias": "first.weight"}),
-    "tied too often": put("names/tied", TIED),
+    "tied in a circle": put("names/tied", {"a": "b", "b": "a"}),
+    "tied to what is tied": put("names/tied", {"a": "b", "b": "first.weight"}),
     "names that are none": put("names", [1]),
     "weights of another dtype": tensor("weights", torch.zeros(67, dtype=torch.int64)),
     "no weights": lambda meta, tensors: tensors.pop("weights"),
@@ -187,7 +189,6 @@ RANK_CHANGES: dict[str, Change] = {
     "a tensor more": tensor("parameter/more", torch.zeros(3)),
     "a buffer of the same name": tensor("buffer/first.weight", torch.zeros(3)),
     "another layout": lambda meta, tensors: meta.update(layout=describe_layout(nn.Linear(2, 2))),
-    "tied too often": put("names/tied", TIED),
     "no name": tensor("parameter/", torch.zeros(3)),
 }
 SERVER_CHANGES: dict[str, Change] = {
@@ -221,6 +222,17 @@ def test_a_checkpoint_that_lies_about_its_tensors_is_refused_with_a_sentence(
     assert text.isprintable()
     assert len(text) < 2000
     assert not list(run.glob("model*"))
+
+
+@pytest.mark.parametrize(("name", "folder"), [("federated", ""), ("ranks", "rank-0")])
+def test_names_of_tied_weights_do_not_multiply_the_memory(
+    runs: Path, tmp_path: Path, name: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = changed(runs / name, tmp_path / "run", put("names/tied", TIED), folder)
+    assert export(run).tensors > len(TIED)  # of a small model, which may have one layer under many names
+    monkeypatch.setattr(saved_state, "MAX_COPIED_BYTES", 0)
+    with pytest.raises(CheckpointError, match=r"300 names of tied weights would take [\d,]+ bytes"):
+        export(run)
 
 
 def test_a_name_is_no_path(runs: Path, tmp_path: Path) -> None:

@@ -54,7 +54,11 @@ def test_a_federated_run_of_an_earlier_version_goes_on(stored: Path, name: str, 
     newest = CheckpointStore.to_read(stored / name / "state").load_newest()
     assert newest is not None
     assert (newest.round_id, newest.meta["run_id"]) == (5, run_id)
-    assert not export(stored / name).unknown, "the checkpoints of today name everything"
+    done = export(stored / name)
+    assert not done.unknown, "the checkpoints of today name everything"
+    assert int(load_file(done.path)["norm.num_batches_tracked"]) == 2, (
+        "its checkpoints had no counts: as built, then two"
+    )
     for client in range(golden_runs.CLIENTS):
         assert CheckpointStore.to_read(stored / f"{name}-clients" / f"client-{client}").rounds() == [3, 4, 5]
 

@@ -75,7 +75,7 @@ EXAMPLES: list[Body] = [
     LocalModelRequest(7, 1 << 60, 5, 0x7FFE_0001),
     Leave("done"),
     RunEnded(5, True, "all rounds are done"),
-    RoundTerms(5, 4, {"mu": 0.5}, "0,3-7,12"),
+    RoundTerms(5, 4, {"mu": 0.5}, "0,3-7,12", each='{"0,3":{"lr":0.5}}'),
     Closing("its bus was closed"),
     GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
     GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3], ["its process is gone"]),
@@ -126,8 +126,10 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "include": [],
         "exclude": [],
         "masked": False,
+        "buffers": {},
+        "buffer_layout": 0,
     },
-    RoundTerms: {"participants": "", "held": False, "attempt": 0},
+    RoundTerms: {"participants": "", "held": False, "attempt": 0, "each": ""},
     TrainingFailure: {"reason": "training failed"},
     ModelAvailable: {"signature": ""},
     Status: {
@@ -284,6 +286,7 @@ NOT_WRONG: dict[str, list[Any]] = {
     "include": [["1"]],
     "lost_reasons": [["1"]],
     "exclude": [["1"]],
+    "buffers": [{}],
 }
 
 
@@ -299,6 +302,9 @@ OUT_OF_RANGE = [
     ("Status", "awaited", list(range(257))),
     ("Welcome", "include", ["*"] * 65),
     ("Welcome", "exclude", ["x" * 201]),
+    ("Welcome", "buffers", {"x" * 201: "max"}),
+    ("Welcome", "buffers", {"x": "max" * 6}),
+    ("Welcome", "buffers", {str(number): "max" for number in range(35)}),
     ("Status", "silent_s", [math.nan]),
     ("Status", "dropped", {str(number): 1 for number in range(33)}),
     ("Status", "dropped", {"a": -1}),
