@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
     from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
     from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
+    from gradbus.actors.data_parallel.evaluation import Evaluation, sum_counts
     from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
     from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
     from gradbus.actors.data_parallel.worker import Worker
@@ -34,6 +35,7 @@ _WHERE = {
     "ElasticWorker": "data_parallel.elastic",
     "EpochReport": "data_parallel.report",
     "EvalOutcome": "federated.task",
+    "Evaluation": "data_parallel.evaluation",
     "FedAdam": "aggregation.adaptive",
     "FedAvg": "aggregation.strategies",
     "FedAvgM": "aggregation.strategies",
@@ -52,6 +54,7 @@ _WHERE = {
     "TrimmedMean": "aggregation.robust",
     "Worker": "data_parallel.worker",
     "WorkerSummary": "data_parallel.report",
+    "sum_counts": "data_parallel.evaluation",
 }
 
 __all__ = [
@@ -64,6 +67,7 @@ __all__ = [
     "ElasticWorker",
     "EpochReport",
     "EvalOutcome",
+    "Evaluation",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
@@ -82,6 +86,7 @@ __all__ = [
     "TrimmedMean",
     "Worker",
     "WorkerSummary",
+    "sum_counts",
 ]
 
 

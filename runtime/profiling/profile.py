@@ -245,6 +245,7 @@ class Profile:
         self._windows.append(window)
         self._lines.append({"kind": "window", "rank": self.rank, "unix_s": time.time(), **window.to_json()})
         self._write()
+        log.info("window", rank=self.rank, **window.headline())
         self.on_window(window)
 
     def _write(self) -> None:
