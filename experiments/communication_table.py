@@ -97,7 +97,8 @@ def _route(name: Route) -> ProgramsOf:
 
 def _sharded(place: Place, x: Tensor) -> list[Program[Any]]:
     def program() -> Program[Tensor]:
-        return (yield AllReduce("sharded", x, route="shards"))
+        total: Tensor = yield AllReduce("sharded", x, route="shards")
+        return total
 
     return [program()]
 

@@ -83,7 +83,7 @@ def encode_dgc(
         halves, exponent = _to_fp16(values.detach().cpu().numpy())
         flags, content = _FLAG_FP16, halves.data.cast("B") if k else memoryview(b"")
         decoded = torch.from_numpy(_from_fp16(halves, exponent)).to(values.device)
-    parts = [tensor_bytes(dense)]
+    parts: list[bytes | memoryview] = [tensor_bytes(dense)]
     if dense_dtype == "fp16" and dense.numel():
         dense_halves, dense_exponent = _to_fp16(dense.detach().cpu().numpy())
         flags, parts = flags | _FLAG_DENSE_FP16, [_DENSE_EXPONENT.pack(dense_exponent), dense_halves.data.cast("B")]

@@ -32,7 +32,7 @@ from gradbus.runtime.collectives import join_group
 from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.in_network.options import InNetworkOptions, InNetworkRoute
-from gradbus.runtime.in_network.topology import SINGLE, AggregatorTopology
+from gradbus.runtime.in_network.topology import SINGLE, AggregatorTopology, WithinHost
 
 TOPOLOGIES: Mapping[str, AggregatorTopology] = {
     "single": SINGLE,
@@ -180,7 +180,10 @@ def _measure_within_host(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Four workers on two hosts, two aggregators on a third one."""
     effort = chosen.effort
     with hosts_on_a_switch(3, LinkConditions(rate_bit_s=1e6 * chosen.rate_mbit_s)) as network:
-        for within_host, text in (("none", "each rank sends"), ("ring-reduce", "the host adds up first")):
+        ways: tuple[tuple[WithinHost, str], ...] = (
+            ("none", "each rank sends"), ("ring-reduce", "the host adds up first"),
+        )  # fmt: skip
+        for within_host, text in ways:
             plan = AggregatorBench(
                 world=4, topology=AggregatorTopology(roots=2, within_host=within_host), shared_memory=True,
                 retransmit_s=4.0,  # a window of whole vectors of all workers waits for the aggregators' link

@@ -121,7 +121,7 @@ def _card_nodes(network: Path, interface: str | None) -> dict[str, int]:
         known = sorted(one.name for one in network.iterdir())
     except OSError:  # not Linux
         return {}
-    names = {interface} & set(known)
+    names = {name for name in known if name == interface}
     if interface is None:
         names = {name for name in known if _text(network / name / "operstate") in ("up", "unknown")}
     found: dict[str, int] = {}
