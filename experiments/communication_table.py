@@ -277,11 +277,11 @@ def table(counted: dict[int, dict[str, Counted]]) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Count, and print the table or write it into a page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, metavar="PAGE", help="page whose table is replaced")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     logs.configure(level="warning")
     text = table({world: count(world) for world in WORLDS})
     if chosen.write is None:
