@@ -63,7 +63,7 @@ def _of_epochs(run: RunFiles) -> list[PageFigure]:
             "learning", partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),
             f"{quality_name(run.epochs)} and loss over epochs, bytes and time",
         ),
-        PageFigure("windows", partial(draw.draw_windows, run.windows), "Step time and wait over the run"),
+        PageFigure("windows", partial(draw.draw_windows, run.windows), "Step time, wait and bytes over the run"),
         PageFigure("step-parts", partial(draw.draw_step_parts, run.profiles), "Where the time of a step goes"),
         PageFigure("bytes", partial(draw.draw_step_bytes, run.epochs, look), "Bytes of a step"),
     ]  # fmt: skip

@@ -411,13 +411,16 @@ def draw_step_parts(profiles: Sequence[ProfileSummary]) -> Figure | None:
 
 
 def draw_windows(windows: Mapping[int, Sequence[WindowStats]]) -> Figure | None:
-    """Step time and wait over the run, as means of windows of steps."""
+    """Draw step time, wait and bytes sent of a step over the run, as means of windows of steps."""
     known = {rank: found for rank, found in windows.items() if found}
     if not known:
         return None
-    figure, (steps, waits) = _new(1, 2, height_in=3.2, sharex=True)
-    for axes, key, label in ((steps, "step_s", "step"), (waits, "wait_s", "wait of a step")):
-        unit = style.time_unit(max(_finite(w.mean.get(key, 0.0)) for found in known.values() for w in found))
+    figure, panels = _new(1, 3, height_in=3.2, sharex=True)
+    steps = panels[0]
+    shown = (("step_s", "step", style.time_unit), ("wait_s", "wait of a step", style.time_unit),
+             ("bytes_out", "sent in a step", style.byte_unit))  # fmt: skip
+    for axes, (key, label, unit_for) in zip(panels, shown, strict=True):
+        unit = unit_for(max(_finite(w.mean.get(key, 0.0)) for found in known.values() for w in found))
         lines = {
             f"rank {rank}": [(float(w.last_step), w.mean.get(key, 0.0) / unit.factor) for w in found]
             for rank, found in known.items()
