@@ -3,6 +3,7 @@ may be known."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -137,23 +138,33 @@ def test_those_that_sat_out_are_asked_again_in_the_next_round() -> None:
 
 
 def test_clients_that_say_one_after_the_other_that_they_have_nothing_have_all_sat_out() -> None:
-    told: list[Any] = []
+    class Silent(ClientMasking):
+        """Gives no shares, as where its client has said before that it has nothing."""
+
+        def on_request(self, request: Any, *arguments: Any) -> None:
+            pass
 
     class OneAfterTheOther(Sometimes):
         def train(self, model: Any, **arguments: Any) -> TrainResult:
-            until_s = time.monotonic() + 20.0
-            while arguments["client_id"] == 1 and not told_of(0) and time.monotonic() < until_s:
-                time.sleep(0.01)
-            time.sleep(0.3 * arguments["client_id"])  # by now the controller has found that too few are left
+            if arguments["client_id"] == 1:
+                first_is_out.wait(30.0)
+                time.sleep(0.5)  # by now the controller has found that too few are left
             return super().train(model, **arguments)
 
-    def told_of(client_id: int) -> bool:
-        return any(one["event"] == "client sits out" and one["client"] == client_id for one in list(told))
+    def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
+        client = Client(bus, task, client_id=client_id, config=config)
+        if client_id == 0:
+            replace_masking(client, Silent)
+        return client
 
-    job = Run(range(2), rounds=1)
-    job.task = OneAfterTheOther({0: {1}, 1: {1}}, 0.0)
-    with capture_logs() as logs:
-        told = logs
-        controller = job()
+    def observe(_: Any, message: Control) -> None:
+        if isinstance(message.body, TrainingFailure):
+            first_is_out.set()
+
+    first_is_out = threading.Event()
+    job = Run(range(2))
+    job.task, job.make_client = OneAfterTheOther({0: {1}, 1: {1}}, 0.0), make_client
+    Observer(job, observe)
+    controller, _ = finished(job)
     (report,) = controller.progress.reports
     assert (report.clients, report.outcome, report.attempt) == ((), "no client had anything to train", 1)
