@@ -170,7 +170,8 @@ def _built_in() -> dict[str, type[Codec]]:
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for kind in vars(module).values():
-            if inspect.isclass(kind) and kind.__module__ == module.__name__ and "choice" in vars(kind):
+            is_here = isinstance(kind, type) and kind.__module__ == module.__name__
+            if is_here and issubclass(kind, Codec) and "choice" in vars(kind):
                 found[kind.choice] = kind
     return dict(sorted(found.items()))
 

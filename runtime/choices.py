@@ -343,9 +343,7 @@ SELECTORS: Choices[Any] = Choices(
 PRIVACY: Choices[Any] = Choices(
     "gradbus.actors.privacy", key="federated.privacy", what="privacy mechanism", default="none", own=False
 )
-CODECS: CodecChoices[Any] = CodecChoices(
-    "gradbus.codecs", key="federated.codec", what="codec", default="fp32", own=False
-)
+CODECS: CodecChoices[Any] = CodecChoices("gradbus.codecs", key="federated.codec", what="codec", default="fp32")
 ALGORITHMS: Choices[Any] = Choices(
     "gradbus.runtime.algorithms",
     key="parallel.algorithm",

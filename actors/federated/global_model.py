@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradbus.codecs import CodecError, add_into, parse
+from gradbus.actors.federated.chosen_codecs import max_model_bytes
+from gradbus.codecs import Codec, CodecError, add_into, parse
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.topics import TOPICS
@@ -51,17 +53,19 @@ class ModelReplica:
 
     def __init__(
         self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None,
-        access_policy: AccessPolicy | None = None, kind: ModelKind = "round",
+        access_policy: AccessPolicy | None = None, kind: ModelKind = "round", own: Sequence[type[Codec]] = (),
     ) -> None:  # fmt: skip
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
         and a header. ``kind``: of models that it takes.
+        ``own``: codecs that are not built in, in which they may come.
         ``probe``: records the models. ``access_policy``: checks their signatures."""
         self._probe = probe or no_probe()
         self._access_policy = access_policy or AccessPolicy()
         self._dim = dim
         self._limit = max_bytes
-        self._max_bytes = 8 * dim + 4096 if max_bytes is None else max_bytes
+        self._max_bytes = max_model_bytes(dim) if max_bytes is None else max_bytes
         self._kind = kind
+        self._own = own
         self._assembler = Assembler()
         self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
         self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
@@ -81,7 +85,7 @@ class ModelReplica:
         self.broadcast = torch.empty(0, dtype=torch.float32)
         if dim is not None:
             self._dim = dim
-            self._max_bytes = 8 * (dim + self._num_broadcast) + 4096 if self._limit is None else self._limit
+            self._max_bytes = max_model_bytes(dim + self._num_broadcast) if self._limit is None else self._limit
         self.round_id, self.vector = -1, None
         self._forget(lambda key: True)
 
@@ -178,11 +182,11 @@ class ModelReplica:
 
                 check_payload(key, payload)
             if flags is None or not flags & Flags.DELTA:
-                return None if flags is None else _dense(payload, self._dim + self._num_broadcast)
+                return None if flags is None else _dense(payload, self._dim + self._num_broadcast, self._own)
             if base is None or self._num_broadcast:
                 return None
             vector = base.clone()
-            add_into(vector, payload)
+            add_into(vector, payload, self._own)
         except (CodecError, FrameError) as error:
             log.warning("model dropped", round=key.round_id, reason=str(error))
             return None
@@ -214,9 +218,9 @@ class ModelReplica:
             del self._keys[key]
 
 
-def _dense(payload: memoryview, dim: int) -> Tensor:
+def _dense(payload: memoryview, dim: int, own: Sequence[type[Codec]]) -> Tensor:
     """The vector of a full model; for float32 the received bytes themselves, without a copy."""
-    parsed = parse(payload, expected_dim=dim)
+    parsed = parse(payload, expected_dim=dim, own=own)
     if parsed.is_delta or parsed.is_sparse:
         raise CodecError(f"a full model in a {parsed.codec} message of a difference: expected dense weights")
     if parsed.codec == "fp32" and parsed.version == 1:

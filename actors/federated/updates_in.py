@@ -35,7 +35,7 @@ from gradbus.actors.federated.report import RoundTiming
 from gradbus.actors.federated.rounds import REPEATED, STALE, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.uploads import UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
-from gradbus.codecs import CodecError, NonFiniteError
+from gradbus.codecs import Codec, CodecError, NonFiniteError
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError, WriteTimeout
 from gradbus.runtime.logs import get_logger
@@ -197,12 +197,15 @@ class UpdateReceiver:
     def __init__(
         self, context: RunContext, strategy: Strategy, admission: UpdateAdmission, *, dim: int,
         on_strike: Callable[[Strike], Awaitable[None]], on_change: Callable[[], None],
+        own_codecs: Sequence[type[Codec]] = (),
     ) -> None:  # fmt: skip
-        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused."""
+        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused.
+        ``own_codecs``: that are not built in, which updates may be in."""
         self._context = context
         self._strategy = strategy
         self._admission = admission
         self._dim = dim
+        self._own_codecs = own_codecs
         self._on_strike = on_strike
         self._on_change = on_change
         self._uploads: Uploads[_IncomingUpdate] = Uploads(self._send)
@@ -514,7 +517,7 @@ class UpdateReceiver:
         if self._context.config.clients.kind == "sites":
             summary = self._add_sum(key.sender, payload, weight)
         else:
-            update = parse_update(payload, expected_dim=self._dim, others=self._strategy.sections)
+            update = parse_update(payload, expected_dim=self._dim, others=self._strategy.sections, own=self._own_codecs)
             if self.bases is not None:
                 update = update.with_model(self.bases.brought(update.model, key.round_id, staleness))
             facts = facts_of(key.sender, request, weight)
