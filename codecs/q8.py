@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from pydantic import Field
 from torch import Tensor
@@ -30,10 +30,13 @@ _V1_HEADER = struct.Struct("<4sIQI")  # magic, chunk_elems, dim, number of chunk
 _V2_EXTRA = struct.Struct("<I")  # chunk_elems
 
 
+ChunkElems: TypeAlias = Annotated[int, Field(ge=1, le=1 << 30)]
+
+
 class ChunkOptions(BothVersions):
     """Options of q8."""
 
-    chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
+    chunk_elems: ChunkElems = 8192
     """Number of values that share a scale."""
 
 

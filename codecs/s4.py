@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -40,10 +40,13 @@ _V1_HEADER = struct.Struct("<4sii")  # magic, dim, k; then the fields of the val
 _V2_EXTRA = struct.Struct("<II")  # k, bytes of the coded indices; then the fields of the values
 
 
+Density: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+
+
 class TopKOptions(BothVersions):
     """Options of s4."""
 
-    density: Annotated[float, Field(gt=0, le=1)] = 0.1
+    density: Density = 0.1
     """Share of the values that is sent."""
 
 
