@@ -65,7 +65,7 @@ class CodecFeedback(Algorithm):
         bucket.flat.copy_(mean)
 
 
-class Q8(CodecFeedback):
+class Q8Feedback(CodecFeedback):
     """8-bit gradients with error feedback, a scale for each chunk."""
 
     choice = "q8"
@@ -83,7 +83,7 @@ class Q8(CodecFeedback):
         return get("q8", chunk_elems=self.options.chunk_elems)
 
 
-class S4(CodecFeedback):
+class S4Feedback(CodecFeedback):
     """The largest entries of each bucket in float32, with error feedback."""
 
     choice = "s4"
@@ -102,12 +102,12 @@ class S4(CodecFeedback):
         return get("s4", density=self.options.density)
 
 
-class SQ8(S4):
+class SQ8Feedback(S4Feedback):
     """The largest entries of each bucket in 8 bits, with error feedback."""
 
     choice = "sq8"
 
-    class Options(S4.Options):
+    class Options(S4Feedback.Options):
         """Options of ``sq8``."""
 
         chunk_elems: ChunkElems = 8192
