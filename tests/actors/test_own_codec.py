@@ -15,9 +15,11 @@ import torch
 from dds_domains import new_domain
 from doc_pages import python_blocks
 from torch import nn
+from trees import DIM, UnequalTask, rules, site_of, tree
 
 import gradbus
 from gradbus.actors.federated.chosen_codecs import check_allowed, codec_of
+from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.choices import CODECS
 from gradbus.runtime.errors import ConfigError, JoinRefused
@@ -206,3 +208,30 @@ def test_all_options_travel_with_their_defaults() -> None:
     text = CODECS.to_json(config.codec)
     assert text == '{"version":2,"step":0.01,"wide":true}'
     assert codec_of(Welcome(0, 1, 7, 1, COARSE, text, 1, 0.5), allowed=[COARSE]) == CODECS.make(config.codec)
+
+
+def tree_run(*allowed_at_the_site: str) -> list[gradbus.RoundReport]:
+    """A Controller above a site with two clients, which allow the codec."""
+
+    async def main() -> list[gradbus.RoundReport]:
+        codec = {"name": COARSE, "step": 0.001, "wide": True}
+        async with tree() as here, asyncio.TaskGroup() as group:
+            above, over, local, theirs = [await here.bus(level) for level in ("top", "top", "site", "site")]
+            group.create_task(site_of(over, local, 0, rules(2), codecs=allowed_at_the_site).run())
+            for client_id in range(2):
+                config = gradbus.ClientConfig(codecs=(COARSE,))
+                client = gradbus.Client(theirs, UnequalTask(), client_id=client_id, config=config)
+                group.create_task(client.run())
+            return await gradbus.Controller(above, NoopTask(DIM), rules(1, sites=True, rounds=2, codec=codec)).run()
+
+    return asyncio.run(main())
+
+
+def test_clients_below_a_site_use_the_codec_of_the_top_level() -> None:
+    assert [report.num_samples for report in tree_run(COARSE)] == [3 + 5] * 2
+
+
+def test_a_site_that_does_not_allow_the_codec_says_what_to_set() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        tree_run()
+    assert caught.group_contains(JoinRefused, match="add it to upstream.codecs")
