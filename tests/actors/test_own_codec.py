@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
-from doc_pages import python_blocks
+from doc_pages import fenced_blocks, python_blocks
 from torch import nn
 from trees import DIM, UnequalTask, rules, site_of, tree
 
 import gradbus
 from gradbus.actors.federated.chosen_codecs import check_allowed, codec_of
+from gradbus.actors.federated.combinations import check_combination
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.choices import CODECS
@@ -101,6 +103,14 @@ def test_rounds_go_through_a_coarse_with_its_two_options() -> None:
 def test_the_codec_of_the_page_keeps_the_rules() -> None:
     check_codec(COARSE, step=0.01, wide=True)
     check_codec(COARSE)
+
+
+def test_the_configurations_of_the_page_fit_together() -> None:
+    controller, client = (json.loads(block) for block in fenced_blocks(PAGE.read_text(encoding="utf-8"), "json"))
+    config = gradbus.FederatedConfig(**controller["federated"])
+    check_combination(config)
+    welcome = Welcome(0, 1, 7, 1, config.codec.name, CODECS.to_json(config.codec), 1, 0.5)
+    check_allowed(welcome, gradbus.ClientConfig(**client["client"]).codecs, "client.codecs")
 
 
 def test_what_it_rounds_off_is_sent_later() -> None:
