@@ -152,7 +152,7 @@ class Controller:
         check_strategy(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
-        check_downlink(CODECS.make(config.downlink_codec), self._model.dim)
+        check_downlink(config, self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
         self.progress.epsilon, self.progress.epsilon_budget = self._strategy.epsilon, self._strategy.epsilon_budget
         # Later than every start before, also where the clock was set back.
