@@ -12,17 +12,18 @@ import itertools
 import math
 import time
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gradbus.actors.federated.chosen_codecs import check_allowed, own_codecs
 from gradbus.actors.federated.client_models import ClientModels, FrozenParameters
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.early_failures import EarlyFailures
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.local_training import LocalTraining, NothingToTrain, RoundInputs, reason_of
+from gradbus.actors.federated.local_training import Allowed, LocalTraining, NothingToTrain, RoundInputs, reason_of
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import SAT_OUT
 from gradbus.actors.federated.session import (
@@ -89,6 +90,8 @@ log = get_logger("client")
 class Client:
     """Trains on its own data when commanded, and sends the update."""
 
+    _codecs_setting: ClassVar[str] = "client.codecs"  # which names the codecs that a controller may choose
+
     def __init__(self, bus: Bus, task: FederatedTask, *, client_id: int, config: ClientConfig | None = None) -> None:
         """A client that has not started.
 
@@ -143,7 +146,8 @@ class Client:
         self._model = FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
-            self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
+            self._task, self._identity, self._model, kept, self._bus.memory, self._probe,
+            Allowed(self._config.rule, self._config.codecs),
         )  # fmt: skip
         self._training.keeps_local_model = self._config.share_model
         self._opened.callback(self._training.close)
@@ -162,6 +166,7 @@ class Client:
             ConfigError: it is to keep tensors that the model does not have.
         """
         check_kept(self._model.specs, None, self._config.keep_personal)
+        own = own_codecs(self._config.codecs, self._codecs_setting)
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
         self._context = ClientContext(
             client_id=self.client_id, bus=self._bus, identity=self._identity, config=self._config,
@@ -169,7 +174,12 @@ class Client:
             compute=self._compute, probe=self._probe,
         )  # fmt: skip
         self._models = ClientModels(
-            self._context, self._model.dim, self._model.frozen_dim, frozen, wait=lambda timeout_s: self._wait(timeout_s)
+            self._context,
+            self._model.dim,
+            self._model.frozen_dim,
+            frozen,
+            own,
+            wait=lambda timeout_s: self._wait(timeout_s),
         )
         self._opened.callback(self._models.close)
 
@@ -308,7 +318,7 @@ class Client:
 
     def _check_terms(self, welcome: Welcome) -> None:
         """Raises JoinDeclined: the controller asks for less noise than this client insists on, for updates that are not
-        masked where it insists on that, or for tensors that it keeps."""
+        masked where it insists on that, for tensors that it keeps, or for a codec that it does not allow."""
         if self._config.least_members and not welcome.masked:
             raise JoinDeclined(
                 f"the controller takes updates that are not masked, and client.least_members is "
@@ -316,6 +326,7 @@ class Client:
                 f"controller"
             )
         try:
+            check_allowed(welcome, self._config.codecs, self._codecs_setting)
             privacy = privacy_of(welcome.options, least_noise=self._config.least_noise)
             check_kept(self._model.specs, Sharing.of_welcome(welcome), self._config.keep_personal)
             insists = bool(self._config.least_members)

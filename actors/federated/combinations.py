@@ -13,6 +13,7 @@ from gradbus.actors.aggregation.clipping import within_limits
 from gradbus.actors.aggregation.grid_steps import MASKED_CODECS, on_common_grid
 from gradbus.actors.aggregation.strategies import Strategy, summing_strategies
 from gradbus.actors.federated.asynchronous import check_asynchronous
+from gradbus.actors.federated.chosen_codecs import check_codecs
 from gradbus.actors.federated.clients import MAX_MEMBERS as MAX_CLIENTS
 from gradbus.actors.federated.selection import check_selection
 from gradbus.actors.federated.selectors.base import make_selector
@@ -30,6 +31,7 @@ def check_choices(config: FederatedConfig) -> None:
         ConfigError: there is none of that name, or its options are wrong.
     """
     STRATEGIES.options(config.strategy)
+    check_codecs(config)
     CLIENT_RULES.options(config.training.rule)
     CLIENT_OPTIMIZERS.options(config.training.optimizer)
     CLIENT_SCHEDULES.options(config.training.schedule)

@@ -32,6 +32,7 @@ from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.aggregation.typical import most_samples
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
+from gradbus.actors.federated.chosen_codecs import check_downlink, names_in, own_codecs
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
 from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
@@ -64,6 +65,7 @@ from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import size_of
 from gradbus.actors.secure_aggregation.masking_server import WrongSecrets
+from gradbus.codecs import Codec
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.callbacks import Callbacks
@@ -163,6 +165,7 @@ class Controller:
         check_strategy(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
+        check_downlink(config, self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
         self.progress.epsilon, self.progress.epsilon_budget = self._strategy.epsilon, self._strategy.epsilon_budget
         # Later than every start before, also where the clock was set back.
@@ -184,6 +187,10 @@ class Controller:
             )  # of a first round: later ones are shorter
         longest = int(CODECS.make(self._config.longest_codec).max_bytes(self._model.dim))
         return longest + updates.overhead_bytes(self._strategy.sections, CODECS.make(self._config.section_codec))
+
+    def _own_codecs(self) -> tuple[type[Codec], ...]:
+        """Codecs that are not built in, which updates may be in: those that this configuration names."""
+        return own_codecs(names_in(self._config))
 
     def _wire(self) -> None:
         """Make all parts. Called on the loop, once the job is this controller's."""
@@ -215,6 +222,7 @@ class Controller:
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed,
             buffers=self._model.buffers,
         )  # fmt: skip
+        self._receiver.own_codecs = self._own_codecs()
         self._losses = RoundLosses(self._receiver)
         if self._callbacks.follow("on_update"):
             self._receiver.counted = []

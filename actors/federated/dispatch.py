@@ -257,12 +257,11 @@ class Dispatcher:
     async def welcome(self, client: Member) -> None:
         """Send a client its Welcome."""
         config = self._context.config
-        training, codec, sharing = config.training, CODECS.options(config.codec), self._context.state.model.sharing
+        training, sharing = config.training, self._context.state.model.sharing
         masked = config.secure_aggregation.enabled
         welcome = Welcome(
             to=client.client_id, incarnation=client.incarnation, run_id=self._context.run_id,
-            next_round=client.from_round, codec=config.codec.name, density=codec.get("density", 1.0),
-            chunk_elems=codec.get("chunk_elems", 1), codec_version=codec["version"],
+            next_round=client.from_round, codec=config.codec.name, codec_options=CODECS.to_json(config.codec),
             num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
             rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
@@ -271,11 +270,13 @@ class Dispatcher:
             fetch_models=self.fetch_models, masked=masked,
             include=list(sharing.include) if sharing.has_patterns else [], exclude=list(sharing.exclude),
             buffers=dict(sharing.buffers), buffer_layout=self._context.state.model.buffers.digest,
+            section_codec=config.section_codec.name, section_options=CODECS.to_json(config.section_codec),
+            downlink_codec=config.downlink_codec.name,
         )  # fmt: skip
         if (terms := self.terms) is not None:
             welcome = replace(
-                welcome, codec=terms.codec, density=terms.density, chunk_elems=terms.chunk_elems,
-                codec_version=terms.codec_version, rule=terms.rule, options=terms.options,
+                welcome, codec=terms.codec, codec_options=terms.codec_options, section_codec=terms.section_codec,
+                section_options=terms.section_options, rule=terms.rule, options=terms.options,
             )  # fmt: skip
         await self._context.publish(welcome)
         await self._publisher.announce_to(client.client_id)

@@ -222,7 +222,7 @@ class ModelPublisher:
     def _next_difference(self) -> bytes:
         payload, residual = residual_step(self._weights - self.held, None, self._codec)
         self.residual_norm = l2_norm(residual)
-        add_into(self.held, payload)
+        add_into(self.held, payload, (type(self._codec),))
         return payload
 
     async def _sign(self, message: _OutgoingModel) -> None:

@@ -77,7 +77,7 @@ class SavedRun(Meta):
     names: StateNames | None = None
     share: ShareSettings = ShareSettings()
     exchange: Exchange = "trained"
-    downlink_codec: Annotated[str, StringConstraints(max_length=100)]
+    downlink_codec: Annotated[str, StringConstraints(max_length=256)]
     downlink: Literal["full", "lossy"]
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
     participation: Annotated[list[Entry], Field(default_factory=list, max_length=MAX_KNOWN)]

@@ -39,7 +39,7 @@ from gradbus.actors.federated.rounds import REPEATED, SURPLUS, Round, RoundTotal
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.update_admission import UpdateAdmission, UpdateRefusal, unusable
 from gradbus.actors.federated.uploads import UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
-from gradbus.codecs import CodecError
+from gradbus.codecs import Codec, CodecError
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError, WriteTimeout
 from gradbus.runtime.logs import get_logger
@@ -111,7 +111,7 @@ class UpdateReceiver:
         totals: sums over the updates that count. timing: moments of the round. dropped: what did not count, by reason.
         masked: the attempt at the open round, with secure aggregation; its updates count once they are unmasked.
         counted: what was announced of the updates that count, until it is taken; None: nothing takes it.
-        buffers: merges those of the updates that count.
+        buffers: merges those of the updates that count. own_codecs: that are not built in, which updates may be in.
         bases: of asynchronous rounds, in which what comes between two of them waits for the next; None: of others.
     """
 
@@ -126,6 +126,7 @@ class UpdateReceiver:
         self._strategy = strategy
         self._admission = admission
         self._dim = dim
+        self.own_codecs: Sequence[type[Codec]] = ()
         self._on_strike = on_strike
         self._on_change = on_change
         self._uploads: Uploads[_IncomingUpdate] = Uploads(self._send)
@@ -500,7 +501,8 @@ class UpdateReceiver:
 
     def _parsed(self, content: memoryview, round_id: int, staleness: int) -> Update:
         """The checked content of an update for a round, as it counts with a base so old."""
-        update = parse_update(content, expected_dim=self._dim, others=self._strategy.sections)
+        others = self._strategy.sections
+        update = parse_update(content, expected_dim=self._dim, others=others, own=self.own_codecs)
         return (
             update if self.bases is None else update.with_model(self.bases.brought(update.model, round_id, staleness))
         )

@@ -19,12 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
+from gradbus.actors.federated.chosen_codecs import codec_of
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.client_optimizer import split_terms
 from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import DECLINED, HOSTED
-from gradbus.actors.federated.local_training import RoundInputs, codec_of
+from gradbus.actors.federated.local_training import RoundInputs
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.session import ControllerSession
@@ -270,7 +271,8 @@ class ClientHost(Client):
         self._status.set("training")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")
         buffers = layout_of(self._model.specs, Sharing.of_welcome(welcome))
-        largest = codec_of(welcome, split_terms(inputs.options())[1]).max_bytes(self._shape.dim) + buffers.max_bytes
+        codec = codec_of(welcome, split_terms(inputs.options())[1], allowed=self._config.codecs)
+        largest = codec.max_bytes(self._shape.dim) + buffers.max_bytes
         if current.terms is not None and current.terms.held:
             check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))

@@ -18,6 +18,7 @@ from torch import nn
 from gradbus.actors.federated.combinations import check_combination, make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.local_training import Allowed
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing
@@ -215,7 +216,7 @@ def simulate(
     run = _Simulation(task, clients, rules, options, callbacks, on_report)
     with _state_dir(options.state_dir) as state_dir:
         pool = options.open_pool(task, PoolSettings(
-            state_dir=state_dir, rule=options.client.rule, threads=options.threads,
+            state_dir=state_dir, allowed=Allowed(options.client.rule, options.client.codecs), threads=options.threads,
             full_traceback=options.client.full_traceback,
             shared_memory=options.network is None or options.network.shared_memory,
         ))  # fmt: skip

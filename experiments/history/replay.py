@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Expect = Callable[[bool, str], None]  # whether a fact holds, and a sentence for where it does not
 _ONE = float(1 << 30)  # of the fixed point
+_CODE = {"strategy": "strategy", "codec": "codec", "section_codec": "codec", "downlink_codec": "codec"}
 
 
 def replay(run: RunHistory, expect: Expect) -> None:
@@ -46,22 +47,25 @@ def replay(run: RunHistory, expect: Expect) -> None:
     for name, rounds in runs.items():
         opening = openings[name]
         kept = run.has_payload(weights_name(int(name, 16), opening["round"]))
-        if kept and _has_all(opening) and not own_strategy(opening):
+        if kept and _has_all(opening) and not own_choice(opening):
             try:
                 _Replay(run, expect, opening, bounds.get(name, {})).all(rounds)
             except OSError as error:
                 expect(False, f"the rounds of run {name} cannot be computed again: {error}")
 
 
-def own_strategy(opening: Event) -> str:
-    """Return the name of a strategy that is not one of gradbus; "" if it is one.
+def own_choice(opening: Event) -> str:
+    """Return the name of a strategy or a codec that is not one of gradbus, and which of them it is; "" if all are.
 
     Rounds of it are not computed again: that would import a module that a file of the run names.
     """
     rules = opening.get("federated")
-    chosen = rules.get("strategy") if isinstance(rules, dict) else None
-    name = chosen.get("name") if isinstance(chosen, dict) else chosen
-    return name if isinstance(name, str) and ":" in name else ""
+    for key, what in _CODE.items():
+        chosen = rules.get(key) if isinstance(rules, dict) else None
+        name = chosen.get("name") if isinstance(chosen, dict) else chosen
+        if isinstance(name, str) and ":" in name:
+            return f"{what} {name}"
+    return ""
 
 
 def _has_all(opening: Event) -> bool:

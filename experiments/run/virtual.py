@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from gradbus.actors.federated.chosen_codecs import names_in
+from gradbus.actors.federated.local_training import Allowed
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
@@ -59,7 +61,8 @@ class VirtualClients:
         task = ConfiguredTask(file.task)
         check_first_round(file.federated, task)
         bus = file.bus.model_copy(update={"faults": ""})
-        client = ClientConfig(state_dir=state_dir, full_traceback=self.full_traceback)
+        own = tuple(sorted({name for name in names_in(file.federated) if ":" in name}))  # it names them for both sides
+        client = ClientConfig(state_dir=state_dir, full_traceback=self.full_traceback, codecs=own)
         return Hosted.start(bus, task, range(self.clients), client, state_dir, self.pool)
 
 
@@ -84,8 +87,9 @@ class Hosted:
         if bus.security == "identity":
             raise ConfigError(NO_HOST)
         settings = PoolSettings(
-            state_dir=state_dir, rule=client.rule, full_traceback=client.full_traceback, shared_memory=bus.shared_memory
-        )
+            state_dir=state_dir, allowed=Allowed(client.rule, client.codecs), full_traceback=client.full_traceback,
+            shared_memory=bus.shared_memory,
+        )  # fmt: skip
         return cls(bus, task, ids, client, state_dir, options.open_pool(task, settings))
 
     def __enter__(self) -> Self:

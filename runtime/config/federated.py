@@ -28,6 +28,7 @@ from gradbus.runtime.config.settings import (
     Positive,
     Settings,
 )
+from gradbus.runtime.errors import ConfigError
 
 
 def _in_64_bits(value: Any) -> Any:
@@ -65,6 +66,10 @@ def _rule_can_travel(rule: Choice) -> Choice:
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], Field(max_length=64)]
 """Patterns of tensor names, which travel to the clients."""
+
+
+OwnCodecs = Annotated[tuple[Annotated[str, Field(max_length=256, pattern=":")], ...], Field(max_length=16)]
+"""Names of codecs that are not built in, as package.module:Name."""
 
 
 class ShareSettings(Settings):
@@ -584,7 +589,8 @@ class FederatedConfig(Settings):
     """Differential privacy of the clients, with the extra `gradbus[privacy]`. `central`: the controller adds noise to
     the sum of their updates. `local`: each client adds it to its own. See docs/privacy.md."""
     codec: Annotated[Choice, CODECS] = CODECS.default
-    """Codec of the clients' updates; see docs/codecs.md."""
+    """Codec of the clients' updates; see docs/codecs.md. Or your own, as package.module:Name (docs/own-codec.md): each
+    client has to name it in `client.codecs`, too, as a client imports nothing that the network names."""
     section_codec: Annotated[Choice, CODECS] = CODECS.default
     """Codec of what updates hold beside the model, such as the control variates of scaffold, of version 2. What a lossy
     one leaves out is sent later, as with `codec`."""
@@ -614,7 +620,7 @@ class FederatedConfig(Settings):
                 raise ValueError(f"{key}.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
         density = self.training.given_from("density")
-        if density and "density" not in CODECS.options_of(self.codec.name).model_fields:
+        if density and ":" not in self.codec.name and "density" not in CODECS.options_of(self.codec.name).model_fields:
             having = [name for name in CODECS.table if "density" in CODECS.options_of(name).model_fields]
             raise ValueError(
                 f"training.from_round: density is that of a sparse codec, and codec is {self.codec.name}. Set codec to "
@@ -636,19 +642,24 @@ class FederatedConfig(Settings):
         return self
 
     def sent_options(self) -> dict[str, Any]:
-        """Return what clients are sent of `training` and of the codec of sections with their Welcome."""
+        """Return what clients are sent of `training` with their Welcome."""
         terms = self.training.sent_terms(self.mode, self.asynchronous.repeats)
-        if self.section_codec.name != "fp32":
-            terms["training.section_codec"] = self.section_codec.model_dump_json()
         return {**self.training.sent_options(), **terms}
 
     @property
     def longest_codec(self) -> Choice:
-        """The codec of the updates with the largest density of all rounds, of which no update is longer."""
+        """The codec of the updates with the largest density of all rounds, of which no update is longer. Raises
+        ConfigError: it has none."""
         given = self.training.given_from("density")
         if not given:
             return self.codec
-        density = max(CODECS.options(self.codec)["density"], *given)
+        options = CODECS.options(self.codec)
+        if "density" not in options:  # of a codec of the user's, whose options are not known before
+            raise ConfigError(
+                f"federated.training.from_round has a density, and the codec {self.codec.name} has no such option: "
+                f"leave it out"
+            )
+        density = max(options["density"], *given)
         return Choice.model_validate({**self.codec.model_dump(), "density": density})
 
     def mode_of(self, metric: str, mode: Literal["min", "max"] | None) -> Literal["min", "max"]:
@@ -720,6 +731,9 @@ class UpstreamConfig(Settings):
     """Whether a site that is cut off from the level above goes on with rounds of its own."""
     alone_after_s: Duration = 30.0
     """Silence of the level above, in seconds, after which a site counts as cut off."""
+    codecs: OwnCodecs = ()
+    """Codecs of your own, as package.module:Name, that the level above may choose for the clients of this site, each of
+    which names them in `client.codecs`, too. Empty: the built-in ones only."""
     rejoin: Literal["drop", "contribute"] = "drop"
     """What becomes of the rounds that a site did alone when the level above is back; they are kept on the disk in any
     case. `drop`: nothing. `contribute`: what they changed is one more update in the next sum of the site, with the
@@ -737,6 +751,9 @@ class ClientConfig(Settings):
     null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
     """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
+    codecs: OwnCodecs = ()
+    """Codecs of your own, as package.module:Name, that a controller may choose for updates and models of this client.
+    Empty: the built-in ones only."""
     keep_personal: Patterns = ()
     """Patterns of tensor names, such as `["head.*"]`, that this client keeps at home: a controller whose
     `federated.share` would share one of them gets nothing. A pattern that matches no tensor is refused. Empty: the

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from gradbus.runtime.choices import MAX_OPTIONS_CHARS
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
 from gradbus.runtime.wire.client_orders import MAX_CLIENT_ORDERS_CHARS, checked_orders
@@ -57,6 +58,7 @@ Reasons = Annotated[
 ]
 Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
+JsonText = Annotated[str, Field(max_length=MAX_OPTIONS_CHARS)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Attempt = Annotated[int, Field(ge=1, le=0xFFFF_FFFF)]
@@ -121,7 +123,7 @@ class Welcome:
     Attributes:
         to: client id; ``incarnation``: which start of it.
         run_id: id of the run, new for each fresh start of training, kept over a resume.
-        codec: name of the uplink codec, with its options.
+        codec: name of the uplink codec. codec_options: all of its options, as a JSON object.
         num_clients: clients the run expects, 0 if it does not know.
         heartbeat_s: how often to send Hello.
         memory: the machine whose shared memory the controller reads, empty: none. Updates may lie in the client's own.
@@ -138,6 +140,8 @@ class Welcome:
         buffers: how buffers of integers and booleans are merged, by pattern, the first that matches; what matches none
             is not exchanged. buffer_layout: hash over those that are exchanged, whose values end each update and each
             model; 0: there are none.
+        section_codec, section_options: the same for what an update holds beside the model.
+        downlink_codec: name of the codec of the models. A client refuses a codec that it does not have or allow.
     """
 
     to: U32
@@ -145,9 +149,7 @@ class Welcome:
     run_id: U64
     next_round: Round
     codec: Name
-    density: Annotated[float, Field(gt=0, le=1)]
-    chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)]
-    codec_version: Literal[1, 2]
+    codec_options: JsonText
     num_clients: U32
     heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)]
     memory: Name = ""
@@ -163,6 +165,9 @@ class Welcome:
     masked: bool = False
     buffers: Rules = dataclasses.field(default_factory=dict)
     buffer_layout: U64 = 0
+    section_codec: Name = "fp32"
+    section_options: JsonText = "{}"
+    downlink_codec: Name = "fp32"
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -204,7 +204,7 @@ def test_a_model_is_evaluated_with_what_its_client_had_then_also_where_that_is_b
     store.start_run(7)
     for round_id in (1, 2):  # the controller has gone back to the model of round 1 meanwhile
         store.accepted(round_id, {"personal.head": torch.full((1,), float(round_id)), "residual": torch.zeros(3)})
-    welcome, request = Welcome(0, 1, 7, 1, "fp32", 0.5, 64, 2, 1, 0.5), EvaluationRequest(7, 1, "0", 1.0)
+    welcome, request = Welcome(0, 1, 7, 1, "fp32", "{}", 1, 0.5), EvaluationRequest(7, 1, "0", 1.0)
     assert EvaluationWork(1, welcome, request, torch.zeros(3)).needs(store) == {"personal.head": torch.ones(1)}
 
 
@@ -271,7 +271,7 @@ class Noting:
 
 
 def test_work_that_is_stopped_while_it_waits_for_a_process_is_given_to_none(tmp_path: Path) -> None:
-    welcome, command = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), TrainCmd(1, 0, 1, 0.1, 0)
+    welcome, command = Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5), TrainCmd(1, 0, 1, 0.1, 0)
 
     async def main() -> list[str]:
         async with asyncio.timeout(10), gradbus.connect(f"stopped-{os.getpid()}", domain=new_domain()) as bus:

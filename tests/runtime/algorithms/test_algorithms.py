@@ -28,7 +28,7 @@ SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "matrix": (40, 33), "row": (1, 50)
 STEPS = 4
 # Options with which an algorithm sends everything: the result is that of dense.
 EXACT: dict[str, dict[str, Any]] = {
-    "topk": {"density": 1.0}, "randomk": {"density": 1.0}, "ef21": {"density": 1.0},
+    "topk": {"density": 1.0}, "randomk": {"density": 1.0}, "ef21": {"density": 1.0}, "s4": {"density": 1.0},
     "powersgd": {"start_step": 1000}, "hybrid": {"density": 1.0, "patterns": {"": "topk"}},
 }  # fmt: skip
 
