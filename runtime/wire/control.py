@@ -13,7 +13,7 @@ from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
-PROTOCOL = 3
+PROTOCOL = 4
 BEFORE_FIRST_ROUND = 0  # in a TrainingFailure: a client cannot get ready, and leaves
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
 CANDIDATE_ROUNDS = range(0x7FFE_0000, 0x7FFF_0000)  # nor one of these: they stand for models that are evaluated alone
