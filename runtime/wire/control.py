@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from gradbus.runtime.names import MAX_NAME_CHARS, name_or_empty
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
@@ -34,6 +35,7 @@ Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
 Name = Annotated[str, Field(max_length=256)]
 # Text of a peer that people read is made plain here, so that no error, log or table has to.
 Label = Annotated[str, Field(max_length=256), AfterValidator(plain_line)]
+ClientName = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(name_or_empty)]
 Text = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_line)]
 Lines = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_text)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -84,6 +86,8 @@ class Hello:
         ids: it speaks for the clients with these ids, which have its incarnation and its session; empty: for itself.
         shared_dim, shared_layout: dim and layout of what its Welcome's patterns share; 0: it has not been given any.
         masks: it can mask its updates. grids: and round them to a common grid before.
+        name: of the client, or of the host of these clients; empty: it has none. A client that has a name and no id
+            yet sends as UNASSIGNED.
     """
 
     protocol: U32
@@ -106,6 +110,7 @@ class Hello:
     shared_layout: U64 = 0
     masks: bool = False
     grids: bool = False
+    name: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -113,7 +118,7 @@ class Welcome:
     """Controller to one client: take part from round ``next_round`` on, with these settings.
 
     Attributes:
-        to: client id; ``incarnation``: which start of it.
+        to: client id, or UNASSIGNED; ``incarnation``: which start of it.
         run_id: id of the run, new for each fresh start of training, kept over a resume.
         codec: name of the uplink codec, with its options.
         num_clients: clients the run expects, 0 if it does not know.
@@ -129,6 +134,8 @@ class Welcome:
         include, exclude: patterns of names of tensors, of which some are shared and the others stay at the client;
             both empty: all are shared.
         masked: with secure aggregation: no update leaves a client before it is masked.
+        client_id: id of the client, which it sends as from now on; -1: as in ``to``. name: its name, empty: it has
+            none.
     """
 
     to: U32
@@ -152,6 +159,8 @@ class Welcome:
     include: Patterns = dataclasses.field(default_factory=list)
     exclude: Patterns = dataclasses.field(default_factory=list)
     masked: bool = False
+    client_id: Annotated[int, Field(ge=-1, le=0x7FFF_FFFE)] = -1
+    name: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

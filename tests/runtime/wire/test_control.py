@@ -113,6 +113,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "shared_layout": 0,
         "masks": False,
         "grids": False,
+        "name": "",
     },
     Welcome: {
         "memory": "",
@@ -126,6 +127,8 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "include": [],
         "exclude": [],
         "masked": False,
+        "client_id": -1,
+        "name": "",
     },
     RoundTerms: {"participants": "", "held": False, "attempt": 0},
     TrainingFailure: {"reason": "training failed"},
