@@ -30,7 +30,7 @@ from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry
+from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, duplicate_after_s
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
@@ -181,7 +181,7 @@ class Controller:
         )  # fmt: skip
         self._registry = ClientRegistry(
             dim=dim, layout=self._model.layout, session=self._identity.incarnation,
-            dead_after_s=config.clients.dead_after_s, duplicate_after_s=2.4 * config.clients.heartbeat_s,
+            dead_after_s=config.clients.dead_after_s, duplicate_after_s=duplicate_after_s(config.clients.heartbeat_s),
             memory=self._bus.memory.here,
             compares="shared" if Sharing.of(config).has_patterns else config.exchange,
         )  # fmt: skip
