@@ -327,7 +327,10 @@ class Client:
         self._shape = self._shape_for(welcome)
         self._models.start(welcome, self._shape)
         self._compute.stop_current()
-        self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
+        named = {"name": welcome.name} if welcome.name else {}
+        self._probe.note(
+            "welcomed", **named, run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round
+        )
         log.info("welcomed", **self._facts, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
     def _shape_for(self, welcome: Welcome) -> Shape:

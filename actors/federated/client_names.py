@@ -18,6 +18,7 @@ from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse
 
 MAX_NAMED_CLIENTS = 65_536  # as many as a run has clients
 MAX_CLIENT_ID = 0x7FFF_FFFE
+NAMES_FILE = "clients.json"  # of a run directory
 
 Pair = tuple[Annotated[ClientName, AfterValidator(check_name)], Annotated[int, Field(ge=0, le=MAX_CLIENT_ID)]]
 """A name in a checkpoint, and its id."""
@@ -62,6 +63,11 @@ class ClientNames:
         """Return id and name for a log event."""
         name = self.name_of(client_id)
         return {"client": client_id, "name": name} if name else {"client": client_id}
+
+    def named(self, client_ids: Iterable[int]) -> dict[str, str]:
+        """Return the names of those of these clients that have one, by id as text, for JSON."""
+        found = {str(one): self.name_of(one) for one in client_ids}
+        return {one: name for one, name in found.items() if name}
 
     def conflict(self, name: str, client_id: int) -> str:
         """Return why a client may not have this name, as a sentence; empty: it may."""
@@ -143,6 +149,17 @@ class ClientNames:
         for name, client_id in pairs:
             if name not in self._ids and client_id not in self._names:
                 self.keep(name, client_id)
+
+
+def json_rows(names: ClientNames) -> list[dict[str, str]]:
+    """Return all names as files have them: what :func:`names_of_rows` reads."""
+    return [{"clients": ids, "name": name} for ids, name in names.rows()]
+
+
+def label_of(client_id: int, names: Mapping[int, str]) -> str:
+    """Return id and name for people, as :meth:`ClientNames.label`."""
+    name = names.get(client_id)
+    return f"{client_id} ({name})" if name else str(client_id)
 
 
 def _text(ranges: Iterable[range]) -> str:

@@ -201,7 +201,7 @@ class Controller:
         self._receiver = UpdateReceiver(
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed
         )
-        self._losses = RoundLosses(self._receiver)
+        self._losses = RoundLosses(self._receiver, state.names)
         if self._callbacks.follow("on_update"):
             self._receiver.counted = []
         if self._bases is not None:
@@ -222,6 +222,7 @@ class Controller:
         )
         self._evaluation = ModelEvaluation(context, self._task, self._model, self._evaluator, self.progress)
         self._cross_site = CrossSiteEvaluation(context, self._publisher, self._evaluator, models)
+        self.progress.names = state.names
         for report in state.history:
             self.progress.add(report)
         self.progress.round_id = state.round_id
@@ -420,7 +421,8 @@ class Controller:
             self._masked.on_answer(client_id, incarnation, answer)
         except NotInProtocol as error:  # too late, as a rule
             self._receiver.dropped["mask answer"] += 1
-            log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
+            facts = self._context.client_facts(client_id)
+            log.info("mask answer not used", **facts, phase=answer.phase, reason=str(error))
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         if report.round_id == BEFORE_FIRST_ROUND:
@@ -714,14 +716,15 @@ class Controller:
         never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
-            log.warning("client never counted", client=client_id, reason=why)
+            log.warning("client never counted", **self._state.names.facts(client_id), reason=why)
 
     def _weights_crc32(self) -> int:
         return zlib.crc32(self._state.weights.numpy().data)
 
     def _note_command(self, round_: Round) -> None:
         expected, counted = sorted(round_.expected), sorted(round_.accepted)
-        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted)
+        named = self._state.names.named(expected[:MAX_NAMED])
+        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted, names=named)
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._publisher.held_apart)

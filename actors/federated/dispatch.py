@@ -191,7 +191,7 @@ class Dispatcher:
             case MaskAnswer():
                 self._events.mask_answered(client_id, incarnation, body)
             case Leave():
-                log.info("client left", client=client_id, reason=body.reason)
+                log.info("client left", **self._context.client_facts(client_id), reason=body.reason)
                 self._gone(client_id, incarnation)
             case _:
                 pass  # for a controller only
@@ -205,7 +205,8 @@ class Dispatcher:
         was_silent, silent_for_s = client.silent or client.quiet, client.silent_for_s(time.monotonic())
         client.observe(time.monotonic())
         if was_silent:
-            log.info("client responds again", client=client_id, seconds=round(silent_for_s, 1))
+            facts = self._context.client_facts(client_id)
+            log.info("client responds again", **facts, seconds=round(silent_for_s, 1))
             self._events.membership_changed()
         return True
 
