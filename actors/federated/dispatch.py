@@ -267,7 +267,7 @@ class Dispatcher:
 
     async def _refuse(self, sender: Identity, found: NamedSender, hello: Hello, why: str) -> None:
         is_unassigned = sender.sender == UNASSIGNED
-        facts = {} if is_unassigned else {"client": sender.sender}
+        facts: dict[str, Any] = {} if is_unassigned else {"client": sender.sender}
         if name := hello.name or found.name:
             facts["name"] = name
         log.warning("client refused", **facts, host=hello.host, reason=why)
