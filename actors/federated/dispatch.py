@@ -121,6 +121,7 @@ class Dispatcher:
             state.names, num_clients=config.clients.num, is_taken=self._is_taken,
             node_of=context.bus.access_policy.node_of,
             assigns_from_s=time.monotonic() + duplicate_after_s(config.clients.heartbeat_s),
+            is_site=lambda: self.terms is not None,
         )  # fmt: skip
 
     def _is_taken(self, client_id: int) -> bool:

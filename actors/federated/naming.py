@@ -14,7 +14,7 @@ Rules without:
 
 - A name has the id that it had before in this run. A new one gets the lowest id that is nobody's: below
   ``clients.num`` where that is set, and not before clients of an earlier start of the controller have had the time to
-  say which ids they have.
+  say which ids they have. The Controller of a site assigns none: ids are unique in the whole tree.
 - A client that says an id is that client. If it says a name, too, both belong together from then on; an id that a name
   has is not given to a client that does not say it, as that may be another one.
 """
@@ -33,6 +33,10 @@ from gradbus.runtime.wire.messages import Identity
 NO_NAME = (
     "it has neither an id nor a name: give it client_id= or name=, with gradbus client --id or --name. With security "
     "'identity' it needs neither"
+)
+_UNIQUE_IN_TREE = (
+    "its controller is that of a site, and the ids of clients are unique in the whole tree, so it cannot assign one: "
+    "give {name!r} an id once, as in --id 3 --name {name}"
 )
 MAX_SHOWN = 8  # names that a sentence lists
 
@@ -57,7 +61,7 @@ class ClientNaming:
 
     def __init__(
         self, names: ClientNames, *, num_clients: int | None, is_taken: Callable[[int], bool],
-        node_of: Callable[[int, int], ClientNode | None], assigns_from_s: float,
+        node_of: Callable[[int, int], ClientNode | None], assigns_from_s: float, is_site: Callable[[], bool] = bool,
     ) -> None:  # fmt: skip
         """Args:
         names: the pairs of the run.
@@ -65,12 +69,14 @@ class ClientNaming:
         is_taken: whether an id without a name is that of some client, which may be away.
         node_of: of id and incarnation of a sender: the node that has proved to be it, None where none can.
         assigns_from_s: no new name gets an id before that time.
+        is_site: whether other controllers have clients of the same run: then none of them can tell which ids are free.
         """
         self._names = names
         self._num_clients = num_clients
         self._is_taken = is_taken
         self._node_of = node_of
         self._assigns_from_s = assigns_from_s
+        self._is_site = is_site
         self._assigned: dict[int, int] = {}  # ids of senders that had none, by incarnation
 
     def resolve(self, sender: Identity, hello: Hello, now_s: float) -> NamedSender:
@@ -115,6 +121,8 @@ class ClientNaming:
         known = self._names.id_of(name)
         if known is not None:
             return NamedSender(known, name)
+        if self._is_site():
+            return NamedSender(-1, name, _UNIQUE_IN_TREE.format(name=name))
         if now_s < self._assigns_from_s:
             return NamedSender(-1, name, waits=True)
         limit = MAX_NAMED_CLIENTS if self._num_clients is None else self._num_clients

@@ -106,6 +106,23 @@ def test_a_controller_that_dies_before_or_after_its_first_checkpoint_finds_the_s
     assert dict(saved["meta"]["client_names"] if "meta" in saved else saved["client_names"]) == ids
 
 
+def test_a_site_has_a_name_next_to_its_number_and_gives_its_clients_no_ids_of_others(federation: Federation) -> None:
+    job = f"{federation.job}-4"
+    above = federation.controller(rounds=2, clients__num=1, clients__min=1, clients__kind="sites", history__dir=None)
+    upstream = {"site": 4, "name": "berlin", "job": federation.job, "alone": False}
+    below = federation.controller(
+        job=job, upstream=upstream, clients__num=1, clients__min=1, round__timeout_s=20.0, history__dir=None
+    )
+    quiet: dict[str, Any] = {"job": job, "client": {"history": {"dir": None}}}
+    refused = federation.client(name="ward-1", **quiet)
+    assert "give 'ward-1' an id once, as in --id 3 --name ward-1" in refused.wait_for("error")["text"]
+    client = federation.client(3, name="ward-1", **quiet)
+    done = above.wait_for("done", timeout_s=60.0)
+    assert [report["clients"] for report in done["reports"]] == [[4], [4]]
+    assert done["names"] == [["4", "berlin"]]
+    assert [node.wait() for node in (above, below, client, refused)] == [0, 0, 0, 3]
+
+
 def test_names_of_the_allow_list_and_names_that_begin_with_them(tmp_path: Path) -> None:
     known = Identities(tmp_path, clients=1)
     known.allow(known.new("cart"), ids=((1, 2),))
@@ -121,7 +138,7 @@ def test_names_of_the_allow_list_and_names_that_begin_with_them(tmp_path: Path) 
         wrong = federation.client(name="cart", security=known.security("arm"))
         assert "it calls itself 'cart', and its key is that of arm" in wrong.wait_for("error")["text"]
         assert wrong.wait() == 3
-        clients.append(federation.client(3, security=known.security("arm")))
+        clients.append(federation.client(security=known.security("arm")))  # with neither: its node has one id
         finish(controller, *clients)
         named = [(node.all("named")[0]["client"], node.all("named")[0]["name"]) for node in clients]
         assert named == [(0, "robot-0"), (2, "cart.2"), (3, "arm")]

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from structlog.testing import capture_logs
 
 from gradbus.experiments.dashboard.following import Following
-from gradbus.experiments.dashboard.pages import run_body
+from gradbus.experiments.dashboard.pages import now_of, run_body
 from gradbus.experiments.files import ControllerFile, load
 from gradbus.experiments.report.federated import page_of
 from gradbus.experiments.report.followed import FollowedJob
@@ -26,10 +27,12 @@ from gradbus.experiments.report.metrics import JobCollector
 from gradbus.experiments.run.console import LogFile
 from gradbus.experiments.run.federated import run_controller
 from gradbus.experiments.run.live import Display, RoundTable
+from gradbus.experiments.run.status import Observer, lines_of
 from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.experiments.rundir.reading import read_run
-
-pytestmark = pytest.mark.slow
+from gradbus.runtime.wire.control import PROTOCOL, Hello, Status
+from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
+from gradbus.runtime.wire.messages import Control
 
 NAMES = ["site-1", "site-2", "site-3"]
 TASK = {"data": "glyphs", "data_options": {"train": 300, "test": 100}}
@@ -51,6 +54,7 @@ class Shown(Display[Any]):
         self.scrape = generate_latest(self.registry).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [False, True], ids=["clients", "host"])
 def test_names_show_in_all_seven_places(tmp_path: Path, host: bool) -> None:
     domain = new_domain()
@@ -106,3 +110,28 @@ def test_names_show_in_all_seven_places(tmp_path: Path, host: bool) -> None:
     following.refresh()
     body = run_body(following, 1)
     assert all(label in body for label in labels)
+
+
+def test_the_open_round_of_the_dashboard_shows_names_of_its_journal_that_are_names(tmp_path: Path) -> None:
+    (tmp_path / "history").mkdir()
+    event = {"event": "commanded", "time": time.time(), "round": 1, "expected": [0, 1, 2],
+             "names": {"0": "site-1", "1": "<b>", "x": "site-3"}}  # fmt: skip
+    (tmp_path / "history" / "controller.jsonl").write_text(json.dumps(event) + "\n")
+    (tmp_path / "clients.json").write_text(json.dumps({"names": [{"clients": "2", "name": "site-2"}, {"name": 7}, 8]}))
+    following = Following(tmp_path, "federated")
+    following.refresh()
+    assert [chip.client for chip in now_of(following).chips] == ["0 (site-1)", "1", "2 (site-2)"]
+
+
+def test_the_status_of_a_job_shows_names_and_leaves_out_who_has_no_id_yet() -> None:
+    observer = Observer()
+    status = Status(1, 1, "training", 0, 2, awaited=[0, 7], silent_s=[0.0, 0.0])
+    observer.take(Control(CONTROLLER, 1, status), 0.0)
+    for sender, said in ((0, {"name": "site-1"}), (3, {"name": "site-2"}), (UNASSIGNED, {"name": "new"}),
+                         (1 << 31 | 7, {"name": "lab", "ids": "7-9"})):  # fmt: skip
+        observer.take(Control(sender, 5, Hello(PROTOCOL, 1, 1, True, 1, "training", 1, 0, "host", 1, **said)), 0.0)
+    lines = lines_of(observer.picture("job", 0.0))
+    assert [line.split(":")[0] for line in lines if "waiting for" in line] == [
+        "  waiting for client 0 (site-1)", "  waiting for client 7 (lab.7)",
+    ]  # fmt: skip
+    assert "  clients that are not waited for: 3 (site-2)" in lines

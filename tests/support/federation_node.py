@@ -87,6 +87,7 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
         say(
             {
                 "event": "done", "reports": reports, "never_counted": controller.progress.never_counted,
+                "names": list(map(list, controller.progress.names.rows())),
                 "rejected": dict(bus.rejected), "fired": _fired(bus), **_traffic(bus),
             }
         )  # fmt: skip
