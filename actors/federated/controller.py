@@ -34,7 +34,7 @@ from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.chosen_codecs import check_downlink, names_in, own_codecs
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry
+from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, duplicate_after_s
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
@@ -201,7 +201,7 @@ class Controller:
         )  # fmt: skip
         self._registry = ClientRegistry(
             dim=dim, layout=self._model.layout, session=self._identity.incarnation,
-            dead_after_s=config.clients.dead_after_s, duplicate_after_s=2.4 * config.clients.heartbeat_s,
+            dead_after_s=config.clients.dead_after_s, duplicate_after_s=duplicate_after_s(config.clients.heartbeat_s),
             memory=self._bus.memory.here,
             compares="shared" if self._model.sharing.has_patterns else config.exchange,
         )  # fmt: skip
@@ -223,7 +223,7 @@ class Controller:
             buffers=self._model.buffers,
         )  # fmt: skip
         self._receiver.own_codecs = self._own_codecs()
-        self._losses = RoundLosses(self._receiver)
+        self._losses = RoundLosses(self._receiver, state.names)
         if self._callbacks.follow("on_update"):
             self._receiver.counted = []
         if self._bases is not None:
@@ -245,6 +245,7 @@ class Controller:
         )
         self._evaluation = ModelEvaluation(context, self._task, self._model, self._evaluator, self.progress)
         self._cross_site = CrossSiteEvaluation(context, self._publisher, self._evaluator, models)
+        self.progress.names = state.names
         for report in state.history:
             self.progress.add(report)
         self.progress.round_id = state.round_id
@@ -499,7 +500,8 @@ class Controller:
             self._masked.on_answer(client_id, incarnation, answer)
         except NotInProtocol as error:  # too late, as a rule
             self._receiver.dropped["mask answer"] += 1
-            log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
+            facts = self._context.client_facts(client_id)
+            log.info("mask answer not used", **facts, phase=answer.phase, reason=str(error))
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         if report.round_id == BEFORE_FIRST_ROUND:
@@ -830,14 +832,15 @@ class Controller:
         never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
-            log.warning("client never counted", client=client_id, reason=why)
+            log.warning("client never counted", **self._state.names.facts(client_id), reason=why)
 
     def _weights_crc32(self) -> int:
         return zlib.crc32(self._state.weights.numpy().data)
 
     def _note_command(self, round_: Round) -> None:
         expected, counted = sorted(round_.expected), sorted(round_.accepted)
-        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted)
+        named = self._state.names.named(expected[:MAX_NAMED])
+        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted, names=named)
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._publisher.held_apart)

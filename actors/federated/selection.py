@@ -154,9 +154,10 @@ class ParticipantSelection:
                 they cannot get ready.
         """
         config, bus, out = self._context.config, self._context.bus, self._context.state.quarantine.excluded(round_id)
+        names = self._context.state.names
         self._progress.phase = "waiting"
         expected = range(config.clients.num or 0) if named is None else named
-        kept_out = f" (kept out: {', '.join(map(str, list(out)[:20]))})" if out else ""
+        kept_out = f" (kept out: {', '.join(map(names.label, list(out)[:20]))})" if out else ""
         failed = self._failed
         condition = StartCondition(
             minimum=config.clients.min, expected=expected, now_s=time.monotonic(), timeout_s=timeout_s,
@@ -209,13 +210,16 @@ class ParticipantSelection:
         """Why clients that are not here could not get ready, in words, by id."""
         here = {client.client_id for client in self._registry}
         gone = [one for one in sorted(self._unprepared) if one not in here][:_SHOWN]
-        return {one: f"client {one} failed before its first round: {self._unprepared[one]}" for one in gone}
+        label = self._context.state.names.label
+        return {one: f"client {label(one)} failed before its first round: {self._unprepared[one]}" for one in gone}
 
     def _absent(self, missing: Collection[int]) -> list[str]:
         """Names of missing clients, for the log."""
         here, failed = {client.client_id for client in self._registry}, self._failed()
+        label = self._context.state.names.label
         named = [
-            failed.get(number, f"client {number}{' (is here, not ready yet)' * (number in here)}") for number in missing
+            failed.get(number, f"client {label(number)}{' (is here, not ready yet)' * (number in here)}")
+            for number in missing
         ]
         named += [text for number, text in failed.items() if number not in missing]
         return named[:_SHOWN] or ["some client"]
@@ -268,7 +272,8 @@ class ParticipantSelection:
 
     async def on_strike(self, strike: Strike) -> None:
         """Log a bad update, and put its client in quarantine where that follows."""
-        facts = {"client": strike.client_id, "round": strike.round_id, "reason": strike.reason, "strikes": strike.count}
+        of_round = {"round": strike.round_id, "reason": strike.reason, "strikes": strike.count}
+        facts = {**self._context.client_facts(strike.client_id), **of_round}
         if not strike.out_until:
             log.warning("strike", **facts)
             return

@@ -115,7 +115,7 @@ class SiteMember(Client):
         """
         timeout_s = upstream.alone_after_s if followed and upstream.alone else upstream.timeout_s
         config = ClientConfig(controller_timeout_s=timeout_s, codecs=upstream.codecs)
-        super().__init__(bus, task, client_id=upstream.site or 0, config=config)
+        super().__init__(bus, task, client_id=upstream.site or 0, name=upstream.name, config=config)
         self._upstream = upstream
         self._make_controller = make_controller
         self._on_report = on_report

@@ -430,7 +430,8 @@ class UpdateReceiver:
     def _unreadable_from_here(self, transfer: _IncomingUpdate, error: SharedMemoryFault) -> None:
         """The update is not in its client's memory: have it sent."""
         update = transfer.source
-        log.warning("no shared memory", client=update.client_id, reason=str(error), effect="its updates go over DDS")
+        facts = self._context.client_facts(update.client_id)
+        log.warning("no shared memory", **facts, reason=str(error), effect="its updates go over DDS")
         self._unreadable[update.client_id] = update.incarnation
         self._drop(transfer.key)
         self._requests[update.client_id] = update
@@ -532,9 +533,9 @@ class UpdateReceiver:
     def _note_counted(self, key: FrameKey, request: UploadRequest, weight: int, crc32: int) -> None:
         marks = [] if self._bounded is None else self._bounded.marks_of(key.sender)
         self._context.history.note(
-            "counted", round=key.round_id, client=key.sender, incarnation=key.incarnation, transfer=key.transfer,
-            num_samples=request.num_samples, bytes=request.total_bytes, crc32=crc32, weight=weight,
-            steps=request.steps,
+            "counted", round=key.round_id, **self._context.client_facts(key.sender), incarnation=key.incarnation,
+            transfer=key.transfer, num_samples=request.num_samples, bytes=request.total_bytes, crc32=crc32,
+            weight=weight, steps=request.steps,
             loss=request.loss if math.isfinite(request.loss) else None, metrics=request.metrics,
             **({"bounded": marks} if marks else {}),
         )  # fmt: skip
@@ -607,7 +608,8 @@ class UpdateReceiver:
     async def _reject(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
         """Refuse an update whose client is not waited for in this round any more."""
         client_id, round_id = update.client_id, update.request.round_id
-        log.warning("update dropped", client=client_id, round=round_id, reason=refusal.reason, detail=refusal.text)
+        facts = self._context.client_facts(client_id)
+        log.warning("update dropped", **facts, round=round_id, reason=refusal.reason, detail=refusal.text)
         if self._round is not None:
             self._round.fail(client_id, refusal.reason)
             self._on_change()

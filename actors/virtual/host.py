@@ -58,7 +58,7 @@ from gradbus.runtime.wire.control import (
     TrainingFailure,
     Welcome,
 )
-from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse_ids
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, TrainCmd
 
@@ -147,7 +147,7 @@ class ClientHost(Client):
 
     def __init__(
         self, bus: Bus, task: FederatedTask, *, ids: Iterable[int], pool: TrainingPool[Any], state_dir: Path,
-        config: ClientConfig | None = None,
+        config: ClientConfig | None = None, name: str = "",
     ) -> None:  # fmt: skip
         """A host that has not started.
 
@@ -158,12 +158,15 @@ class ClientHost(Client):
             pool: closed by whoever has made it.
             state_dir: where the clients keep what they need from round to round, that of the pool.
             config: of all clients.
+            name: of all of them: client 7 of ``lab`` is shown as ``lab.7``.
         """
         self._text = format_ids(ids)
         self._ids = parse_ids(self._text)
         if not self._ids:
             raise ValueError("ids: expected at least one client")
-        super().__init__(bus, task, client_id=self._ids[0].start, config=config)
+        if FIRST_HOST | self._ids[0].start >= UNASSIGNED:
+            raise ValueError("ids: expected the lowest one of a host to be at most 2^31 - 3")
+        super().__init__(bus, task, client_id=self._ids[0].start, name=name, config=config)
         self._identity = Identity(FIRST_HOST | self.client_id, self._identity.incarnation)
         self._session = HostSession(self._config.controller_timeout_s, self._ids)
         self._pool = pool
@@ -184,10 +187,11 @@ class ClientHost(Client):
         """Return what its clients did so far, in sum."""
         return ClientSummary(self._rounds, self._refused, self._bytes_up, self._trained_s)
 
-    def _open(self) -> None:
-        """Build the model, off the loop."""
+    def _build(self) -> None:
         self._bus.access_policy.check_host()
         self._model = FlatModel(build_model(self._task))
+
+    def _open(self) -> None:
         self._open_parts(self)
 
     def _describe(self, matched: bool) -> Hello:

@@ -49,7 +49,7 @@ def _of_rounds(run: RunFiles) -> list[PageFigure]:
     ]  # fmt: skip
     if newest is not None:
         title = f"Where the time went in round {newest.round_id}"
-        shown.append(PageFigure("timeline", partial(draw.draw_timeline, newest), title))
+        shown.append(PageFigure("timeline", partial(draw.draw_timeline, newest, run.names), title))
     title = "Bytes of each round, up and down"
     shown.append(PageFigure("bytes", partial(draw.draw_bytes, reports, up=up, down=down), title))
     return [*shown, *cross_site_figures(run)]

@@ -722,6 +722,8 @@ class UpstreamConfig(Settings):
     site: Annotated[int, Field(ge=0, lt=0x7FFF_FFFF)] | None = None
     """Number of this site among those of the level above, each of which has its own. null: there is no level above, and
     the other settings of this section are without effect."""
+    name: Annotated[str, Field(max_length=64)] = ""
+    """Name of this site, which the level above shows next to its number: letters, digits and `. _ -`. Empty: none."""
     deadline_share: Fraction = 0.8
     """Share of the deadline of the level above after which a round of this site ends, as `federated.round.timeout_s`,
     which may be shorter, but not longer. The rest is for the way of its sum."""

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from gradbus.runtime.choices import MAX_OPTIONS_CHARS
+from gradbus.runtime.names import MAX_NAME_CHARS, name_or_empty
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
 from gradbus.runtime.wire.client_orders import MAX_CLIENT_ORDERS_CHARS, checked_orders
@@ -37,6 +38,7 @@ Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
 Name = Annotated[str, Field(max_length=256)]
 # Text of a peer that people read is made plain here, so that no error, log or table has to.
 Label = Annotated[str, Field(max_length=256), AfterValidator(plain_line)]
+ClientName = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(name_or_empty)]
 Text = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_line)]
 Lines = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_text)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -92,6 +94,8 @@ class Hello:
         ids: it speaks for the clients with these ids, which have its incarnation and its session; empty: for itself.
         shared_dim, shared_layout: dim and layout of what its Welcome's patterns share; 0: it has not been given any.
         masks: it can mask its updates. grids: and round them to a common grid before.
+        name: of the client, or of the host of these clients; empty: it has none. A client that has a name and no id
+            yet sends as UNASSIGNED.
     """
 
     protocol: U32
@@ -114,6 +118,7 @@ class Hello:
     shared_layout: U64 = 0
     masks: bool = False
     grids: bool = False
+    name: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -121,7 +126,7 @@ class Welcome:
     """Controller to one client: take part from round ``next_round`` on, with these settings.
 
     Attributes:
-        to: client id; ``incarnation``: which start of it.
+        to: client id, or UNASSIGNED; ``incarnation``: which start of it.
         run_id: id of the run, new for each fresh start of training, kept over a resume.
         codec: name of the uplink codec. codec_options: all of its options, as a JSON object.
         num_clients: clients the run expects, 0 if it does not know.
@@ -142,6 +147,8 @@ class Welcome:
             model; 0: there are none.
         section_codec, section_options: the same for what an update holds beside the model.
         downlink_codec: name of the codec of the models. A client refuses a codec that it does not have or allow.
+        client_id: id of the client, which it sends as from now on; -1: as in ``to``. name: its name, empty: it has
+            none.
     """
 
     to: U32
@@ -168,6 +175,8 @@ class Welcome:
     section_codec: Name = "fp32"
     section_options: JsonText = "{}"
     downlink_codec: Name = "fp32"
+    client_id: Annotated[int, Field(ge=-1, le=0x7FFF_FFFE)] = -1
+    name: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

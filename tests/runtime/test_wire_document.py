@@ -23,6 +23,8 @@ TYPES = {
     "Round": "round",
     "Name": "name",
     "Label": "name",
+    "ClientName": "client name",
+    "Annotated[int, Field(ge=-1, le=2147483646)]": "integer",
     "Text": "text",
     "Lines": "text",
     "Seconds": "seconds",

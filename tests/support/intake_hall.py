@@ -22,6 +22,7 @@ from gradbus.actors.aggregation.bounds import Bounds
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated import uploads
+from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.actors.federated.state import RunContext
@@ -150,7 +151,7 @@ async def hall_of(  # noqa: PLR0913 - each is of a test or two
 
     delays = {"REPAIR_AFTER_S": repair_after_s, "STALL_AFTER_S": stall_after_s}
     with ComputeThread("intake-test") as compute, mock.patch.multiple(uploads, **delays):
-        state, journal = SimpleNamespace(run_id=RUN), history or History(None, "controller")
+        state, journal = SimpleNamespace(run_id=RUN, names=ClientNames()), history or History(None, "controller")
         context = RunContext(
             bus, Identity(CONTROLLER, 1), compute,  # type: ignore[arg-type]
             FederatedConfig(clients={"kind": "sites" if sites else "clients"}), state, journal,  # type: ignore[arg-type]

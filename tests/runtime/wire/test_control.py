@@ -113,6 +113,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "shared_layout": 0,
         "masks": False,
         "grids": False,
+        "name": "",
     },
     Welcome: {
         "memory": "",
@@ -131,6 +132,8 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "section_codec": "fp32",
         "section_options": "{}",
         "downlink_codec": "fp32",
+        "client_id": -1,
+        "name": "",
     },
     RoundTerms: {"participants": "", "held": False, "attempt": 0, "each": ""},
     TrainingFailure: {"reason": "training failed"},
