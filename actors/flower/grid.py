@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
@@ -19,7 +19,7 @@ from flwr.supercore.run import Run
 from gradbus.actors.flower.hub import Address, Answer, MessageHub
 from gradbus.actors.flower.payload import collect, decode, encode
 from gradbus.actors.flower.protocol import make_payload
-from gradbus.actors.flower.reply_tally import ReplyTally
+from gradbus.actors.flower.reply_tally import ReplyTally, RoundName
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 
@@ -126,7 +126,7 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
                 self._stamp(message, name)
                 stub = Message(metadata=message.metadata, content=RecordDict())
                 self._pushed[name] = _Pushed((number, node), stub)
-        self.tally.send({ids[id(message)]: message.metadata.message_type for message in ordered})
+        self.tally.send({ids[id(message)]: _round_of(message) for message in ordered})
         return [ids[id(message)] for message in ordered]
 
     def _stamp(self, message: Message, name: str) -> None:
@@ -192,6 +192,13 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
 def message_id(run_id: int, number: int, node: int) -> str:
     """The id of a message: of one instruction, to one node."""
     return f"{run_id:016x}-{number}-{node}"
+
+
+def _round_of(message: Message) -> RoundName:
+    """Return the type of a message, and which round of its strategy it belongs to."""
+    configs = (record for record in message.content.values() if isinstance(record, ConfigRecord))
+    number = next((config["server-round"] for config in configs if "server-round" in config), "")
+    return message.metadata.message_type, str(message.metadata.group_id or number)
 
 
 def _code_name(code: int) -> str:

@@ -347,7 +347,9 @@ class MessageNode:
             payload = await self._fetch(notice, instruction, session)
         except FrameError as error:
             log.error("message refused", node=self.number, number=number, reason=str(error))
-            parts = await self._compute.run(self._answering.refuse, f"node {self.number}: {error}")
+            parts: list[bytes | memoryview] | None = await self._compute.run(
+                self._answering.refuse, f"node {self.number}: {error}"
+            )
         else:
             if payload is None:  # no longer wanted
                 self._open.pop(number, None)

@@ -206,7 +206,7 @@ def allreduce_async_(
     return start_reduction(current(), tensor, space, label, op).map(lambda sum_: _scale(sum_, postscale_factor))
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _scale(tensor: Tensor, factor: float) -> Tensor:
     tensor *= factor
     return tensor
