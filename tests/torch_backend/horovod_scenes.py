@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -70,9 +71,25 @@ def as_horovod_has_it(place: RankLocation) -> dict[str, Any]:
         said(lambda: hvd.allreduce(torch.ones(2, dtype=torch.int64), prescale_factor=0.5)),
     ]
     results["initialized"] = hvd.is_initialized()
+    results["places"] = places(rank, place.world)
     hvd.shutdown()
     results["after"] = hvd.is_initialized()
     return results
+
+
+def places(rank: int, world: int) -> list[Any]:
+    """The numbers on and of machines, with what launchers say: one machine, as many as ranks, and nonsense."""
+    found: list[Any] = []
+    for local_rank, local_size in ((rank, world), (0, 1)):
+        os.environ.update({"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)})
+        found.append([hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()])
+    os.environ["LOCAL_RANK"] = "1"
+    try:
+        hvd.cross_rank()
+    except RuntimeError as error:
+        found.append(str(error))
+    os.environ.update({"GROUP_RANK": "4", "GROUP_WORLD_SIZE": "7"})  # of torchrun, which knows
+    return [*found, [hvd.cross_rank(), hvd.cross_size()]]
 
 
 def said(function: Any) -> str:

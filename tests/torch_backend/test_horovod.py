@@ -71,7 +71,12 @@ def test_reductions_compression_and_factors_are_those_of_horovod(world: int) -> 
         "fp16": (added(halves(gradients)) * (1.0 / world)).half().float(),
         "fp16 predivided": (added(halves(gradients, 2.0)).half() * (2.0 / world)).float(),
     }
-    for result in results:
+    for rank, result in enumerate(results):
+        one_machine, many, nonsense, told = result["places"]
+        assert one_machine == [rank, world, 0, 1]
+        assert many == [0, 1, rank, world]
+        assert "has LOCAL_RANK 1 and LOCAL_WORLD_SIZE 1, so ranks are not numbered machine by machine" in nonsense
+        assert told == [4, 7]
         assert {name for name, one in expected.items() if not torch.equal(result["reductions"][name], one)} == set()
         assert result["whole numbers"] == [[0, 0, 6, 24][world], 5**world]
         assert torch.equal(result["fp16"], half_mean)
