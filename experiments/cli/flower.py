@@ -89,15 +89,13 @@ def node(
     from gradbus.experiments.run.flower import configure_flower_logs, open_app, place_of, read_flower_file, run_node
 
     file = read_flower_file(config, settings_of(overrides, insecure=insecure))
-    place_of(partition, of, name, file.flower.node_config)  # before Flower is loaded, which takes a second
+    place_of(partition, of, name, {})  # options that do not fit are refused before Flower is loaded, or missed
     app = open_app(app_dir)
     from gradbus.actors.flower.apps import load_client_app, parse_node_config
     from gradbus.experiments.amounts import size
 
-    place, values = place_of(
-        partition, of, name, {**file.flower.node_config, **parse_node_config(node_config or [])}
-    )  # fmt: skip
-
+    config_of_node = {**file.flower.node_config, **parse_node_config(node_config or [])}
+    place, values = place_of(partition, of, name, config_of_node)
     screen = Screen(live=False, level=log_level, style=log_style)
     screen.configure_logs()
     configure_flower_logs(log_style)
