@@ -149,6 +149,13 @@ def load_client_app(app: FlowerApp) -> ClientApp:
     return load_component(app, app.client, ClientApp)
 
 
+class NodeConfig(dict[str, Value]):
+    """The config of a node for its app. A key that is not there is a KeyError that says where it is set."""
+
+    def __missing__(self, key: object) -> Value:
+        raise KeyError(f"the node config has no {key!r}: start this node with --node-config {key}=...")
+
+
 def make_context(
     app: FlowerApp, run_id: int, overrides: Mapping[str, Value], place: NodePlace | None,
     node_config: Mapping[str, Value] | None = None,
@@ -158,7 +165,7 @@ def make_context(
     node_id = SUPERLINK_NODE_ID if place is None else NODE_ID_BASE + place.number
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 0
     return Context(
-        run_id=run_id, node_id=node_id, node_config=dict(node_config or {}), state=RecordDict(),
+        run_id=run_id, node_id=node_id, node_config=NodeConfig(node_config or {}), state=RecordDict(),
         run_config=app.run_config(overrides),
     )  # fmt: skip
 

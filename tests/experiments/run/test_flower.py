@@ -183,7 +183,7 @@ def test_a_run_in_which_no_reply_was_good_has_failed_everywhere(flower: Path, ap
     assert "done" not in ended[0][1]
     last = ended[0][2].splitlines()[-1]
     assert "in 1 of 1 rounds of messages no reply was good" in last
-    assert "KeyError: 'dataset-path'" in last
+    assert "the node config has no 'dataset-path': start this node with --node-config dataset-path=..." in last
     assert "2 replies, 2 of them errors (2 CLIENT_APP_RAISED_EXCEPTION)" in last
 
 
