@@ -44,6 +44,11 @@ class _Lenient:
             self._stream.flush()
 
 
+def writes_json(style: Literal["auto", "console", "json"]) -> bool:
+    """Return whether a log of this style has JSON lines: ``auto`` is console on a terminal and JSON elsewhere."""
+    return style == "json" or (style == "auto" and not sys.stderr.isatty())
+
+
 def configure(*, level: str = "info", style: Literal["auto", "console", "json"] = "auto") -> None:
     """Set structlog up for a command of gradbus. Programs that embed gradbus configure structlog themselves.
 
@@ -51,7 +56,7 @@ def configure(*, level: str = "info", style: Literal["auto", "console", "json"] 
         level: debug, info, warning or error.
         style: ``auto`` is console on a terminal and JSON elsewhere.
     """
-    as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
+    as_json = writes_json(style)
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
