@@ -130,7 +130,8 @@ class Controller:
         self._left_out: set[int] = set()  # with secure aggregation: clients that later attempts are made without
         self._wakeup = asyncio.Event()
         self._has_commanded = False
-        self._has_orders = False  # the caller orders each round, in its own way
+        self._has_caller = False  # it orders each round, in its own way
+        self._has_orders = False  # there are some on the disk: rounds may be repeated by them
         self._requests: RoundRequests | None = None
         self._bases: Bases | None = None  # of asynchronous rounds
         self._selector = make_selector(config.selection)
@@ -163,6 +164,7 @@ class Controller:
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
+        self._has_orders = self._state.has_orders
         self.progress.epsilon, self.progress.epsilon_budget = self._strategy.epsilon, self._strategy.epsilon_budget
         # Later than every start before, also where the clock was set back.
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
@@ -198,7 +200,7 @@ class Controller:
             compares="shared" if self._model.sharing.has_patterns else config.exchange,
         )  # fmt: skip
         self._registry.max_members = most_clients(config)
-        self._book = OrderBook(config, self._strategy, state)
+        self._book = OrderBook(config, self._strategy, state, has_caller=self._has_caller)
         self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
             context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
@@ -228,7 +230,9 @@ class Controller:
             context, self._registry, self._receiver, self._publisher, self._monitor, self
         )  # fmt: skip
         self._dispatcher.fetch_models = self._selector.partial
-        self._dispatcher.has_terms = config.training.has_terms or self._has_orders or self._strategy.gives_orders
+        self._dispatcher.has_terms = (
+            config.training.has_terms or self._has_caller or self._strategy.gives_orders or self._has_orders
+        )
         self._evaluator = self._dispatcher.evaluator = ClientEvaluator(
             context, self._registry, sleep_until=self._sleep_until, changed=self._changed
         )
@@ -291,7 +295,7 @@ class Controller:
         Raises:
             As :meth:`run`.
         """
-        async with self._opened(has_orders=False) as run:
+        async with self._opened(has_caller=False) as run:
             with contextlib.suppress(RunOver):
                 while not run.is_over:
                     yield await run.round()
@@ -310,12 +314,12 @@ class Controller:
         Raises:
             As :meth:`run`.
         """
-        async with self._opened(has_orders=True) as run:
+        async with self._opened(has_caller=True) as run:
             yield run
 
     @contextlib.asynccontextmanager
-    async def _opened(self, *, has_orders: bool) -> AsyncGenerator[OrderedRun, None]:
-        self._has_orders = has_orders
+    async def _opened(self, *, has_caller: bool) -> AsyncGenerator[OrderedRun, None]:
+        self._has_caller = has_caller
         requests = self._requests = RoundRequests()
         async with serving(self.serve, requests, name="controller"):
             yield OrderedRun(requests, self.progress, functools.partial(check_order, self._config))
@@ -424,13 +428,13 @@ class Controller:
         if requests is not None and not self._over():
             requests.begin(await self._compute.run(self._book.recorded, state.round_id + 1))
         while not self._over():
+            self.progress.phase = "waiting"
             given = RoundOrder() if requests is None else await requests.next()
             round_id = state.round_id + 1
             if given is None:
                 self._stop.reason = f"the caller has ended it after round {state.round_id}"
             elif await self._compute.run(self._stop.may_begin, round_id):
-                ready = functools.partial(self._selection.ready, round_id)
-                await self._compute.run(self._book.open, round_id, given, ready)
+                await self._compute.run(self._book.open, round_id, given, self._selection.ready(round_id))
                 report = await self._one_round(round_id)
                 on_report(report)
                 await self._after_round(report)
@@ -596,6 +600,8 @@ class Controller:
                 await self._compute.run(self._note_command, round_)
             command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected | round_.silent)
             self._limit_steps(command)
+            if self._book.is_unwritten:
+                await self._compute.run(self._book.write, round_id)
             self._receiver.timing.commanded()
             with tolerate_write_timeout("command", round_id):
                 await self._publish_terms(terms)

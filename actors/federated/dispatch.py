@@ -296,8 +296,11 @@ class Dispatcher:
         names_them = self.fetch_models or self._registry.has_hosts or bool(attempt)
         if not self.has_terms and not names_them:
             return None
-        named = format_ids(participants) if names_them or book.named(round_id) is not None else ""
-        if len(named) > MAX_CHARS and not self.fetch_models:
+        ordered = book.named(round_id)
+        named = format_ids(participants) if names_them or ordered is not None else ""
+        if len(named) > MAX_CHARS and ordered is not None:
+            named = format_ids(ordered)  # an order has room, and the other ones that it names are not here
+        elif len(named) > MAX_CHARS and not self.fetch_models:
             named = ""  # all are asked; updates of those that may not take part are refused
         return RoundTerms(
             self._context.run_id, round_id, book.terms_of(round_id), named, held=held, attempt=attempt,
