@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dds_domains import new_domain
+from ordering_program import Task as OrderedTask
 from structlog.testing import capture_logs
 
 import gradbus
@@ -21,6 +22,9 @@ from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.federated.order_book import check_order
 from gradbus.actors.federated.ordered_run import OrderedRun
+from gradbus.actors.virtual.client_trainer import PoolSettings
+from gradbus.actors.virtual.host import ClientHost
+from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.models import NoopTask
 from gradbus.runtime.errors import (
     BarrierTimeout,
@@ -491,3 +495,45 @@ def test_what_a_program_orders_for_all_is_over_what_the_strategy_orders_for_sing
     assert RoundOrder(each={1: ClientOrder(steps=1)}).merged(own) == RoundOrder(
         epochs=4, seed=3, each={1: ClientOrder(steps=1, seed=5), 2: ClientOrder(steps=9)}
     )
+
+
+async def weights_ordered(job: Job, clients: Callable[[gradbus.Bus], list[Awaitable[Any]]]) -> list[tuple[int, ...]]:
+    """Which clients count in each round and the checksum of its model, where these clients take part."""
+    orders: list[dict[str, Any]] = [
+        {"lr": 0.5, "each": {1: {"epochs": 3}, 3: {"lr": 0.25, "seed": 5}}},
+        {"clients": [0, 3], "each": {0: {"epochs": 2}}},
+        {},
+    ]
+    async with (
+        asyncio.timeout(60), gradbus.connect(**job.place) as bus, gradbus.connect(**job.place) as other,
+        asyncio.TaskGroup() as group,
+    ):  # fmt: skip
+        for running in clients(other):
+            group.create_task(awaited(running))
+        async with gradbus.Controller(bus, OrderedTask(DIM), job.config).open() as run:
+            return [(*report.clients, report.weights_crc32) for report in [await run.round(**one) for one in orders]]
+
+
+async def awaited(running: Awaitable[Any]) -> Any:
+    return await running
+
+
+def test_virtual_clients_follow_the_same_orders_as_clients_with_a_process_of_their_own(tmp_path: Path) -> None:
+    one, other = Job(clients=4), Job(clients=4)
+
+    def of_their_own(bus: gradbus.Bus) -> list[Awaitable[Any]]:
+        return [gradbus.Client(bus, OrderedTask(DIM), client_id=number).run() for number in range(4)]
+
+    async def virtual() -> list[tuple[int, ...]]:
+        pool = LocalPool(OrderedTask(DIM), PoolSettings(state_dir=tmp_path), size=1)
+        try:
+            return await weights_ordered(
+                other,
+                lambda bus: [ClientHost(bus, OrderedTask(DIM), ids=range(4), pool=pool, state_dir=tmp_path).run()],
+            )
+        finally:
+            await pool.close()
+
+    found = asyncio.run(virtual())
+    assert [clients for *clients, _ in found] == [[0, 1, 2, 3], [0, 3], [0, 1, 2, 3]]
+    assert found == asyncio.run(weights_ordered(one, of_their_own))
