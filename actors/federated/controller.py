@@ -428,7 +428,8 @@ class Controller:
         if requests is not None and not self._over():
             requests.begin(await self._compute.run(self._book.recorded, state.round_id + 1))
         while not self._over():
-            self.progress.phase = "waiting"
+            if self._has_caller:
+                self.progress.phase = "waiting"
             given = RoundOrder() if requests is None else await requests.next()
             round_id = state.round_id + 1
             if given is None:
