@@ -537,3 +537,13 @@ def test_virtual_clients_follow_the_same_orders_as_clients_with_a_process_of_the
     found = asyncio.run(virtual())
     assert [clients for *clients, _ in found] == [[0, 1, 2, 3], [0, 3], [0, 1, 2, 3]]
     assert found == asyncio.run(weights_ordered(one, of_their_own))
+
+
+def test_asynchronous_clients_that_do_not_repeat_wait_for_the_next_order() -> None:
+    job = Job(rounds=3, mode="asynchronous", asynchronous={"buffer": 2, "repeats": False})
+
+    async def program(run: OrderedRun) -> list[int]:
+        return [(await run.round(lr=lr)).max_staleness for lr in (0.5, 0.25, 0.125)]
+
+    assert job.run(program) == [0, 0, 0]
+    assert [[task.asked[number]["lr"] for number in (1, 2, 3)] for task in job.tasks] == [[0.5, 0.25, 0.125]] * 2
