@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
-import itertools
 import math
 import os
 import time
@@ -27,9 +25,8 @@ from torch import nn
 
 from gradbus.actors.aggregation import partial_sum, updates
 from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
-from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.orders import RoundOrder
-from gradbus.actors.aggregation.strategies import NoRoom, Strategy
+from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
@@ -46,23 +43,22 @@ from gradbus.actors.federated.liveness import (
     claim_job,
     tolerate_write_timeout,
 )
-from gradbus.actors.federated.masked_attempt import BROKEN, AttemptTerms, MaskedAttempt
+from gradbus.actors.federated.masked_attempt import AttemptTerms
+from gradbus.actors.federated.masked_rounds import MaskedRounds
 from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
 from gradbus.actors.federated.order_book import OrderBook, check_order
 from gradbus.actors.federated.ordered_run import OrderedRun, RoundRequests, serving
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport, round_report
 from gradbus.actors.federated.round_losses import RoundLosses
-from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
+from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing, check_buffers, check_noise, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
-from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import size_of
-from gradbus.actors.secure_aggregation.masking_server import WrongSecrets
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.callbacks import Callbacks
@@ -125,9 +121,6 @@ class Controller:
         self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
         self._compute = ComputeThread("controller")
         self._round: Round | None = None
-        self._masked: MaskedAttempt | None = None  # with secure aggregation: the newest attempt
-        self._mask_numbers = itertools.count(1)  # of attempts: none is used twice by this start of the controller
-        self._left_out: set[int] = set()  # with secure aggregation: clients that later attempts are made without
         self._wakeup = asyncio.Event()
         self._has_commanded = False
         self._has_caller = False  # it orders each round, in its own way
@@ -217,6 +210,9 @@ class Controller:
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed,
             buffers=self._model.buffers,
         )  # fmt: skip
+        self._masked = MaskedRounds(
+            context, self._registry, self._receiver, self._selection, self.progress, changed=self._changed
+        )
         self._losses = RoundLosses(self._receiver)
         if self._callbacks.follow("on_update"):
             self._receiver.counted = []
@@ -322,7 +318,7 @@ class Controller:
         self._has_caller = has_caller
         requests = self._requests = RoundRequests()
         async with serving(self.serve, requests, name="controller"):
-            yield OrderedRun(requests, self.progress, functools.partial(check_order, self._config))
+            yield OrderedRun(requests, self.progress, partial(check_order, self._config))
 
     async def serve(self, on_report: Callable[[RoundReport], object] = lambda report: None) -> None:
         """The run, with a call for each round that is done; rounds are as configured, unless a caller orders them.
@@ -480,8 +476,7 @@ class Controller:
     def membership_changed(self) -> None:
         if self._round is not None:
             self._losses.follow(self._round, self._registry)
-            if self._masked is not None:
-                self._masked.keep_to_members()
+            self._masked.membership_changed()
         self.progress.clients = tuple(sorted(member.client_id for member in self._registry if not member.silent))
         self.progress.out = self._state.quarantine.excluded(self._state.round_id + 1)
         self._monitor.client_left()
@@ -489,13 +484,7 @@ class Controller:
         self._changed()
 
     def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
-        if self._masked is None:
-            return
-        try:
-            self._masked.on_answer(client_id, incarnation, answer)
-        except NotInProtocol as error:  # too late, as a rule
-            self._receiver.dropped["mask answer"] += 1
-            log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
+        self._masked.on_answer(client_id, incarnation, answer)
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         if report.round_id == BEFORE_FIRST_ROUND:
@@ -514,8 +503,7 @@ class Controller:
                 self.progress.ready, self.progress.expected = ready, expected
                 if ready % max(1, expected // LINES_OF_A_ROUND) == 0 or ready >= expected:
                     log.info("final-ready=%d/%d (min=%d)", ready, expected, round_.minimum, round=round_.round_id)
-        if self._masked is not None:
-            self._masked.wake()
+        self._masked.wake()
         self._wakeup.set()
 
     async def _sleep_until(self, at_s: float) -> None:
@@ -542,9 +530,8 @@ class Controller:
         self._cap.begin(round_id, self._state.participation.samples())
         if self._config.secure_aggregation.enabled:
             self._cap.waive()
-        if self._has_too_few_left(round_id):
-            self._left_out = set()
         named, tries, attempt = self._book.named(round_id), 0, 0
+        self._masked.begin_round(self._selection.ready(round_id, named))
         least = self._config.clients.min if named is None else len(named)
         while tries < self._config.round.max_attempts:
             attempt += 1
@@ -552,27 +539,22 @@ class Controller:
                 await self._selection.wait_for_start(
                     round_id, accepted, timeout_s=self._time_left()[0], named=named
                 )  # fmt: skip
-            known = len(self._left_out)
+            known = len(self._masked.left_out)
             round_, outcome = await self._collect(round_id, accepted, attempt)
             if outcome is not Outcome.TOO_FEW:
-                masked = self._masked if outcome is Outcome.GIVEN_UP else None
-                self._left_out = set() if masked is None else masked.left_out
+                self._masked.round_done(outcome)
                 return round_, outcome, attempt
-            tries += len(self._left_out) == known  # without some clients it is another one, and their number is finite
+            # Without some clients it is another one, and their number is finite.
+            tries += len(self._masked.left_out) == known
             self._losses.note_attempt(round_)
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._registry.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its next Hello brings another
                     await self._dispatcher.welcome(member)
-            if self._time_left()[1] <= 0.0 or self._has_too_few_left(round_id):
+            too_few = self._masked.has_too_few_left(self._selection.ready(round_id, named))
+            if self._time_left()[1] <= 0.0 or too_few:
                 break
-        why = "" if self._masked is None else self._masked.failure
-        raise self._losses.error(round_, attempt, why)
-
-    def _has_too_few_left(self, round_id: int) -> bool:
-        """Whether those that are left out are missing for another attempt, which nobody else can help."""
-        ready = self._selection.ready(round_id, self._book.named(round_id))
-        return bool(self._left_out) and len(set(ready) - self._left_out) < self._config.clients.min
+        raise self._losses.error(round_, attempt, self._masked.failure)
 
     async def _collect(self, round_id: int, accepted: set[int], attempt: int) -> tuple[Round, Outcome]:
         """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
@@ -590,7 +572,7 @@ class Controller:
         )
         round_ = self._new_round(round_id, rules, accepted)
         self._probe.reached("before_command", round_id)
-        masked = self._masked = self._masked_attempt(round_)
+        masked = self._masked.begin(round_, self._attempt_terms()) if self._masked.is_on else None
         try:
             self._round, self._has_commanded = round_, True
             self._receiver.open(round_, self._publisher.held, masked)
@@ -618,8 +600,7 @@ class Controller:
         # An update that was being added when the round ended counts, too.
         outcome = round_.verdict(time.monotonic()) or outcome
         if masked is not None:
-            outcome = await self._unmask(masked, outcome)
-            await self._leave_out(round_, masked)
+            outcome = await self._masked.end(round_, masked, outcome)
         await self._call_on_update()
         if self._selector.partial and round_.open and outcome is not Outcome.TOO_FEW:
             with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
@@ -628,7 +609,7 @@ class Controller:
 
     async def _until_over(self, round_: Round, terms: RoundTerms | None) -> Outcome:
         """Wait until a commanded round is over, and repeat its terms meanwhile."""
-        masked, round_id = self._masked, round_.round_id
+        masked, round_id = self._masked.attempt, round_.round_id
         reached, repeat_s = round_.ready, self._config.clients.heartbeat_s
         repeat_at_s = math.inf if terms is None else time.monotonic() + repeat_s
         if masked is not None:
@@ -654,55 +635,22 @@ class Controller:
             self._receiver.counted = []
             await self._compute.run(self._stop.updates_counted, counted)
 
-    def _masked_attempt(self, round_: Round) -> MaskedAttempt | None:
-        """The attempt with secure aggregation; None: there is none."""
-        if not self._config.secure_aggregation.enabled:
-            return None
+    def _attempt_terms(self) -> AttemptTerms:
+        """What the clients of an attempt with secure aggregation are told of its sum."""
         fixed = self._config.limits.cap_samples
         caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
         cap = min((cap for cap in caps if cap is not None), default=0)
-        terms = AttemptTerms(self._model.dim, cap, self._strategy.masked_grid)
-        return MaskedAttempt(
-            self._context, round_, next(self._mask_numbers), terms,
-            is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
-        )  # fmt: skip
-
-    async def _unmask(self, masked: MaskedAttempt, outcome: Outcome) -> Outcome:
-        """Make the sum of an attempt, with which its updates count. Returns why the round is over, after that."""
-        if outcome is Outcome.TOO_FEW:
-            masked.note_too_few()
-        elif outcome is not Outcome.NOTHING:
-            self.progress.phase = "unmasking"
-            try:
-                await self._receiver.settle_masked(await masked.unmask())
-                return outcome
-            except (TooFewMembers, WrongSecrets, OutOfRange, NoRoom) as error:  # the clients, or their sum
-                masked.fail(str(error))
-                outcome = Outcome.GIVEN_UP if masked.is_last else Outcome.TOO_FEW
-        is_over = outcome is Outcome.GIVEN_UP
-        await self._receiver.settle_masked(None, f"the round was {outcome.value}" if is_over else "")
-        return outcome
-
-    async def _leave_out(self, round_: Round, masked: MaskedAttempt) -> None:
-        """Make later attempts at a round without those that broke the protocol of this one, and those that have sat it
-        out: the roster of an attempt says how many updates it takes."""
-        sat_out = {client_id for client_id, reason in round_.failed.items() if reason == SAT_OUT}
-        self._left_out |= masked.left_out | sat_out
-        for client_id, reason in masked.liars.items():
-            self._receiver.dropped[BROKEN] += 1
-            strike = self._state.quarantine.strike(client_id, round_.round_id, BROKEN, reason)
-            if strike is not None:
-                await self._selection.on_strike(strike)
+        return AttemptTerms(self._model.dim, cap, self._strategy.masked_grid)
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
         named = self._book.named(round_id)
         ready, enough = self._selection.participants(
-            round_id, accepted, self._cap.weight, named=named, without=self._left_out
+            round_id, accepted, self._cap.weight, named=named, without=self._masked.left_out
         )  # fmt: skip
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.
-        silent = set() if self._selector.partial else self._registry.silent_ids(round_id) - self._left_out
+        silent = set() if self._selector.partial else self._registry.silent_ids(round_id) - self._masked.left_out
         silent = silent if named is None else silent.intersection(named)
         if self._bases is None:
             return Round(round_id, ready, rules, now_s=time.monotonic(), accepted=accepted, silent=silent)
@@ -734,8 +682,7 @@ class Controller:
         )
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
-        attempt = 0 if self._masked is None else self._masked.number
-        held = not self._cap.is_settled
+        held, attempt = not self._cap.is_settled, self._masked.number
         return self._dispatcher.round_terms(round_id, participants, self._book, held=held, attempt=attempt)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:

@@ -68,9 +68,9 @@ class ClientOrder(BaseModel):
 
     def without(self, other: ClientOrder) -> ClientOrder:
         """Return what ``other`` leaves open of this order. Epochs and steps are counts of the same work."""
-        decided = other.given().keys()
+        decided = set(other.given())
         if decided & _COUNTS:
-            decided = decided | _COUNTS
+            decided |= _COUNTS
         return ClientOrder(**{key: value for key, value in self.given().items() if key not in decided})
 
     def given(self) -> dict[str, Any]:
