@@ -30,6 +30,7 @@ TYPES = {
     "Ranks": "ranks",
     "Ids": "ids",
     "IdRanges": "id ranges",
+    "ClientOrders": "text",
     "Incarnations": "uint64s",
     "Waits": "waits",
     "Counts": "counts",
