@@ -24,13 +24,14 @@ import torch
 from torch import nn
 
 from gradbus.actors.aggregation import partial_sum, updates
-from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
 from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.typical import most_samples
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
+from gradbus.actors.federated.chosen_codecs import check_downlink, names_in, own_codecs
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry
+from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, duplicate_after_s
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
@@ -57,8 +58,10 @@ from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing, check_buffers, check_noise, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
+from gradbus.actors.federated.update_admission import UpdateAdmission
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.masked_values import size_of
+from gradbus.codecs import Codec
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.callbacks import Callbacks
@@ -156,6 +159,7 @@ class Controller:
         check_strategy(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
+        check_downlink(config, self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
         self._has_orders = self._state.has_orders
         self.progress.epsilon, self.progress.epsilon_budget = self._strategy.epsilon, self._strategy.epsilon_budget
@@ -179,6 +183,10 @@ class Controller:
         longest = int(CODECS.make(self._config.longest_codec).max_bytes(self._model.dim))
         return longest + updates.overhead_bytes(self._strategy.sections, CODECS.make(self._config.section_codec))
 
+    def _own_codecs(self) -> tuple[type[Codec], ...]:
+        """Codecs that are not built in, which updates may be in: those that this configuration names."""
+        return own_codecs(names_in(self._config))
+
     def _wire(self) -> None:
         """Make all parts. Called on the loop, once the job is this controller's."""
         config, state, dim = self._config, self._state, self._model.dim
@@ -188,7 +196,7 @@ class Controller:
         )  # fmt: skip
         self._registry = ClientRegistry(
             dim=dim, layout=self._model.layout, session=self._identity.incarnation,
-            dead_after_s=config.clients.dead_after_s, duplicate_after_s=2.4 * config.clients.heartbeat_s,
+            dead_after_s=config.clients.dead_after_s, duplicate_after_s=duplicate_after_s(config.clients.heartbeat_s),
             memory=self._bus.memory.here,
             compares="shared" if self._model.sharing.has_patterns else config.exchange,
         )  # fmt: skip
@@ -199,9 +207,8 @@ class Controller:
             context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
             changed=self.membership_changed,
         )  # fmt: skip
-        self._cap = sample_cap(self._strategy, config)
         admission = UpdateAdmission(
-            state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
+            state.quarantine, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
             max_bytes=self._max_update_bytes() + self._model.buffers.max_bytes,
             max_samples=config.limits.max_samples,
         )  # fmt: skip
@@ -210,10 +217,11 @@ class Controller:
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed,
             buffers=self._model.buffers,
         )  # fmt: skip
+        self._receiver.own_codecs = self._own_codecs()
         self._masked = MaskedRounds(
             context, self._registry, self._receiver, self._selection, self.progress, changed=self._changed
         )
-        self._losses = RoundLosses(self._receiver)
+        self._losses = RoundLosses(self._receiver, state.names)
         if self._callbacks.follow("on_update"):
             self._receiver.counted = []
         if self._bases is not None:
@@ -237,6 +245,7 @@ class Controller:
         )
         self._evaluation = ModelEvaluation(context, self._task, self._model, self._evaluator, self.progress)
         self._cross_site = CrossSiteEvaluation(context, self._publisher, self._evaluator, models)
+        self.progress.names = state.names
         for report in state.history:
             self.progress.add(report)
         self.progress.round_id = state.round_id
@@ -353,6 +362,7 @@ class Controller:
         config, finished, final, linger = self._config, False, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
+        log.info("rounds", rounds=config.rounds, strategy=config.strategy.name, trust=config.limits.trust)
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
         await self._compute.run(self._open)
         state = self._state
@@ -527,9 +537,8 @@ class Controller:
         """Attempts at a round, until there are enough updates. Those of one attempt count in the next, and those of the
         clients in ``accepted`` count already: it grows. Returns the last attempt, its outcome and its number."""
         self._losses.begin()
-        self._cap.begin(round_id, self._state.participation.samples())
-        if self._config.secure_aggregation.enabled:
-            self._cap.waive()
+        if self._strategy.bounds is not None:
+            self._strategy.bounds.open_round(round_id)
         named, tries, attempt = self._book.named(round_id), 0, 0
         self._masked.begin_round(self._selection.ready(round_id, named))
         least = self._config.clients.min if named is None else len(named)
@@ -637,16 +646,15 @@ class Controller:
 
     def _attempt_terms(self) -> AttemptTerms:
         """What the clients of an attempt with secure aggregation are told of its sum."""
-        fixed = self._config.limits.cap_samples
-        caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
-        cap = min((cap for cap in caps if cap is not None), default=0)
+        cap = (self._config.limits.cap_samples or 0) if self._strategy.weighs_samples else 1
         return AttemptTerms(self._model.dim, cap, self._strategy.masked_grid)
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
         named = self._book.named(round_id)
+        most = most_samples(self._config.limits, self._state.participation.samples().values())
         ready, enough = self._selection.participants(
-            round_id, accepted, self._cap.weight, named=named, without=self._masked.left_out
+            round_id, accepted, most, named=named, without=self._masked.left_out
         )  # fmt: skip
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.
@@ -682,7 +690,8 @@ class Controller:
         )
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
-        held, attempt = not self._cap.is_settled, self._masked.number
+        held = self._strategy.bounds is not None and not self._strategy.bounds.is_settled
+        attempt = self._masked.number
         return self._dispatcher.round_terms(round_id, participants, self._book, held=held, attempt=attempt)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
@@ -763,8 +772,7 @@ class Controller:
         return report
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
-        capped = tuple(sorted(self._receiver.capped))
-        return {**({CAPPED: capped} if capped else {}), **self._strategy.marks()}
+        return dict(self._strategy.marks())
 
     def _ids_known_before(self) -> range:
         """Ids of participants that are known before any has come."""
@@ -778,14 +786,15 @@ class Controller:
         never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
-            log.warning("client never counted", client=client_id, reason=why)
+            log.warning("client never counted", **self._state.names.facts(client_id), reason=why)
 
     def _weights_crc32(self) -> int:
         return zlib.crc32(self._state.weights.numpy().data)
 
     def _note_command(self, round_: Round) -> None:
         expected, counted = sorted(round_.expected), sorted(round_.accepted)
-        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted)
+        named = self._state.names.named(expected[:MAX_NAMED])
+        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted, names=named)
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._publisher.held_apart)

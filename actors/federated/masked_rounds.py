@@ -82,7 +82,8 @@ class MaskedRounds:
             self.attempt.on_answer(client_id, incarnation, answer)
         except NotInProtocol as error:  # too late, as a rule
             self._receiver.dropped["mask answer"] += 1
-            log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
+            facts = self._context.client_facts(client_id)
+            log.info("mask answer not used", **facts, phase=answer.phase, reason=str(error))
 
     def membership_changed(self) -> None:
         """Wait no longer for clients that the newest attempt goes on without."""

@@ -316,6 +316,7 @@ class Profile:
         line = {"kind": "window", "rank": self.rank, "unix_s": time.time(), **window.to_json()}
         self._lines.append({**line, "outside": plain(self._outside)})
         self._write()
+        log.info("window", rank=self.rank, **window.headline())
         self.on_window(window)
 
     def _write(self) -> None:

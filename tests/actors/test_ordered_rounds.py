@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from structlog.testing import capture_logs
 import gradbus
 from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import FedAvg
-from gradbus.actors.federated.dispatch import Dispatcher
+from gradbus.actors.federated.dispatch import ids_in_terms
 from gradbus.actors.federated.order_book import check_order
 from gradbus.actors.federated.ordered_run import OrderedRun
 from gradbus.actors.virtual.client_trainer import PoolSettings
@@ -551,13 +550,9 @@ def test_asynchronous_clients_that_do_not_repeat_wait_for_the_next_order() -> No
     assert [[task.asked[number]["lr"] for number in (1, 2, 3)] for task in job.tasks] == [[0.5, 0.25, 0.125]] * 2
 
 
-@pytest.mark.parametrize("fetches", [False, True])
-def test_terms_without_room_for_those_of_an_order_that_are_here_name_all_of_the_order(fetches: bool) -> None:
-    book = SimpleNamespace(named=lambda _: range(100_000), terms_of=lambda _: {}, each=lambda _: "")
-    context, registry = SimpleNamespace(run_id=1, bus=SimpleNamespace(job=""), identity=None), SimpleNamespace()
-    registry.has_hosts = False
-    dispatcher = Dispatcher(context, registry, None, None, None, None)  # type: ignore[arg-type]
-    dispatcher.has_terms, dispatcher.fetch_models = True, fetches
-    terms = dispatcher.round_terms(1, range(0, 100_000, 2), book, held=False)  # type: ignore[arg-type]
-    assert terms is not None
-    assert terms.participants == "0-99999"
+def test_terms_without_room_for_those_of_an_order_that_are_here_name_all_of_the_order() -> None:
+    here, every = range(0, 100_000, 2), range(100_000)
+    for may_name_all in (False, True):
+        assert ids_in_terms(here, every, may_name_all=may_name_all) == "0-99999"
+    assert ids_in_terms(here, None, may_name_all=True) == ""
+    assert ids_in_terms([1, 2, 5], every, may_name_all=True) == "1-2,5"
