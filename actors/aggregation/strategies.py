@@ -159,7 +159,9 @@ class Strategy(ABC):
     def order(self, round_id: int, clients: Sequence[int]) -> RoundOrder | None:
         """Return how the clients are to train in a round that begins, where that differs from the configuration; None:
         it does not. The controller sends it, after it has written it to the disk: a round that is repeated after a
-        crash has the same order, and this is not asked again. What the caller of the round orders is over it.
+        crash has the same order, whatever this returns then. It is called once for each round that is done, or
+        repeated, so that a state which it changes is as without the crash. What the caller of the round orders, for
+        all clients or single ones, is over it.
 
         Args:
             round_id: the round.

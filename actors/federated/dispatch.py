@@ -73,6 +73,18 @@ _SAME_SPEED = 0.2  # a change of the steps by less than this share is none
 log = get_logger("controller")
 
 
+def ids_in_terms(participants: Collection[int], ordered: Collection[int] | None, *, may_name_all: bool) -> str:
+    """Return the text that names the participants of a round in its terms; empty: all clients.
+
+    Where it has no room, more are named, and updates of those that may not take part are refused: all that the round is
+    ``ordered`` from, an order of which has room, or, without an order, all clients if ``may_name_all``.
+    """
+    named = format_ids(participants)
+    if len(named) > MAX_CHARS and ordered is not None:
+        return format_ids(ordered)
+    return "" if len(named) > MAX_CHARS and may_name_all else named
+
+
 class RoundEvents(Protocol):
     """The controller's part in the dispatch of messages."""
 
@@ -352,9 +364,10 @@ class Dispatcher:
         names_them = self.fetch_models or self._registry.has_hosts or bool(attempt)
         if not self.has_terms and not names_them:
             return None
-        named = format_ids(participants) if names_them or book.named(round_id) is not None else ""
-        if len(named) > MAX_CHARS and not self.fetch_models:
-            named = ""  # all are asked; updates of those that may not take part are refused
+        ordered = book.named(round_id)
+        named = ""
+        if names_them or ordered is not None:
+            named = ids_in_terms(participants, ordered, may_name_all=not self.fetch_models)
         return RoundTerms(
             self._context.run_id, round_id, book.terms_of(round_id), named, held=held, attempt=attempt,
             each=book.each(round_id),

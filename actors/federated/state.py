@@ -48,6 +48,7 @@ from gradbus.runtime.wire.messages import Identity
 
 NOTHING = "0" * 16  # no frozen parameters, or none of integers
 _ORDERS_BEFORE = 1000  # rounds before that of a resume whose orders are removed: there may be some if keep was higher
+_ORDER = "order-"
 MAX_ORDER_BYTES = 64 << 20  # of a file: a million clients with orders of their own
 Load = Callable[[str], Mapping[str, Tensor]]
 
@@ -210,7 +211,7 @@ class RunContext:
 
 
 def _order_name(round_id: int) -> str:
-    return f"order-{round_id:06d}"
+    return f"{_ORDER}{round_id:06d}"
 
 
 class RunState:
@@ -410,6 +411,15 @@ class RunState:
         if self._store is not None:
             entry = {"run_id": f"{self.run_id:016x}", "round_id": round_id, "order": dict(order)}
             self._store.save_document(_order_name(round_id), entry)
+
+    def order_file(self, round_id: int) -> str:
+        """Return the name of the file of an order."""
+        return f"{_order_name(round_id)}.json"
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether there are orders on the disk, which may be of rounds that are to be repeated."""
+        return self._store is not None and self._store.has_documents(_ORDER)
 
     def load_order(self, round_id: int) -> dict[str, Any] | None:
         """Return what :meth:`save_order` has written in this run; None: nothing. Raises CheckpointError: it is

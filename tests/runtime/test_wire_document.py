@@ -32,6 +32,8 @@ TYPES = {
     "Ranks": "ranks",
     "Ids": "ids",
     "IdRanges": "id ranges",
+    "ClientOrders": "text",
+    "JsonText": "JSON",
     "Incarnations": "uint64s",
     "Waits": "waits",
     "Counts": "counts",
