@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
     from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
     from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
+    from gradbus.actors.data_parallel.evaluation import Evaluation, sum_counts
     from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
     from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
     from gradbus.actors.data_parallel.worker import Worker
@@ -36,6 +37,7 @@ _WHERE = {
     "ElasticWorker": "data_parallel.elastic",
     "EpochReport": "data_parallel.report",
     "EvalOutcome": "federated.task",
+    "Evaluation": "data_parallel.evaluation",
     "FedAdam": "aggregation.adaptive",
     "FedAvg": "aggregation.strategies",
     "FedAvgM": "aggregation.strategies",
@@ -55,6 +57,7 @@ _WHERE = {
     "TrimmedMean": "aggregation.robust",
     "Worker": "data_parallel.worker",
     "WorkerSummary": "data_parallel.report",
+    "sum_counts": "data_parallel.evaluation",
 }
 
 __all__ = [
@@ -68,6 +71,7 @@ __all__ = [
     "ElasticWorker",
     "EpochReport",
     "EvalOutcome",
+    "Evaluation",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
@@ -87,6 +91,7 @@ __all__ = [
     "TrimmedMean",
     "Worker",
     "WorkerSummary",
+    "sum_counts",
 ]
 
 

@@ -313,6 +313,10 @@ class CheckpointStore:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.directory / file} is damaged: {error}. Restore it from a backup") from None
 
+    def has_documents(self, prefix: str) -> bool:
+        """Whether there are any whose names begin so."""
+        return any(path.name.startswith(prefix) for path in self.directory.glob("*.json"))
+
     def remove_document(self, name: str) -> None:
         """Delete what :meth:`save_document` has written under this name."""
         (self.directory / f"{name}.json").unlink(missing_ok=True)

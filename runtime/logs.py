@@ -68,6 +68,11 @@ class _Lenient:
             self._stream.flush()
 
 
+def writes_json(style: _Style) -> bool:
+    """Return whether a log of this style has JSON lines: ``auto`` is console on a terminal and JSON elsewhere."""
+    return style == "json" or (style == "auto" and not sys.stderr.isatty())
+
+
 class _Stderr:
     """The stderr of the moment: notebooks and tests replace it."""
 

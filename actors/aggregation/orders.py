@@ -8,20 +8,23 @@ controller writes an order to the disk before it sends it: a round that a crash 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.wire.client_orders import ClientOrder, Whole
+from gradbus.runtime.wire.client_orders import ClientOrder, Whole, whole_number
 
 __all__ = ["ClientOrder", "RoundOrder"]
 
 MAX_IN_ORDER = 1 << 20  # clients
+_ID = re.compile(r"[0-9]{1,10}")
 
 
 def _ascending(ids: Any) -> Any:
-    return ids if isinstance(ids, str | bytes) else tuple(sorted(set(ids)))
+    return ids if isinstance(ids, str | bytes) else tuple(sorted({whole_number(one) for one in ids}))
 
 
 class RoundOrder(ClientOrder):
@@ -38,7 +41,7 @@ class RoundOrder(ClientOrder):
     each: Annotated[dict[Whole, ClientOrder], Field(max_length=MAX_IN_ORDER)] = Field(default={})
 
     @classmethod
-    def of(cls, **values: Any) -> Self:
+    def of(cls, /, **values: Any) -> Self:
         """Return the order with these values. Raises ConfigError: one of them is not possible; the text says which."""
         try:
             return cls(**values)
@@ -50,17 +53,28 @@ class RoundOrder(ClientOrder):
             got = f", got {repr(first['input'])[:80]}" if where else ""
             raise ConfigError(f"order of a round{where and f', {where}'}: {first['msg']}{got}") from None
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the order that :meth:`to_json` has written: JSON has ids as text. Raises ConfigError as :meth:`of`."""
+        each = values.get("each")
+        if isinstance(each, dict):
+            ids = {one: int(one) if isinstance(one, str) and _ID.fullmatch(one) else one for one in each}
+            values = {**values, "each": {ids[one]: order for one, order in each.items()}}
+        return cls.of(**values)
+
     @property
     def is_plain(self) -> bool:
         """Whether it orders nothing but what the configuration has."""
         return not self.model_fields_set or self == RoundOrder()
 
     def merged(self, other: RoundOrder) -> RoundOrder:
-        """Return this order, and of ``other`` what it leaves open."""
+        """Return this order, and of ``other`` what it leaves open, also for the clients that ``other`` names."""
+        nothing = ClientOrder()
         each = {
-            one: ClientOrder(**self.each.get(one, ClientOrder()).over(other.each.get(one, ClientOrder())))
+            one: ClientOrder(**self.each.get(one, nothing).over(other.each.get(one, nothing).without(self)))
             for one in sorted({*self.each, *other.each})
         }
+        each = {one: order for one, order in each.items() if one in self.each or order != nothing}
         clients = other.clients if self.clients is None else self.clients
         return RoundOrder(**self.over(other), clients=clients, each=each)
 

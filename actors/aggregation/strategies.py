@@ -6,15 +6,16 @@ Those here see the exact weighted mean ``delta`` of the clients' differences and
     FedAvgM   v <- beta v + delta;  w <- w + eta v            Hsu et al., arXiv:1909.06335
               w <- w + eta (delta + beta v) with nesterov     Douillard et al., DiLoCo, arXiv:2311.08105, Algorithm 1
 
-Differs from the paper: the mean is a sum of integers, so that the order in which updates arrive changes no bit, and
-`limits.cap_samples` bounds the weight of a client. docs/strategies.md has all strategies.
+Differs from the paper: the mean is a sum of integers, so that the order in which updates arrive changes no bit.
+docs/strategies.md has all strategies.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, Field
@@ -29,6 +30,9 @@ from gradbus.runtime.choices import STRATEGIES, Options
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.settings import Positive
 from gradbus.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gradbus.actors.aggregation.bounds import Bounds
 
 
 def summing_strategies() -> str:
@@ -53,6 +57,7 @@ class Strategy(ABC):
         buffer_rule: how buffers of integers and booleans are merged, unless the configuration says otherwise.
         epsilon: what the run has spent of differential privacy so far; None: it gives none. epsilon_budget: what it may
             spend; None: there is no limit.
+        bounds: on the updates of a round, with `limits.trust` = `adversarial`; None: it takes them as they are.
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
@@ -65,6 +70,7 @@ class Strategy(ABC):
     buffer_rule: ClassVar[str] = "max"
     epsilon: float | None = None
     epsilon_budget: float | None = None
+    bounds: Bounds | None = None
 
     @property
     def masked_grid(self) -> CommonGrid:
@@ -89,6 +95,26 @@ class Strategy(ABC):
         """Return what the clients' training rule needs beside the model, float32, shape (E,), of a length that never
         changes: it is sent behind the model, after each round. None: nothing."""
         return None
+
+    def weights(self, facts: Facts) -> tuple[float, ...]:
+        """Return the numbers above 0 by which an update counts, as many for each: a client gains by a larger one. Where
+        clients may lie they are bounded. Empty: all updates count alike.
+
+        Raises:
+            ValueError: the update cannot be used.
+        """
+        return (float(facts.num_samples),) if self.weighs_samples else ()
+
+    def believed(self, facts: Facts, most: tuple[float, ...]) -> Facts:
+        """Return what may be believed of these facts: those of which no :meth:`weights` is more than ``most``, up to
+        the rounding to whole samples, at least one, and to whole steps. Here weights are in proportion to samples.
+
+        Raises:
+            ValueError: the update cannot be used.
+        """
+        samples = facts.num_samples
+        within = (int(samples * limit / weight) for weight, limit in zip(self.weights(facts), most, strict=True))
+        return dataclasses.replace(facts, num_samples=max(1, min(samples, *within)))
 
     @abstractmethod
     def add(self, update: Update, facts: Facts) -> None:
@@ -133,7 +159,9 @@ class Strategy(ABC):
     def order(self, round_id: int, clients: Sequence[int]) -> RoundOrder | None:
         """Return how the clients are to train in a round that begins, where that differs from the configuration; None:
         it does not. The controller sends it, after it has written it to the disk: a round that is repeated after a
-        crash has the same order, and this is not asked again. What the caller of the round orders is over it.
+        crash has the same order, whatever this returns then. It is called once for each round that is done, or
+        repeated, so that a state which it changes is as without the crash. What the caller of the round orders, for
+        all clients or single ones, is over it.
 
         Args:
             round_id: the round.
@@ -187,6 +215,11 @@ class WrappedStrategy(Strategy):
         self._inner = inner
         self.weighs_samples, self.adds_sums, self.metrics = inner.weighs_samples, inner.adds_sums, inner.metrics
         self.takes_repeats, self.uses_steps = inner.takes_repeats, inner.uses_steps
+        self.epsilon_budget = inner.epsilon_budget
+
+    @property
+    def epsilon(self) -> float | None:  # type: ignore[override]
+        return self._inner.epsilon
 
     @property
     def name(self) -> str:
@@ -211,6 +244,12 @@ class WrappedStrategy(Strategy):
 
     def begin(self, round_id: int, base: Tensor) -> None:
         self._inner.begin(round_id, base)
+
+    def weights(self, facts: Facts) -> tuple[float, ...]:
+        return self._inner.weights(facts)
+
+    def believed(self, facts: Facts, most: tuple[float, ...]) -> Facts:
+        return self._inner.believed(facts, most)
 
     def add(self, update: Update, facts: Facts) -> None:
         self._inner.add(update, facts)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.evaluation import Evaluation
 from gradbus.actors.data_parallel.metrics import combined, tally
 from gradbus.actors.data_parallel.report import EpochReport, StepProgress, WorkerSummary
 from gradbus.actors.data_parallel.state import Position, check_same_batches
@@ -245,14 +246,13 @@ class Rank(ABC):
             tallies: of all ranks, as of :meth:`_evaluate`.
             train_metrics: beside those of the task. own: what else this rank reports.
         """
-        loss_sums, batches, trained, totals, eval_losses, corrects, metrics, skipped = list(zip(*tallies, strict=True))
-        total, correct = sum(totals), None if None in corrects else sum(corrects)
+        loss_sums, batches, trained, *counts, skipped = list(zip(*tallies, strict=True))
+        evaluation = Evaluation.of(list(zip(*counts, strict=True)))
         report = EpochReport(
             epoch=self._position.epoch, step=self._position.step, finished=finished,
             loss=sum(loss_sums) / sum(batches) if sum(batches) else math.nan,
-            accuracy=correct / total if total and correct is not None else None,
-            eval_loss=sum(eval_losses) / total if total else None, metrics=combined(metrics),
-            train_metrics={**combined(trained), **(train_metrics or {})}, test_samples=total,
+            accuracy=evaluation.accuracy, eval_loss=evaluation.loss, metrics=evaluation.metrics,
+            train_metrics={**combined(trained), **(train_metrics or {})}, test_samples=evaluation.test_samples,
             params_hash=self._params_hash, skipped_steps=max(skipped), **own,
         )  # fmt: skip
         unequal_only = ("model", "consensus_distance") if report.model == "equal" else ()

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
-import itertools
 import math
 import os
 import time
@@ -26,14 +24,14 @@ import torch
 from torch import nn
 
 from gradbus.actors.aggregation import partial_sum, updates
-from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
-from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.orders import RoundOrder
-from gradbus.actors.aggregation.strategies import NoRoom, Strategy
+from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.aggregation.typical import most_samples
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
+from gradbus.actors.federated.chosen_codecs import check_downlink, names_in, own_codecs
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry
+from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, duplicate_after_s
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
@@ -46,23 +44,24 @@ from gradbus.actors.federated.liveness import (
     claim_job,
     tolerate_write_timeout,
 )
-from gradbus.actors.federated.masked_attempt import BROKEN, AttemptTerms, MaskedAttempt
+from gradbus.actors.federated.masked_attempt import AttemptTerms
+from gradbus.actors.federated.masked_rounds import MaskedRounds
 from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
 from gradbus.actors.federated.order_book import OrderBook, check_order
 from gradbus.actors.federated.ordered_run import OrderedRun, RoundRequests, serving
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport, round_report
 from gradbus.actors.federated.round_losses import RoundLosses
-from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
+from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing, check_buffers, check_noise, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
-from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
+from gradbus.actors.federated.update_admission import UpdateAdmission
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.masked_values import size_of
-from gradbus.actors.secure_aggregation.masking_server import WrongSecrets
+from gradbus.codecs import Codec
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.callbacks import Callbacks
@@ -125,12 +124,10 @@ class Controller:
         self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
         self._compute = ComputeThread("controller")
         self._round: Round | None = None
-        self._masked: MaskedAttempt | None = None  # with secure aggregation: the newest attempt
-        self._mask_numbers = itertools.count(1)  # of attempts: none is used twice by this start of the controller
-        self._left_out: set[int] = set()  # with secure aggregation: clients that later attempts are made without
         self._wakeup = asyncio.Event()
         self._has_commanded = False
-        self._has_orders = False  # the caller orders each round, in its own way
+        self._has_caller = False  # it orders each round, in its own way
+        self._has_orders = False  # there are some on the disk: rounds may be repeated by them
         self._requests: RoundRequests | None = None
         self._bases: Bases | None = None  # of asynchronous rounds
         self._selector = make_selector(config.selection)
@@ -162,7 +159,9 @@ class Controller:
         check_strategy(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
+        check_downlink(config, self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
+        self._has_orders = self._state.has_orders
         self.progress.epsilon, self.progress.epsilon_budget = self._strategy.epsilon, self._strategy.epsilon_budget
         # Later than every start before, also where the clock was set back.
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
@@ -184,6 +183,10 @@ class Controller:
         longest = int(CODECS.make(self._config.longest_codec).max_bytes(self._model.dim))
         return longest + updates.overhead_bytes(self._strategy.sections, CODECS.make(self._config.section_codec))
 
+    def _own_codecs(self) -> tuple[type[Codec], ...]:
+        """Codecs that are not built in, which updates may be in: those that this configuration names."""
+        return own_codecs(names_in(self._config))
+
     def _wire(self) -> None:
         """Make all parts. Called on the loop, once the job is this controller's."""
         config, state, dim = self._config, self._state, self._model.dim
@@ -193,20 +196,19 @@ class Controller:
         )  # fmt: skip
         self._registry = ClientRegistry(
             dim=dim, layout=self._model.layout, session=self._identity.incarnation,
-            dead_after_s=config.clients.dead_after_s, duplicate_after_s=2.4 * config.clients.heartbeat_s,
+            dead_after_s=config.clients.dead_after_s, duplicate_after_s=duplicate_after_s(config.clients.heartbeat_s),
             memory=self._bus.memory.here,
             compares="shared" if self._model.sharing.has_patterns else config.exchange,
         )  # fmt: skip
         self._registry.max_members = most_clients(config)
-        self._book = OrderBook(config, self._strategy, state)
+        self._book = OrderBook(config, self._strategy, state, has_caller=self._has_caller)
         self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
             context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
             changed=self.membership_changed,
         )  # fmt: skip
-        self._cap = sample_cap(self._strategy, config)
         admission = UpdateAdmission(
-            state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
+            state.quarantine, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
             max_bytes=self._max_update_bytes() + self._model.buffers.max_bytes,
             max_samples=config.limits.max_samples,
         )  # fmt: skip
@@ -215,7 +217,11 @@ class Controller:
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed,
             buffers=self._model.buffers,
         )  # fmt: skip
-        self._losses = RoundLosses(self._receiver)
+        self._receiver.own_codecs = self._own_codecs()
+        self._masked = MaskedRounds(
+            context, self._registry, self._receiver, self._selection, self.progress, changed=self._changed
+        )
+        self._losses = RoundLosses(self._receiver, state.names)
         if self._callbacks.follow("on_update"):
             self._receiver.counted = []
         if self._bases is not None:
@@ -228,7 +234,9 @@ class Controller:
             context, self._registry, self._receiver, self._publisher, self._monitor, self
         )  # fmt: skip
         self._dispatcher.fetch_models = self._selector.partial
-        self._dispatcher.has_terms = config.training.has_terms or self._has_orders or self._strategy.gives_orders
+        self._dispatcher.has_terms = (
+            config.training.has_terms or self._has_caller or self._strategy.gives_orders or self._has_orders
+        )
         self._evaluator = self._dispatcher.evaluator = ClientEvaluator(
             context, self._registry, sleep_until=self._sleep_until, changed=self._changed
         )
@@ -237,6 +245,7 @@ class Controller:
         )
         self._evaluation = ModelEvaluation(context, self._task, self._model, self._evaluator, self.progress)
         self._cross_site = CrossSiteEvaluation(context, self._publisher, self._evaluator, models)
+        self.progress.names = state.names
         for report in state.history:
             self.progress.add(report)
         self.progress.round_id = state.round_id
@@ -291,7 +300,7 @@ class Controller:
         Raises:
             As :meth:`run`.
         """
-        async with self._opened(has_orders=False) as run:
+        async with self._opened(has_caller=False) as run:
             with contextlib.suppress(RunOver):
                 while not run.is_over:
                     yield await run.round()
@@ -310,15 +319,15 @@ class Controller:
         Raises:
             As :meth:`run`.
         """
-        async with self._opened(has_orders=True) as run:
+        async with self._opened(has_caller=True) as run:
             yield run
 
     @contextlib.asynccontextmanager
-    async def _opened(self, *, has_orders: bool) -> AsyncGenerator[OrderedRun, None]:
-        self._has_orders = has_orders
+    async def _opened(self, *, has_caller: bool) -> AsyncGenerator[OrderedRun, None]:
+        self._has_caller = has_caller
         requests = self._requests = RoundRequests()
         async with serving(self.serve, requests, name="controller"):
-            yield OrderedRun(requests, self.progress, functools.partial(check_order, self._config))
+            yield OrderedRun(requests, self.progress, partial(check_order, self._config))
 
     async def serve(self, on_report: Callable[[RoundReport], object] = lambda report: None) -> None:
         """The run, with a call for each round that is done; rounds are as configured, unless a caller orders them.
@@ -353,6 +362,7 @@ class Controller:
         config, finished, final, linger = self._config, False, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
+        log.info("rounds", rounds=config.rounds, strategy=config.strategy.name, trust=config.limits.trust)
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
         await self._compute.run(self._open)
         state = self._state
@@ -424,13 +434,14 @@ class Controller:
         if requests is not None and not self._over():
             requests.begin(await self._compute.run(self._book.recorded, state.round_id + 1))
         while not self._over():
+            if self._has_caller:
+                self.progress.phase = "waiting"
             given = RoundOrder() if requests is None else await requests.next()
             round_id = state.round_id + 1
             if given is None:
                 self._stop.reason = f"the caller has ended it after round {state.round_id}"
             elif await self._compute.run(self._stop.may_begin, round_id):
-                ready = functools.partial(self._selection.ready, round_id)
-                await self._compute.run(self._book.open, round_id, given, ready)
+                await self._compute.run(self._book.open, round_id, given, self._selection.ready(round_id))
                 report = await self._one_round(round_id)
                 on_report(report)
                 await self._after_round(report)
@@ -475,8 +486,7 @@ class Controller:
     def membership_changed(self) -> None:
         if self._round is not None:
             self._losses.follow(self._round, self._registry)
-            if self._masked is not None:
-                self._masked.keep_to_members()
+            self._masked.membership_changed()
         self.progress.clients = tuple(sorted(member.client_id for member in self._registry if not member.silent))
         self.progress.out = self._state.quarantine.excluded(self._state.round_id + 1)
         self._monitor.client_left()
@@ -484,13 +494,7 @@ class Controller:
         self._changed()
 
     def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
-        if self._masked is None:
-            return
-        try:
-            self._masked.on_answer(client_id, incarnation, answer)
-        except NotInProtocol as error:  # too late, as a rule
-            self._receiver.dropped["mask answer"] += 1
-            log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
+        self._masked.on_answer(client_id, incarnation, answer)
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         if report.round_id == BEFORE_FIRST_ROUND:
@@ -509,8 +513,7 @@ class Controller:
                 self.progress.ready, self.progress.expected = ready, expected
                 if ready % max(1, expected // LINES_OF_A_ROUND) == 0 or ready >= expected:
                     log.info("final-ready=%d/%d (min=%d)", ready, expected, round_.minimum, round=round_.round_id)
-        if self._masked is not None:
-            self._masked.wake()
+        self._masked.wake()
         self._wakeup.set()
 
     async def _sleep_until(self, at_s: float) -> None:
@@ -534,12 +537,10 @@ class Controller:
         """Attempts at a round, until there are enough updates. Those of one attempt count in the next, and those of the
         clients in ``accepted`` count already: it grows. Returns the last attempt, its outcome and its number."""
         self._losses.begin()
-        self._cap.begin(round_id, self._state.participation.samples())
-        if self._config.secure_aggregation.enabled:
-            self._cap.waive()
-        if self._has_too_few_left(round_id):
-            self._left_out = set()
+        if self._strategy.bounds is not None:
+            self._strategy.bounds.open_round(round_id)
         named, tries, attempt = self._book.named(round_id), 0, 0
+        self._masked.begin_round(self._selection.ready(round_id, named))
         least = self._config.clients.min if named is None else len(named)
         while tries < self._config.round.max_attempts:
             attempt += 1
@@ -547,27 +548,22 @@ class Controller:
                 await self._selection.wait_for_start(
                     round_id, accepted, timeout_s=self._time_left()[0], named=named
                 )  # fmt: skip
-            known = len(self._left_out)
+            known = len(self._masked.left_out)
             round_, outcome = await self._collect(round_id, accepted, attempt)
             if outcome is not Outcome.TOO_FEW:
-                masked = self._masked if outcome is Outcome.GIVEN_UP else None
-                self._left_out = set() if masked is None else masked.left_out
+                self._masked.round_done(outcome)
                 return round_, outcome, attempt
-            tries += len(self._left_out) == known  # without some clients it is another one, and their number is finite
+            # Without some clients it is another one, and their number is finite.
+            tries += len(self._masked.left_out) == known
             self._losses.note_attempt(round_)
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._registry.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its next Hello brings another
                     await self._dispatcher.welcome(member)
-            if self._time_left()[1] <= 0.0 or self._has_too_few_left(round_id):
+            too_few = self._masked.has_too_few_left(self._selection.ready(round_id, named))
+            if self._time_left()[1] <= 0.0 or too_few:
                 break
-        why = "" if self._masked is None else self._masked.failure
-        raise self._losses.error(round_, attempt, why)
-
-    def _has_too_few_left(self, round_id: int) -> bool:
-        """Whether those that are left out are missing for another attempt, which nobody else can help."""
-        ready = self._selection.ready(round_id, self._book.named(round_id))
-        return bool(self._left_out) and len(set(ready) - self._left_out) < self._config.clients.min
+        raise self._losses.error(round_, attempt, self._masked.failure)
 
     async def _collect(self, round_id: int, accepted: set[int], attempt: int) -> tuple[Round, Outcome]:
         """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
@@ -585,7 +581,7 @@ class Controller:
         )
         round_ = self._new_round(round_id, rules, accepted)
         self._probe.reached("before_command", round_id)
-        masked = self._masked = self._masked_attempt(round_)
+        masked = self._masked.begin(round_, self._attempt_terms()) if self._masked.is_on else None
         try:
             self._round, self._has_commanded = round_, True
             self._receiver.open(round_, self._publisher.held, masked)
@@ -596,6 +592,8 @@ class Controller:
                 await self._compute.run(self._note_command, round_)
             command, terms = await self._command(round_id), self._round_terms(round_id, round_.expected | round_.silent)
             self._limit_steps(command)
+            if self._book.is_unwritten:
+                await self._compute.run(self._book.write, round_id)
             self._receiver.timing.commanded()
             with tolerate_write_timeout("command", round_id):
                 await self._publish_terms(terms)
@@ -611,8 +609,7 @@ class Controller:
         # An update that was being added when the round ended counts, too.
         outcome = round_.verdict(time.monotonic()) or outcome
         if masked is not None:
-            outcome = await self._unmask(masked, outcome)
-            await self._leave_out(round_, masked)
+            outcome = await self._masked.end(round_, masked, outcome)
         await self._call_on_update()
         if self._selector.partial and round_.open and outcome is not Outcome.TOO_FEW:
             with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
@@ -621,7 +618,7 @@ class Controller:
 
     async def _until_over(self, round_: Round, terms: RoundTerms | None) -> Outcome:
         """Wait until a commanded round is over, and repeat its terms meanwhile."""
-        masked, round_id = self._masked, round_.round_id
+        masked, round_id = self._masked.attempt, round_.round_id
         reached, repeat_s = round_.ready, self._config.clients.heartbeat_s
         repeat_at_s = math.inf if terms is None else time.monotonic() + repeat_s
         if masked is not None:
@@ -647,55 +644,21 @@ class Controller:
             self._receiver.counted = []
             await self._compute.run(self._stop.updates_counted, counted)
 
-    def _masked_attempt(self, round_: Round) -> MaskedAttempt | None:
-        """The attempt with secure aggregation; None: there is none."""
-        if not self._config.secure_aggregation.enabled:
-            return None
-        fixed = self._config.limits.cap_samples
-        caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
-        cap = min((cap for cap in caps if cap is not None), default=0)
-        terms = AttemptTerms(self._model.dim, cap, self._strategy.masked_grid)
-        return MaskedAttempt(
-            self._context, round_, next(self._mask_numbers), terms,
-            is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
-        )  # fmt: skip
-
-    async def _unmask(self, masked: MaskedAttempt, outcome: Outcome) -> Outcome:
-        """Make the sum of an attempt, with which its updates count. Returns why the round is over, after that."""
-        if outcome is Outcome.TOO_FEW:
-            masked.note_too_few()
-        elif outcome is not Outcome.NOTHING:
-            self.progress.phase = "unmasking"
-            try:
-                await self._receiver.settle_masked(await masked.unmask())
-                return outcome
-            except (TooFewMembers, WrongSecrets, OutOfRange, NoRoom) as error:  # the clients, or their sum
-                masked.fail(str(error))
-                outcome = Outcome.GIVEN_UP if masked.is_last else Outcome.TOO_FEW
-        is_over = outcome is Outcome.GIVEN_UP
-        await self._receiver.settle_masked(None, f"the round was {outcome.value}" if is_over else "")
-        return outcome
-
-    async def _leave_out(self, round_: Round, masked: MaskedAttempt) -> None:
-        """Make later attempts at a round without those that broke the protocol of this one, and those that have sat it
-        out: the roster of an attempt says how many updates it takes."""
-        sat_out = {client_id for client_id, reason in round_.failed.items() if reason == SAT_OUT}
-        self._left_out |= masked.left_out | sat_out
-        for client_id, reason in masked.liars.items():
-            self._receiver.dropped[BROKEN] += 1
-            strike = self._state.quarantine.strike(client_id, round_.round_id, BROKEN, reason)
-            if strike is not None:
-                await self._selection.on_strike(strike)
+    def _attempt_terms(self) -> AttemptTerms:
+        """What the clients of an attempt with secure aggregation are told of its sum."""
+        cap = (self._config.limits.cap_samples or 0) if self._strategy.weighs_samples else 1
+        return AttemptTerms(self._model.dim, cap, self._strategy.masked_grid)
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
         named = self._book.named(round_id)
+        most = most_samples(self._config.limits, self._state.participation.samples().values())
         ready, enough = self._selection.participants(
-            round_id, accepted, self._cap.weight, named=named, without=self._left_out
+            round_id, accepted, most, named=named, without=self._masked.left_out
         )  # fmt: skip
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.
-        silent = set() if self._selector.partial else self._registry.silent_ids(round_id) - self._left_out
+        silent = set() if self._selector.partial else self._registry.silent_ids(round_id) - self._masked.left_out
         silent = silent if named is None else silent.intersection(named)
         if self._bases is None:
             return Round(round_id, ready, rules, now_s=time.monotonic(), accepted=accepted, silent=silent)
@@ -727,8 +690,8 @@ class Controller:
         )
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
-        attempt = 0 if self._masked is None else self._masked.number
-        held = not self._cap.is_settled
+        held = self._strategy.bounds is not None and not self._strategy.bounds.is_settled
+        attempt = self._masked.number
         return self._dispatcher.round_terms(round_id, participants, self._book, held=held, attempt=attempt)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
@@ -809,8 +772,7 @@ class Controller:
         return report
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
-        capped = tuple(sorted(self._receiver.capped))
-        return {**({CAPPED: capped} if capped else {}), **self._strategy.marks()}
+        return dict(self._strategy.marks())
 
     def _ids_known_before(self) -> range:
         """Ids of participants that are known before any has come."""
@@ -824,14 +786,15 @@ class Controller:
         never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
-            log.warning("client never counted", client=client_id, reason=why)
+            log.warning("client never counted", **self._state.names.facts(client_id), reason=why)
 
     def _weights_crc32(self) -> int:
         return zlib.crc32(self._state.weights.numpy().data)
 
     def _note_command(self, round_: Round) -> None:
         expected, counted = sorted(round_.expected), sorted(round_.accepted)
-        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted)
+        named = self._state.names.named(expected[:MAX_NAMED])
+        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted, names=named)
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._publisher.held_apart)

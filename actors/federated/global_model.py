@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradbus.actors.aggregation.merged_buffers import split
-from gradbus.codecs import CodecError, add_into, parse
+from gradbus.actors.federated.chosen_codecs import max_model_bytes
+from gradbus.codecs import Codec, CodecError, add_into, parse
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.topics import TOPICS
@@ -62,17 +64,19 @@ class ModelReplica:
 
     def __init__(
         self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None,
-        access_policy: AccessPolicy | None = None, kind: ModelKind = "round",
+        access_policy: AccessPolicy | None = None, kind: ModelKind = "round", own: Sequence[type[Codec]] = (),
     ) -> None:  # fmt: skip
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
         and a header. ``kind``: of models that it takes.
+        ``own``: codecs that are not built in, in which they may come.
         ``probe``: records the models. ``access_policy``: checks their signatures."""
         self._probe = probe or no_probe()
         self._access_policy = access_policy or AccessPolicy()
         self._dim = dim
         self._limit = max_bytes
-        self._max_bytes = 8 * dim + 4096 if max_bytes is None else max_bytes
+        self._max_bytes = max_model_bytes(dim) if max_bytes is None else max_bytes
         self._kind = kind
+        self._own = own
         self._assembler = Assembler()
         self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
         self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
@@ -95,7 +99,7 @@ class ModelReplica:
         self.broadcast = torch.empty(0, dtype=torch.float32)
         if dim is not None:
             self._dim = dim
-            longest = 8 * (dim + self._num_broadcast) + 4096 + buffer_bytes
+            longest = max_model_bytes(dim + self._num_broadcast) + buffer_bytes
             self._max_bytes = longest if self._limit is None else self._limit
         self.round_id, self.vector = -1, None
         self._forget(lambda key: True)
@@ -197,11 +201,11 @@ class ModelReplica:
             if self._buffer_bytes:
                 payload, block = split(payload)
             if not flags & Flags.DELTA:
-                return DecodedModel(_dense(payload, self._dim + self._num_broadcast), bytes(block))
+                return DecodedModel(_dense(payload, self._dim + self._num_broadcast, self._own), bytes(block))
             if base is None or self._num_broadcast:
                 return None
             vector = base.clone()
-            add_into(vector, payload)
+            add_into(vector, payload, self._own)
         except (CodecError, FrameError) as error:
             log.warning("model dropped", round=key.round_id, reason=str(error))
             return None
@@ -234,9 +238,9 @@ class ModelReplica:
             del self._keys[key]
 
 
-def _dense(payload: memoryview, dim: int) -> Tensor:
+def _dense(payload: memoryview, dim: int, own: Sequence[type[Codec]]) -> Tensor:
     """The vector of a full model; for float32 the received bytes themselves, without a copy."""
-    parsed = parse(payload, expected_dim=dim)
+    parsed = parse(payload, expected_dim=dim, own=own)
     if parsed.is_delta or parsed.is_sparse:
         raise CodecError(f"a full model in a {parsed.codec} message of a difference: expected dense weights")
     if parsed.codec == "fp32" and parsed.version == 1:

@@ -56,9 +56,10 @@ class HandoverClient(Client):
     """Takes part in a run for a script, which trains whenever it comes to it."""
 
     def __init__(
-        self, bus: Bus, task: HandoverTask, handover: RoundHandover, *, client_id: int, config: ClientConfig
-    ) -> None:
-        super().__init__(bus, task, client_id=client_id, config=config)
+        self, bus: Bus, task: HandoverTask, handover: RoundHandover, *, client_id: int | None, name: str,
+        config: ClientConfig,
+    ) -> None:  # fmt: skip
+        super().__init__(bus, task, client_id=client_id, name=name, config=config)
         self._handover = handover
         self._is_unwanted = False
 

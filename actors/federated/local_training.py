@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from gradbus import codecs
 from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
+from gradbus.actors.federated.chosen_codecs import codec_of, section_codec_of
 from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
 from gradbus.actors.federated.client_state import (
     OWN_MODEL,
@@ -38,11 +39,10 @@ from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_pri
 from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
 from gradbus.codecs.fp32 import Fp32
-from gradbus.runtime.choices import CODECS, Choice
+from gradbus.runtime.choices import Choice
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.config.federated import IN_COMMAND, IN_TERMS
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.optimization.deferred_compiler import defer_compiler
 from gradbus.runtime.shm.shared_payload import PayloadMemory
@@ -60,22 +60,14 @@ _OF_RULE, _OF_OPTIMIZER, _OF_OWN_OPTIMIZER = "rule.", "optimizer.", "own_optimiz
 log = get_logger("client")
 
 
-def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None) -> Codec:
-    """The codec of the updates, with those of the announced options that it takes; ``terms``: of the round, as
-    :func:`.client_optimizer.split_terms` finds them, which may have another density."""
-    density = (terms or {}).get("density", welcome.density)
-    options = {"version": welcome.codec_version, "density": density, "chunk_elems": welcome.chunk_elems}
-    return codecs.get(welcome.codec, **{key: options[key] for key in CODECS.options_of(welcome.codec).model_fields})
+class Allowed(NamedTuple):
+    """What of the user's own a controller may name: a training rule, and codecs. Nothing else is imported."""
+
+    rule: str = ""
+    codecs: tuple[str, ...] = ()
 
 
-def section_codec_of(terms: Mapping[str, Any]) -> Codec:
-    """The codec of what an update holds beside the model. Raises ConfigError: this client has none like that."""
-    try:
-        given = CODECS.check(parse_json(str(terms.get("section_codec", '"fp32"'))))
-        codec: Codec = CODECS.make(Choice.model_validate(given))
-        return codec
-    except ValueError as error:
-        raise ConfigError(f"the controller chose a codec of sections that this client cannot make: {error}") from None
+NOTHING_OWN = Allowed()
 
 
 class NonFiniteResult(ValueError):
@@ -160,13 +152,13 @@ class LocalTraining:
 
     def __init__(
         self, task: FederatedTask, identity: Identity, model: FlatModel, kept: ClientStateStore,
-        memory: PayloadMemory, probe: Probe | None = None, allowed_rule: str = "",
+        memory: PayloadMemory, probe: Probe | None = None, allowed: Allowed = NOTHING_OWN,
     ) -> None:  # fmt: skip
         defer_compiler()
         self._probe = probe or no_probe()
         self._probe.note("started", incarnation=identity.incarnation)
         self._task = task
-        self._allowed_rule = allowed_rule
+        self._allowed = allowed
         self._identity = identity
         self._model = model
         self._kept = kept
@@ -238,7 +230,7 @@ class LocalTraining:
         kept = self._kept.before(self._number)
         started_s = time.perf_counter()
         options, chosen = split_options(sent)
-        rule = make_rule(welcome.rule, options, allowed=self._allowed_rule)
+        rule = make_rule(welcome.rule, options, allowed=self._allowed.rule)
         training = _Training(inputs, rule, chosen, terms, should_stop)
         own = self._train_own(training, rule.personal(), kept)
         self._begin(inputs, kept)
@@ -247,7 +239,7 @@ class LocalTraining:
         self.train_s += trained_s - started_s
         self._check_trained(outcome, training)
         end = rule.finish(self._keep_local_model(welcome.run_id))
-        codec = codec_of(welcome, terms)
+        codec = codec_of(welcome, terms, allowed=self._allowed.codecs)
         self._feeds_back = welcome.masked and not codec.lossless
         residual_before = self._residual_before(inputs, kept)
         change, facts = None, _finite(end.metrics)
@@ -258,10 +250,11 @@ class LocalTraining:
         facts = _announced(self._task, outcome, others=len(facts)) | facts
         encoded, residual, change = self._encode(codec, base, residual_before, change)
         update_norm = self._update_norm = l2_norm(change)
-        self._check(encoded, base, num_samples, update_norm, residual_before)
+        self._check(encoded, codec, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
-        sections, residuals = self._encode_sections(end.sections, section_codec_of(terms), kept)
+        section_codec = section_codec_of(welcome, allowed=self._allowed.codecs)
+        sections, residuals = self._encode_sections(end.sections, section_codec, kept)
         payload, buffers = updates.join([(updates.MODEL, encoded), *sections]), self._changed_buffers()
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
@@ -564,13 +557,14 @@ class LocalTraining:
         )
 
     def _check(
-        self, payload: bytes | memoryview, base: Tensor, num_samples: int, update_norm: float, residual: Tensor | None
+        self, payload: bytes | memoryview, codec: Codec, base: Tensor, num_samples: int, update_norm: float,
+        residual: Tensor | None,
     ) -> None:  # fmt: skip
         """Raises TooLarge: the update would be refused, as it has no room in the sum."""
         norm = update_norm + (0.0 if residual is None else l2_norm(residual))
         # No value is larger than the norm, which is known; half, as a lossy codec may round up.
         if num_samples * norm < LARGEST / 2 or fits(
-            codecs.parse(payload, expected_dim=base.numel()), base, num_samples
+            codecs.parse(payload, expected_dim=base.numel(), own=(type(codec),)), base, num_samples
         ):
             return
         raise masked_values.TooLarge(

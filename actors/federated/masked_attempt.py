@@ -134,6 +134,10 @@ class MaskedAttempt:
             self.keep_to_members()
             self._positions = await self._context.compute.run(roster.positions, self._terms.dim)
         except TooFewMembers as error:
+            if self._that_sat_out() and len(round_.open) < round_.minimum:
+                # Without those that sat out no attempt has enough members. If the others have nothing to train either,
+                # the round has; they had the same command, and may be slower to say so.
+                await self._wait(lambda: not round_.open, settings.keys_timeout_s)
             if round_.open or round_.without_enough() is not Outcome.NOTHING:
                 self.fail(str(error))
             return

@@ -2,13 +2,15 @@
 
     order-000007.json     beside the checkpoints: {"run_id": ..., "round_id": 7, "order": {...}, "sha256": ...}
 
-An order that differs from the configuration is written, and synced, before its command is sent. After a crash the round
-that was open is repeated by it, so that updates which clients have made for it before still count.
+An order is written, and synced, before the first command of its round is sent, and after its clients have come: one
+that could not begin does not hold. After a crash the round that was open is repeated by it, so that updates which
+clients have made for it before still count. Where the caller orders rounds, all orders are written, so that a round
+that was as configured stays so; else only those that differ from the configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from gradbus.actors.aggregation.orders import RoundOrder
@@ -27,6 +29,7 @@ log = get_logger("controller")
 def check_order(config: FederatedConfig, order: RoundOrder) -> None:
     """Raise ConfigError if a run with this configuration cannot have such an order; the text says why."""
     clients, least, singles = order.clients, config.clients.min, order.each.values()
+    is_tree = config.clients.kind == "sites"
     counts_work = any(one.steps or one.epochs for one in (order, *singles))
     refusals = {
         f"clients names {len(clients or ())}, and federated.clients.min is {least}, the least number of updates that "
@@ -34,7 +37,9 @@ def check_order(config: FederatedConfig, order: RoundOrder) -> None:
         "clients: with federated.mode = asynchronous each client takes the newest model when it is free. Leave it out":
         clients is not None and config.mode == "asynchronous",
         "clients, steps and each: sites pass on epochs, subset_size, lr and seed, and nothing for single clients. "
-        "Leave them out in trees": config.clients.kind == "sites" and bool(clients or order.each or order.steps),
+        "Leave them out in trees": is_tree and bool(clients or order.each or order.steps),
+        "epochs: federated.training.steps counts the rounds in steps, and sites pass that on. Leave epochs out, or set "
+        "training.epochs instead of steps": is_tree and bool(order.epochs and config.training.steps),
         "steps and epochs: federated.asynchronous.proportional_steps gives each client steps of its own. Leave them "
         "out": config.asynchronous.proportional_steps and counts_work,
         f"clients: {len(clients or ())} ids take more than the {MAX_CHARS:,} characters of a message. Name fewer, or "
@@ -51,55 +56,82 @@ def check_order(config: FederatedConfig, order: RoundOrder) -> None:
 class OrderBook:
     """Knows the orders of the rounds whose updates may still count."""
 
-    def __init__(self, config: FederatedConfig, strategy: Strategy, state: RunState) -> None:
+    def __init__(self, config: FederatedConfig, strategy: Strategy, state: RunState, *, has_caller: bool) -> None:
+        """``has_caller``: the caller orders each round, in its own way."""
         self._config = config
         self._strategy = strategy
         self._state = state
+        self._has_caller = has_caller
         self._orders: dict[int, RoundOrder] = {}
+        self._unwritten: int | None = None  # a round whose order is not on the disk yet
 
-    def open(self, round_id: int, given: RoundOrder, ready: Callable[[], Sequence[int]]) -> RoundOrder:
-        """Return the order of a round that begins, which is on the disk from now on. Called on the compute thread.
+    def open(self, round_id: int, given: RoundOrder, ready: Sequence[int]) -> RoundOrder:
+        """Return the order of a round that begins. Called on the compute thread.
 
         Args:
-            given: what the caller orders. ready: gives the ids of the clients that are ready, for the strategy.
+            given: what the caller orders. ready: ids of the clients that are ready, for the strategy.
 
         Raises:
-            ConfigError: the strategy's order is not possible here. CheckpointError: it cannot be written.
+            ConfigError: the strategy's order is not possible here, or that of a round that a crash has cut off is not
+                possible with this configuration. CheckpointError: such an order is damaged.
         """
-        order = self._recorded(round_id, given)
-        if order is None:
-            order = self._merged(round_id, given, ready)
+        # The strategy is asked in any case: what it remembers of its orders is then as if there had been no crash.
+        order, found = self._merged(round_id, given, ready), self.recorded(round_id)
+        if found is None:
             check_order(self._config, order)
-            if not order.is_plain:
-                self._state.save_order(round_id, order.to_json())
+            self._unwritten = round_id if self._has_caller or not order.is_plain else None
+        else:
+            order = self._confirmed(round_id, found, order)
         self._orders[round_id] = order
         oldest = round_id - self._window
         for past in [known for known in self._orders if known < oldest]:
             del self._orders[past]
         return order
 
+    def write(self, round_id: int) -> None:
+        """Write the order of a round, whose first command is about to be sent. Called on the compute thread. Raises
+        CheckpointError: it cannot be written."""
+        if self._unwritten == round_id:
+            self._state.save_order(round_id, self._orders[round_id].to_json())
+            self._unwritten = None
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether there is an order for :meth:`write`."""
+        return self._unwritten is not None
+
     def recorded(self, round_id: int) -> RoundOrder | None:
-        """Return the order of a round that a crash has cut off; None: there was none, or it was as configured. Raises
-        CheckpointError: it is damaged."""
+        """Return the order of a round that a crash has cut off; None: there is none on the disk.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
         values = self._state.load_order(round_id)
         if values is None:
             return None
         try:
-            return RoundOrder.of(**values)
+            return RoundOrder.from_json(values)
         except ConfigError as error:
             raise CheckpointError(f"the order of round {round_id} in the state directory: {error}") from None
 
-    def _recorded(self, round_id: int, given: RoundOrder) -> RoundOrder | None:
-        found = self.recorded(round_id)
-        if found is not None and given.merged(found) != found:
+    def _confirmed(self, round_id: int, found: RoundOrder, wanted: RoundOrder) -> RoundOrder:
+        """Return the order that holds for a round that a crash has cut off, whatever is wanted now."""
+        if wanted != found:
             log.warning(
                 "the order of the interrupted round holds", round=round_id, order=found.to_json(),
-                given=given.to_json(), reason="clients may have trained by it",
+                given=wanted.to_json(), reason="clients may have trained by it",
             )  # fmt: skip
+        try:
+            check_order(self._config, found)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. It is of round {round_id}, which was cut off: go on with the configuration that it was "
+                f"ordered with, or remove {self._state.order_file(round_id)} from the state directory to order it anew"
+            ) from None
         return found
 
-    def _merged(self, round_id: int, given: RoundOrder, ready: Callable[[], Sequence[int]]) -> RoundOrder:
-        own = self._strategy.order(round_id, ready()) if self._strategy.gives_orders else None
+    def _merged(self, round_id: int, given: RoundOrder, ready: Sequence[int]) -> RoundOrder:
+        own = self._strategy.order(round_id, ready) if self._strategy.gives_orders else None
         if own is None:
             return given
         if not isinstance(own, RoundOrder):

@@ -27,26 +27,26 @@ class RoundRequests:
 
     Attributes:
         over: why there is no round left; empty: there is.
-        interrupted: the order of a round that a crash has cut off; None: there is no such round.
+        interrupted: the order of a round that a crash has cut off; None: no round was, or its caller did not order it.
     """
 
     def __init__(self) -> None:
         self.over = ""
+        self._error: BaseException | None = None  # that has ended the controller
         self.interrupted: RoundOrder | None = None
         self._asked: _Asked | None = None  # not begun yet
         self._under_way: _Asked | None = None
         self._report: RoundReport | None = None
         self._is_finished = False  # the caller orders nothing more
         self._changed = asyncio.Event()
-        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._opened = asyncio.Event()
 
     # The controller's side
 
     def begin(self, interrupted: RoundOrder | None) -> None:
         """Let the caller order rounds."""
         self.interrupted = interrupted
-        if not self._opened.done():
-            self._opened.set_result(None)
+        self._opened.set()
 
     async def next(self) -> RoundOrder | None:
         """Wait for the next order; None: the caller ends the run."""
@@ -77,13 +77,18 @@ class RoundRequests:
 
     def ended(self, running: asyncio.Task[None]) -> None:
         """Tell the caller what has ended the controller."""
-        error = None if running.cancelled() else running.exception()
+        error = RunOver("the controller was stopped") if running.cancelled() else running.exception()
         if isinstance(error, BaseExceptionGroup):
             error = single_error(error)
-        self.over = self.over or (str(error) if error else "the controller was stopped")
-        if not self._opened.done():
-            self._opened.set_exception(error or RunOver(self.over))
+        self._error = error
+        if error is not None:
+            self.over = self.over or str(error) or type(error).__name__
+        self._opened.set()
         self._fail(error or RunOver(self.over))
+
+    def forget(self) -> None:
+        """Let go of the error that has ended the controller: its traceback holds the frames of the run."""
+        self._error = None
 
     def _fail(self, error: BaseException) -> None:
         for asked in (self._asked, self._under_way):
@@ -95,14 +100,16 @@ class RoundRequests:
 
     async def opened(self) -> None:
         """Wait until rounds can be ordered. Raises what has ended the controller before."""
-        await self._opened
+        await self._opened.wait()
+        if self._error is not None:
+            raise self._error
 
     async def order(self, order: RoundOrder) -> RoundReport:
         """Have a round done, and return its report."""
         if any(asked is not None and not asked.answer.done() for asked in (self._asked, self._under_way)):
             raise RuntimeError("a round is under way: await its report before you order the next one")
         if self.over:
-            raise RunOver(self.over)
+            raise self._error or RunOver(self.over)
         asked = self._asked = _Asked(order, asyncio.get_running_loop().create_future())
         self._changed.set()
         try:
@@ -148,8 +155,8 @@ class OrderedRun:
 
     @property
     def interrupted(self) -> RoundOrder | None:
-        """The order of the next round, where a crash has cut that round off: it holds, whatever is ordered. None: there
-        is none, or the round was as configured."""
+        """The order of the next round, where a crash has cut that round off: it holds, whatever is ordered. None: no
+        round was cut off, or its caller did not order it."""
         return self._requests.interrupted
 
     @awaited("run.round(...)")
@@ -210,3 +217,4 @@ async def serving(
             await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
         if not running.cancelled():
             running.exception()  # it was asked to stop, or what it raised has been raised: nobody waits for the error
+        requests.forget()

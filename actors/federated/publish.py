@@ -222,7 +222,7 @@ class ModelPublisher:
     def _next_difference(self) -> bytes:
         payload, residual = residual_step(self._weights - self.held, None, self._codec)
         self.residual_norm = l2_norm(residual)
-        add_into(self.held, payload)
+        add_into(self.held, payload, (type(self._codec),))
         return payload
 
     async def _sign(self, message: _OutgoingModel) -> None:
@@ -298,7 +298,9 @@ class ModelPublisher:
         if self.queue.request(client_id, message.key.transfer, wanted, quota):
             return
         if (had := self.queue.exhaust(client_id, quota)) is not None:  # logged once
-            log.warning("model requested too often", client=client_id, round=self._round_id, frames=had)
+            log.warning(
+                "model requested too often", **self._context.client_facts(client_id), round=self._round_id, frames=had
+            )
 
     def _message(self, transfer: int) -> _OutgoingModel | None:
         messages = (self._current, self._full, self._frozen, self._candidate)

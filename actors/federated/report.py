@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
+from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.evaluation import ClientEvaluation, CrossSite
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.rounds import Round, RoundTotals
@@ -356,6 +357,7 @@ class Progress:
         never_counted: at the end, clients of which no update has counted in the whole run, and why.
         ended_early: why the run ended before its last round; empty: it did not.
         cross_site: at the end, local models on the data of all clients; None: that was not asked for.
+        names: of clients.
     """
 
     phase: str = "starting"
@@ -375,6 +377,7 @@ class Progress:
     never_counted: Mapping[int, str] = field(default_factory=dict)
     ended_early: str = ""
     cross_site: CrossSite | None = None
+    names: ClientNames = field(default_factory=ClientNames)
 
     def add(self, report: RoundReport) -> None:
         """A round is done."""

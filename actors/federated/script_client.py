@@ -1,6 +1,6 @@
 """``gradbus.client``: a client of a federated run in three lines of an existing training loop.
 
-    with gradbus.client("cells", client_id=0) as fed:
+    with gradbus.client("cells", name="site-1") as fed:
         while fed.receive(model):
             train(model, ...)
             fed.send(model, samples=n, loss=loss)
@@ -15,11 +15,12 @@ import contextlib
 import operator
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsFloat
+from typing import Any, NamedTuple, NoReturn, Self, SupportsFloat
 
 import torch
 from torch import nn
 
+from gradbus.actors.federated.client import checked_id
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask
 from gradbus.actors.federated.module_structure import misfit
@@ -32,6 +33,7 @@ from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.errors import ConfigError, OutOfTurn
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.loop_thread import LoopThread
+from gradbus.runtime.names import check_name
 
 LEAVE_S = 30.0  # for which the end of the block waits for the client and its bus
 
@@ -39,13 +41,15 @@ log = get_logger("client")
 
 
 def client(
-    job: str | None = None, *, client_id: int, config: ClientConfig | None = None, **bus: Any
+    job: str | None = None, *, name: str = "", client_id: int | None = None, config: ClientConfig | None = None,
+    **bus: Any,
 ) -> ScriptClient:  # fmt: skip
     """Take part in a federated run from a script that has a training loop of its own.
 
     Args:
         job: name of the job; by default one of this user.
-        client_id: 0 or more, one for each client of the job.
+        name: one for each client of the job; the controller assigns an id to it. client_id: an id in place of that, 0
+            or more. With security that knows single nodes both may be left out.
         config: settings of the client.
         bus: settings of the bus by keyword, as :func:`gradbus.connect` has them: ``network``, ``peers``, ``security``.
 
@@ -53,21 +57,32 @@ def client(
         What ``with`` enters; its methods are for the thread that does so.
 
     Raises:
-        ConfigError: a keyword is wrong.
+        ConfigError: a keyword or the name is wrong. TypeError, ValueError: so is the id.
     """
+    if client_id is not None:
+        client_id = checked_id(client_id)
+    if name:
+        check_name(name)
     job = default_job() if job is None else job
-    return ScriptClient(job, client_id, config or ClientConfig(), connect(job, **bus))
+    return ScriptClient(job, Named(name, client_id), config or ClientConfig(), connect(job, **bus))
+
+
+class Named(NamedTuple):
+    """How a client is known: by its name, its id, or both; ``client_id`` None: the controller assigns one."""
+
+    name: str
+    client_id: int | None
 
 
 class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
     """A client of a federated run, for a script. Made by :func:`gradbus.client`."""
 
     def __init__(
-        self, job: str, client_id: int, config: ClientConfig, opening: contextlib.AbstractAsyncContextManager[Bus]
+        self, job: str, named: Named, config: ClientConfig, opening: contextlib.AbstractAsyncContextManager[Bus]
     ) -> None:
         """A client that has not been entered. ``opening``: gives the bus."""
         self.job = job
-        self.client_id = client_id
+        self._named = named
         self._config = config
         self._opening = opening
         self._handover = RoundHandover()
@@ -84,7 +99,7 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         if self._thread is not None:
             raise OutOfTurn("this client was entered before: call gradbus.client again for each 'with'")
         self._made_in = forks.generation
-        self._thread = LoopThread(self._main(), f"gradbus-client-{self.client_id}", daemon=True)
+        self._thread = LoopThread(self._main(), f"gradbus-client-{self._shown}", daemon=True)
         self._thread.start()
         try:
             self._handover.wait_until_open()
@@ -188,7 +203,18 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
             thread.result()
         return counts
 
+    @property
+    def client_id(self) -> int | None:
+        """Return its id; None: the controller has not assigned one yet."""
+        if self._client is None or self._client.client_id < 0:
+            return self._named.client_id
+        return self._client.client_id
+
     # Parts
+
+    @property
+    def _shown(self) -> str:
+        return self._named.name or str(self._named.client_id)
 
     def _entered(self, call: str) -> LoopThread[ClientSummary | None]:
         if self._thread is None:
@@ -222,7 +248,7 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
             thread.cancel()
         self._handover.leave()
         if not thread.wait(LEAVE_S):
-            log.warning("client still running", client=self.client_id, waited_s=LEAVE_S)
+            log.warning("client still running", client=self._shown, waited_s=LEAVE_S)
 
     def _wake(self) -> None:
         """On the loop: the script waits for a round."""
@@ -238,8 +264,9 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
                 await self._has_begun.wait()
                 assert self._task is not None
                 self._client = HandoverClient(
-                    bus, self._task, self._handover, client_id=self.client_id, config=self._config
-                )
+                    bus, self._task, self._handover, client_id=self._named.client_id, name=self._named.name,
+                    config=self._config,
+                )  # fmt: skip
                 try:
                     return await self._client.run()
                 finally:

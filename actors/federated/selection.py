@@ -154,9 +154,10 @@ class ParticipantSelection:
                 they cannot get ready.
         """
         config, bus, out = self._context.config, self._context.bus, self._context.state.quarantine.excluded(round_id)
+        names = self._context.state.names
         self._progress.phase = "waiting"
         expected = range(config.clients.num or 0) if named is None else named
-        kept_out = f" (kept out: {', '.join(map(str, list(out)[:20]))})" if out else ""
+        kept_out = f" (kept out: {', '.join(map(names.label, list(out)[:20]))})" if out else ""
         failed = self._failed
         condition = StartCondition(
             minimum=config.clients.min, expected=expected, now_s=time.monotonic(), timeout_s=timeout_s,
@@ -209,13 +210,16 @@ class ParticipantSelection:
         """Why clients that are not here could not get ready, in words, by id."""
         here = {client.client_id for client in self._registry}
         gone = [one for one in sorted(self._unprepared) if one not in here][:_SHOWN]
-        return {one: f"client {one} failed before its first round: {self._unprepared[one]}" for one in gone}
+        label = self._context.state.names.label
+        return {one: f"client {label(one)} failed before its first round: {self._unprepared[one]}" for one in gone}
 
     def _absent(self, missing: Collection[int]) -> list[str]:
         """Names of missing clients, for the log."""
         here, failed = {client.client_id for client in self._registry}, self._failed()
+        label = self._context.state.names.label
         named = [
-            failed.get(number, f"client {number}{' (is here, not ready yet)' * (number in here)}") for number in missing
+            failed.get(number, f"client {label(number)}{' (is here, not ready yet)' * (number in here)}")
+            for number in missing
         ]
         named += [text for number, text in failed.items() if number not in missing]
         return named[:_SHOWN] or ["some client"]
@@ -229,13 +233,13 @@ class ParticipantSelection:
         return ready if bus.matched_readers(TrainCmd) and bus.matched_writers(ClientUpdate) else []
 
     def participants(
-        self, round_id: int, accepted: Collection[int], weigh: Callable[[int], int], *,
+        self, round_id: int, accepted: Collection[int], most: int | None, *,
         named: Collection[int] | None = None, without: Collection[int] = (),
     ) -> Participants:  # fmt: skip
         """Return who of the ready clients takes part in a round. Those in ``accepted`` do: their updates count already.
 
         Args:
-            weigh: how much an update of so many samples may weigh.
+            most: samples that a client counts as at most; None: there is no limit.
             named: ids of the clients that the round is ordered from; None: the selector decides.
             without: clients that do not.
 
@@ -247,7 +251,7 @@ class ParticipantSelection:
         selector, config = self._selector, self._context.config
         if named is not None or not selector.partial:
             return Participants(ready, None)
-        facts = [self._facts(client_id, weigh) for client_id in sorted({*ready, *accepted})]
+        facts = [self._facts(client_id, most) for client_id in sorted({*ready, *accepted})]
         wanted = selector.wanted(len(facts), config.clients.min)
         count = selector.asked(len(facts), wanted)
         asked = selected(selector, facts, count, Draw(config.seed, round_id))
@@ -258,16 +262,18 @@ class ParticipantSelection:
             )
         return Participants(asked, wanted if count > wanted else None)
 
-    def _facts(self, client_id: int, weigh: Callable[[int], int]) -> ClientFacts:
+    def _facts(self, client_id: int, most: int | None) -> ClientFacts:
         known = self._context.state.participation.of(client_id)
+        samples = known.num_samples if most is None else min(known.num_samples, most)
         return ClientFacts(
-            client_id=client_id, num_samples=weigh(known.num_samples), loss=known.loss,
+            client_id=client_id, num_samples=samples, loss=known.loss,
             rounds=known.counted + known.missed,
         )  # fmt: skip
 
     async def on_strike(self, strike: Strike) -> None:
         """Log a bad update, and put its client in quarantine where that follows."""
-        facts = {"client": strike.client_id, "round": strike.round_id, "reason": strike.reason, "strikes": strike.count}
+        of_round = {"round": strike.round_id, "reason": strike.reason, "strikes": strike.count}
+        facts = {**self._context.client_facts(strike.client_id), **of_round}
         if not strike.out_until:
             log.warning("strike", **facts)
             return

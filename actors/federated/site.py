@@ -101,6 +101,8 @@ class SiteMember(Client):
         followed: what it has of the level above; None before the first command.
     """
 
+    _codecs_setting = "upstream.codecs"
+
     def __init__(
         self, bus: Bus, task: FederatedTask, upstream: UpstreamConfig, make_controller: MakeController,
         on_report: Callable[[RoundReport], object], *, followed: Followed | None = None,
@@ -112,7 +114,8 @@ class SiteMember(Client):
             followed: as of the member before.
         """
         timeout_s = upstream.alone_after_s if followed and upstream.alone else upstream.timeout_s
-        super().__init__(bus, task, client_id=upstream.site or 0, config=ClientConfig(controller_timeout_s=timeout_s))
+        config = ClientConfig(controller_timeout_s=timeout_s, codecs=upstream.codecs)
+        super().__init__(bus, task, client_id=upstream.site or 0, name=upstream.name, config=config)
         self._upstream = upstream
         self._make_controller = make_controller
         self._on_report = on_report
@@ -437,8 +440,9 @@ def _rules_of(welcome: Welcome) -> tuple[object, ...]:
     """Return what of a Welcome a site passes on to its clients, and its own deadline. The same in all of one start of
     the level above: what could change its options there is refused above sites."""
     return (
-        welcome.codec, welcome.density, welcome.chunk_elems, welcome.codec_version, welcome.rule, welcome.options,
-        welcome.round_s, welcome.frozen, welcome.include, welcome.exclude, welcome.buffers, welcome.buffer_layout,
+        welcome.codec, welcome.codec_options, welcome.section_codec, welcome.section_options, welcome.rule,
+        welcome.options, welcome.round_s, welcome.frozen, welcome.include, welcome.exclude, welcome.buffers,
+        welcome.buffer_layout,
     )  # fmt: skip
 
 

@@ -20,13 +20,15 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.actors.federated.chosen_codecs import codec_of, names_of, own_codecs
 from gradbus.actors.federated.combinations import make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.liveness import tolerate_write_timeout
-from gradbus.actors.federated.local_training import NothingToTrain, codec_of
+from gradbus.actors.federated.local_training import NothingToTrain
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import Outcome, Round, RoundTotals
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.codecs import Codec
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import BusError, ConfigError
@@ -144,7 +146,11 @@ class RelayingController(Controller):
     def _max_update_bytes(self) -> int:
         if self._config.clients.kind == "sites" or self._config.secure_aggregation.enabled:
             return super()._max_update_bytes()
-        return int(codec_of(self.terms).max_bytes(self._model.dim))
+        return int(codec_of(self.terms, allowed=names_of(self.terms)).max_bytes(self._model.dim))
+
+    def _own_codecs(self) -> tuple[type[Codec], ...]:
+        """Those of the level above, which this site has allowed before it began."""
+        return own_codecs(names_of(self.terms))
 
     async def _command(self, round_id: int) -> TrainCmd:
         assert self.command is not None, "no round begins before the level above has commanded one"

@@ -18,6 +18,7 @@ from pydantic import Field, StringConstraints
 from torch import Tensor, nn
 
 from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.actors.federated.client_names import MAX_NAMED_CLIENTS, ClientNames, Pair
 from gradbus.actors.federated.flat_model import FlatModel, hash_of_named
 from gradbus.actors.federated.participation import MAX_KNOWN, Entry, Participation, Quarantine, Strike
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
@@ -47,6 +48,7 @@ from gradbus.runtime.wire.messages import Identity
 
 NOTHING = "0" * 16  # no frozen parameters, or none of integers
 _ORDERS_BEFORE = 1000  # rounds before that of a resume whose orders are removed: there may be some if keep was higher
+_ORDER = "order-"
 MAX_ORDER_BYTES = 64 << 20  # of a file: a million clients with orders of their own
 Load = Callable[[str], Mapping[str, Tensor]]
 
@@ -77,10 +79,11 @@ class SavedRun(Meta):
     names: StateNames | None = None
     share: ShareSettings = ShareSettings()
     exchange: Exchange = "trained"
-    downlink_codec: Annotated[str, StringConstraints(max_length=100)]
+    downlink_codec: Annotated[str, StringConstraints(max_length=256)]
     downlink: Literal["full", "lossy"]
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
     participation: Annotated[list[Entry], Field(default_factory=list, max_length=MAX_KNOWN)]
+    client_names: Annotated[list[Pair], Field(default_factory=list, max_length=MAX_NAMED_CLIENTS)]
     history: Annotated[list[RoundReport], Field(max_length=KEPT_IN_CHECKPOINT)]
 
     @property
@@ -198,13 +201,17 @@ class RunContext:
     def run_id(self) -> int:
         return self.state.run_id
 
+    def client_facts(self, client_id: int) -> dict[str, Any]:
+        """Return id and name of a client for a log event."""
+        return self.state.names.facts(client_id)
+
     async def publish(self, body: Body) -> None:
         """Send a control message as the controller. Raises BusError: it could not be sent."""
         await self.bus.publish(self.identity, body)
 
 
 def _order_name(round_id: int) -> str:
-    return f"order-{round_id:06d}"
+    return f"{_ORDER}{round_id:06d}"
 
 
 class RunState:
@@ -215,6 +222,7 @@ class RunState:
         round_id: the last committed round.
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
         buffers: the merged buffers after that round, as all nodes hold them; the module has them only while it is held.
+        names: of clients, with their ids.
         held: the clients' model after that round, where a lossy downlink makes it differ; else None.
         history: reports of the committed rounds, without timelines, as a checkpoint has them. As that is written in
             every round it is bounded: of all but the newest rounds it has the figures, of those long past nothing.
@@ -241,6 +249,7 @@ class RunState:
         self._orders_from = 1  # orders of earlier rounds are removed
         self.quarantine = Quarantine(config.limits.max_strikes, config.limits.quarantine_rounds)
         self.participation = Participation()
+        self.names = ClientNames()
         if config.checkpoint.init_path is not None:
             self._set_initial(config.checkpoint.init_path)
         if config.checkpoint.dir is not None:
@@ -356,6 +365,7 @@ class RunState:
         self._orders_from = max(1, checkpoint.round_id - _ORDERS_BEFORE)
         self.quarantine.load_state(saved.conduct)
         self.participation.load_state(saved.participation)
+        self.names.load_state(saved.client_names)
         self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
 
@@ -401,6 +411,15 @@ class RunState:
         if self._store is not None:
             entry = {"run_id": f"{self.run_id:016x}", "round_id": round_id, "order": dict(order)}
             self._store.save_document(_order_name(round_id), entry)
+
+    def order_file(self, round_id: int) -> str:
+        """Return the name of the file of an order."""
+        return f"{_order_name(round_id)}.json"
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether there are orders on the disk, which may be of rounds that are to be repeated."""
+        return self._store is not None and self._store.has_documents(_ORDER)
 
     def load_order(self, round_id: int) -> dict[str, Any] | None:
         """Return what :meth:`save_order` has written in this run; None: nothing. Raises CheckpointError: it is
@@ -466,7 +485,7 @@ class RunState:
 
     def checkpoint_of_weights(self, **more: Any) -> Checkpoint:
         """The model alone, as a checkpoint that :func:`restore_weights` takes; ``more``: beside its metadata."""
-        meta = {**self._meta([]), "downlink": "full", "conduct": [], "participation": [], **more}
+        meta = {**self._meta([]), "downlink": "full", "conduct": [], "participation": [], "client_names": [], **more}
         return Checkpoint(self.round_id, self._model_tensors(), meta)
 
     def _model_tensors(self) -> dict[str, Tensor]:
@@ -480,7 +499,7 @@ class RunState:
             "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table,
             "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
-            "participation": self.participation.state(),
+            "participation": self.participation.state(), "client_names": self.names.state(),
             "frozen": f"{self.model.frozen:016x}", "frozen_tensors": self.model.frozen_table,
             "integers": self._integers,
             "personal": self.model.personal_table, "names": self.model.names,

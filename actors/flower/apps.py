@@ -19,7 +19,9 @@ from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from gradbus.actors.flower.grid import NODE_ID_BASE, message_id
+from gradbus.actors.flower.missing_modules import explain_missing_module, explain_missing_name
 from gradbus.actors.flower.payload import collect, decode, encode
+from gradbus.actors.flower.protocol import NodePlace
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
@@ -39,12 +41,14 @@ class FlowerApp:
     Attributes:
         path: of the folder. server, client: references to its components, ``module:attribute``.
         config: of ``[tool.flwr.app.config]``, nested keys joined by dots.
+        dependencies: requirements of ``[project]``, as ``flwr>=1.41``.
     """
 
     path: Path
     server: str
     client: str
     config: dict[str, Value]
+    dependencies: tuple[str, ...] = ()
 
     def run_config(self, overrides: Mapping[str, Value]) -> dict[str, Value]:
         """The config of a run. Raises ConfigError: the app has no such key."""
@@ -63,21 +67,18 @@ def read_app(path: Path) -> FlowerApp:
     if not path.is_dir():
         raise ConfigError(f"{path}: expected the folder of a Flower app, with a pyproject.toml")
     try:
-        app = get_project_config(path)["tool"]["flwr"]["app"]
+        project = get_project_config(path)
+        app = project["tool"]["flwr"]["app"]
         config = flatten_dict(app.get("config", {}))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no Flower app: {plain_line(str(error))}") from None
-    return FlowerApp(path.resolve(), app["components"]["serverapp"], app["components"]["clientapp"], config)
+    components, needs = app["components"], project.get("project", {}).get("dependencies", ())
+    return FlowerApp(path.resolve(), components["serverapp"], components["clientapp"], config, tuple(map(str, needs)))
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Value]:
     """Return what ``--run-config`` says, as ``flwr run`` reads it. Raises ConfigError."""
-    try:
-        overrides: dict[str, Value] = parse_config_args(texts)
-    except Exception as error:  # of several libraries
-        raise ConfigError(f"--run-config: {plain_line(str(error))}") from None
-    if any(texts) and not overrides:
-        raise ConfigError(f"--run-config {texts[0]!r}: expected keys and values, as in 'num-server-rounds=5 lr=0.1'")
+    overrides = _parse_pairs("--run-config", texts, "num-server-rounds=5 lr=0.1")
     long = [key for key, value in overrides.items() if isinstance(value, str) and len(value) > MAX_OVERRIDE_CHARS]
     if len(overrides) > MAX_OVERRIDES or long or any(len(key) > 64 for key in overrides):
         raise ConfigError(
@@ -88,6 +89,27 @@ def parse_overrides(texts: list[str]) -> dict[str, Value]:
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ConfigError(f"--run-config {key}: an integer has at most 64 bits, from -2^63 to 2^63 - 1")
     return overrides
+
+
+def parse_node_config(texts: list[str]) -> dict[str, Value]:
+    """Return what ``--node-config`` says, as ``flower-supernode`` reads it. Raises ConfigError."""
+    return _parse_pairs("--node-config", texts, "partition-id=0 dataset-path='/data/part-0'")
+
+
+def _parse_pairs(option: str, texts: list[str], example: str) -> dict[str, Value]:
+    """Return keys and values in Flower's syntax, or those of a TOML file. Raises ConfigError."""
+    try:
+        found: dict[str, Value] = parse_config_args(texts)
+    except Exception as error:  # of several libraries
+        raise ConfigError(f"{option}: {plain_line(str(error))}") from None
+    if any(texts) and not found:
+        raise ConfigError(f'{option} {texts[0]!r}: expected keys and values, as in "{example}"')
+    for key, value in found.items():
+        if not isinstance(value, Value):
+            raise ConfigError(
+                f"{option} {key}: expected text in quotes, a number, true or false, got {type(value).__name__}"
+            )
+    return found
 
 
 def load_component(app: FlowerApp, reference: str, kind: type[Any]) -> Any:
@@ -103,10 +125,11 @@ def load_component(app: FlowerApp, reference: str, kind: type[Any]) -> Any:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise ConfigError(f"{app.path / 'pyproject.toml'}: {reference}: no module {missing!r}") from None
-        raise ConfigError(
-            f"{app.path}: the app needs the module {missing!r}, which is not installed here. Install it into the "
-            f"environment of {sys.executable}: nothing is installed at run time"
-        ) from None
+        raise ConfigError(f"{app.path}: {explain_missing_module(missing, app.dependencies)}") from None
+    except ImportError as error:
+        if (why := explain_missing_name(error, app.dependencies)) is None:
+            raise
+        raise ConfigError(f"{app.path}: {why}") from None
     for name in attribute.split("."):
         found = getattr(found, name, None)
     if not isinstance(found, kind):
@@ -126,14 +149,23 @@ def load_client_app(app: FlowerApp) -> ClientApp:
     return load_component(app, app.client, ClientApp)
 
 
-def make_context(app: FlowerApp, run_id: int, overrides: Mapping[str, Value], partition: tuple[int, int] | None) -> Any:
-    """The Context of a component. ``partition``: of a node, and of how many; None: of the ServerApp. In this process,
-    messages are from this run from now on."""
-    node_id = SUPERLINK_NODE_ID if partition is None else NODE_ID_BASE + partition[0]
-    node_config = {} if partition is None else {"partition-id": partition[0], "num-partitions": partition[1]}
+class NodeConfig(dict[str, Value]):
+    """The config of a node for its app. A key that is not there is a KeyError that says where it is set."""
+
+    def __missing__(self, key: object) -> Value:
+        raise KeyError(f"the node config has no {key!r}: start this node with --node-config {key}=...")
+
+
+def make_context(
+    app: FlowerApp, run_id: int, overrides: Mapping[str, Value], place: NodePlace | None,
+    node_config: Mapping[str, Value] | None = None,
+) -> Any:  # fmt: skip
+    """The Context of a component. ``place``: of a node; None: it is that of the ServerApp. ``node_config``: of the
+    node. In this process, messages are from this run from now on."""
+    node_id = SUPERLINK_NODE_ID if place is None else NODE_ID_BASE + place.number
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 0
     return Context(
-        run_id=run_id, node_id=node_id, node_config=node_config, state=RecordDict(),
+        run_id=run_id, node_id=node_id, node_config=NodeConfig(node_config or {}), state=RecordDict(),
         run_config=app.run_config(overrides),
     )  # fmt: skip
 
@@ -141,17 +173,21 @@ def make_context(app: FlowerApp, run_id: int, overrides: Mapping[str, Value], pa
 class ClientAppAnswering:
     """Answers instructions with a ClientApp. Its Context, and the state in it, lasts as long as the run."""
 
-    def __init__(self, app: FlowerApp, client_app: ClientApp, partition: int, num_partitions: int) -> None:
+    def __init__(
+        self, app: FlowerApp, client_app: ClientApp, place: NodePlace, node_config: Mapping[str, Value] | None = None
+    ) -> None:
+        """``node_config``: what the app finds in ``context.node_config``."""
         self._app = app
         self._client_app = client_app
-        self._partition = (partition, num_partitions)
+        self._place = place
+        self._node_config = dict(node_config or {})
         self._context: Any = None
         self._used_bytes = 0  # of the message that was answered last
 
     def begin(self, run_id: int, options: Mapping[str, Value]) -> None:
         """A run begins. ``options``: what its controller sets in place of the app's config. Raises ConfigError."""
         if self._context is None or self._context.run_id != run_id:
-            self._context = make_context(self._app, run_id, options, self._partition)
+            self._context = make_context(self._app, run_id, options, self._place, self._node_config)
 
     def answer(self, payload: memoryview, number: int) -> list[bytes | memoryview]:
         """The reply of the ClientApp; what it raises becomes a reply with an error, as Flower has it."""
@@ -161,9 +197,9 @@ class ClientAppAnswering:
             log.error("message not understood", number=number, reason=str(error))
             return self.refuse(str(error))
         self._used_bytes = len(payload)
-        partition = self._partition[0]
+        node = self._place.number
         message.metadata.__dict__.update(
-            _dst_node_id=NODE_ID_BASE + partition, _message_id=message_id(self._context.run_id, number, partition)
+            _dst_node_id=NODE_ID_BASE + node, _message_id=message_id(self._context.run_id, number, node)
         )
         stub = Message(metadata=message.metadata, content=RecordDict())
         try:

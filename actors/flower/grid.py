@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
@@ -19,10 +19,11 @@ from flwr.supercore.run import Run
 from gradbus.actors.flower.hub import Address, Answer, MessageHub
 from gradbus.actors.flower.payload import collect, decode, encode
 from gradbus.actors.flower.protocol import make_payload
+from gradbus.actors.flower.reply_tally import ReplyTally, RoundName
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 
-NODE_ID_BASE = 1000  # the id of the node with partition 0; Flower has 0 and 1 for itself
+NODE_ID_BASE = 1000  # the id of the node with number 0; Flower has 0 and 1 for itself
 _POLL_S = 1.0  # at most so long a call waits in one piece
 
 T = TypeVar("T")
@@ -43,7 +44,11 @@ class _Pushed:
 
 
 class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not installed
-    """For one ServerApp. Its methods block and may be called from any thread but that of the hub's loop."""
+    """For one ServerApp. Its methods block and may be called from any thread but that of the hub's loop.
+
+    Attributes:
+        tally: of the replies that the ServerApp got.
+    """
 
     def __init__(self, hub: MessageHub, memory: PayloadMemory, loop: asyncio.AbstractEventLoop, run: Run) -> None:
         self._hub = hub
@@ -52,6 +57,7 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
         self._run = run
         self._pushed: dict[str, _Pushed] = {}
         self._pulled_bytes = 0  # since messages were pushed last
+        self.tally = ReplyTally()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -85,7 +91,7 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
 
     def get_node_ids(self) -> Iterable[int]:
         """Ids of the nodes that can take a message now, ascending."""
-        return [NODE_ID_BASE + partition for partition in self._call(self._nodes())]
+        return [NODE_ID_BASE + number for number in self._call(self._nodes())]
 
     async def _nodes(self) -> list[int]:
         return self._hub.nodes()
@@ -120,6 +126,7 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
                 self._stamp(message, name)
                 stub = Message(metadata=message.metadata, content=RecordDict())
                 self._pushed[name] = _Pushed((number, node), stub)
+        self.tally.send({ids[id(message)]: _round_of(message) for message in ordered})
         return [ids[id(message)] for message in ordered]
 
     def _stamp(self, message: Message, name: str) -> None:
@@ -137,7 +144,13 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
         replies = {}
         for address in list(found):
             name = waiting[address]
-            replies[name] = self._reply(self._pushed.pop(name), found.pop(address))
+            replies[name] = reply = self._reply(self._pushed.pop(name), found.pop(address))
+            if reply.has_error():
+                self.tally.count_error(
+                    name, NODE_ID_BASE + address[1], _code_name(reply.error.code), reply.error.reason
+                )
+            else:
+                self.tally.count_good(name)
         return replies
 
     def _reply(self, pushed: _Pushed, answer: Answer) -> Message:
@@ -170,14 +183,26 @@ class BusGrid(Grid):  # type: ignore[misc] # flwr has no types where it is not i
             pending = [name for name in pending if name not in replies]
             if left_s <= 0:
                 break
+        self.tally.expire(pending)
         if pending:  # whoever comes later finds nobody
             self._call(self._hub.withdraw([self._pushed.pop(name).address for name in pending]))
         return [replies[name] for name in ids if name in replies]
 
 
-def message_id(run_id: int, number: int, partition: int) -> str:
+def message_id(run_id: int, number: int, node: int) -> str:
     """The id of a message: of one instruction, to one node."""
-    return f"{run_id:016x}-{number}-{partition}"
+    return f"{run_id:016x}-{number}-{node}"
+
+
+def _round_of(message: Message) -> RoundName:
+    """Return the type of a message, and which round of its strategy it belongs to."""
+    configs = (record for record in message.content.values() if isinstance(record, ConfigRecord))
+    number = next((config["server-round"] for config in configs if "server-round" in config), "")
+    return message.metadata.message_type, str(message.metadata.group_id or number)
+
+
+def _code_name(code: int) -> str:
+    return next((name for name, value in vars(ErrorCode).items() if value == code and name.isupper()), f"code {code}")
 
 
 def _check(message: Message) -> None:

@@ -23,12 +23,14 @@ from gradbus.actors.flower.protocol import (
     CODEC,
     DEFAULT_MAX_BYTES,
     HEARTBEAT_S,
+    LAST_NAMED,
     MAX_NODES,
     MAX_OPEN,
     MAX_PARTITIONS,
     Payload,
     check_max_bytes,
     instruction_key,
+    is_named,
     partitions_of,
     reply_key,
 )
@@ -139,7 +141,7 @@ class MessageHub:
         )  # fmt: skip
         self._others = DuplicateControllers(bus.job, self._identity)
         self._clock = BeatClock(HEARTBEAT_S)
-        self._partitions: tuple[int, str] | None = None  # their number, and the node that said so first
+        self._partitions: tuple[int, str] | None = None  # how many there are, and the node that said so first
         self._compute = ComputeThread("hub")
         self._uploads: Uploads[IncomingUpload] = Uploads(self._publish)
         self._numbers = 0
@@ -158,7 +160,7 @@ class MessageHub:
     # What the grid calls
 
     def nodes(self) -> list[int]:
-        """Partitions of the nodes that can take an instruction now, ascending."""
+        """Numbers of the nodes that can take an instruction now, ascending."""
         return self._registry.ready(0)
 
     async def push(self, nodes: Collection[int], payload: Payload, ttl_s: float) -> int:
@@ -244,7 +246,9 @@ class MessageHub:
             self._compute.close()
 
     async def end(self, *, ok: bool, reason: str) -> None:
-        """Announce the end of the run until all nodes have left, for a bounded time."""
+        """Announce the end of the run until all nodes have left, for a bounded time. Instructions that are not answered
+        yet are dropped: no process waits for their replies."""
+        await self._drop_open()
         with contextlib.suppress(BusError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 while True:
@@ -252,6 +256,13 @@ class MessageHub:
                     if not len(self._registry):
                         return
                     await asyncio.sleep(0.2)
+
+    async def _drop_open(self) -> None:
+        unanswered = [(one.number, node) for one in self._open.values() for node in one.awaited]
+        if unanswered:
+            nodes = format_ids({node for _, node in unanswered})
+            log.info("messages without a reply at the end of the run", messages=len(unanswered), nodes=nodes)
+            await self.withdraw(unanswered)
 
     async def _beat(self) -> None:
         now_s = time.monotonic()
@@ -348,8 +359,7 @@ class MessageHub:
             is_stalled=self._clock.is_stalled(),
         )  # fmt: skip
         if answer is HelloAnswer.REFUSE:
-            why = why.replace("client id", "partition").replace("give each its own id", "give each node its own")
-            await self._publish(Refused(*_of(sender), why))
+            await self._publish(Refused(*_of(sender), _of_nodes(why, sender.sender)))
             return
         if known not in (None, sender.incarnation) and self._registry.get(*_of(sender)) is not None:
             self._fail_all(sender.sender, known, "it has started anew")
@@ -357,7 +367,7 @@ class MessageHub:
             log.info("node welcomed", node=sender.sender, host=hello.host)
             await self._publish(
                 Welcome(
-                    *_of(sender), self.run_id, 0, CODEC, 1.0, 1, 1, self._partitions[0] if self._partitions else 0,
+                    *_of(sender), self.run_id, 0, CODEC, "{}", self._partitions[0] if self._partitions else 0,
                     HEARTBEAT_S, memory=self._bus.memory.here, options=self._options, fetch_models=True,
                 )
             )  # fmt: skip
@@ -370,15 +380,23 @@ class MessageHub:
         partitions = partitions_of(hello.layout)
         if partitions is None or hello.site:
             return "this job runs a Flower app: start 'gradbus flower node', or choose another job (bus.job)"
-        if not node < partitions <= MAX_PARTITIONS:
+        if partitions == 0:
+            if not MAX_PARTITIONS <= node <= LAST_NAMED:
+                return f"node {node} has no partition: expected a number from {MAX_PARTITIONS} to {LAST_NAMED}"
+        elif not node < partitions <= MAX_PARTITIONS:
             return f"partition {node} of {partitions}: expected 0 to {min(partitions, MAX_PARTITIONS) - 1}"
-        if self._partitions is not None and self._partitions[0] != partitions and len(self._registry):
+        if self._registry.incarnation_of(node) is None and len(self._registry) >= MAX_NODES:
+            return f"this run has {MAX_NODES} nodes already"
+        return self._note_partitions(node, partitions) if partitions else None
+
+    def _note_partitions(self, node: int, partitions: int) -> str | None:
+        """Note how many partitions there are. Returns why a node that says another number is refused."""
+        are_held = any(not is_named(member.client_id) for member in self._registry)
+        if self._partitions is not None and self._partitions[0] != partitions and are_held:
             return (
                 f"it says that there are {partitions} partitions, and node {self._partitions[1]} says "
                 f"{self._partitions[0]}: give all nodes the same --of"
             )
-        if self._registry.incarnation_of(node) is None and len(self._registry) >= MAX_NODES:
-            return f"this run has {MAX_NODES} nodes already"
         if self._partitions is None or self._partitions[0] != partitions:
             self._partitions = partitions, str(node)
         return None
@@ -580,6 +598,13 @@ class MessageHub:
 
 def _of(identity: Identity) -> tuple[int, int]:
     return identity.sender, identity.incarnation
+
+
+def _of_nodes(why: str, node: int) -> str:
+    """Put the reason of a refusal, which names clients, into the terms of Flower's nodes."""
+    what, own = ("the name of node", "give each node its own --name") if is_named(node) else (
+        "partition", "give each node its own")  # fmt: skip
+    return why.replace("client id", what).replace("give each its own id", own)
 
 
 __all__ = ["Address", "Answer", "MessageHub"]

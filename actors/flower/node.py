@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from gradbus.actors.flower.protocol import (
     DEFAULT_MAX_BYTES,
     HEARTBEAT_S,
     MAX_OPEN,
+    NodePlace,
     check_max_bytes,
     instruction_key,
     layout_of,
@@ -27,13 +29,12 @@ from gradbus.actors.flower.protocol import (
     reply_key,
 )
 from gradbus.runtime.bus.bus import Bus, Subscription
-from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.compute import LET_GO_S, ComputeThread
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.errors import (
     BarrierTimeout,
     BusClosed,
     BusError,
-    ConfigError,
     FrameError,
     JoinRefused,
     TrainingFailed,
@@ -106,49 +107,48 @@ class _Instruction:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """Tells what a node did. ``answered``: instructions. ``bytes_up``, ``bytes_down``: of payloads."""
+    """Tells what a node did. ``answered``: instructions. ``bytes_up``, ``bytes_down``: of payloads. ``left_call``: its
+    run has ended inside a call that did not return, and which goes on, on a thread that no code waits for."""
 
     answered: int
     bytes_up: int
     bytes_down: int
+    left_call: bool = False
 
 
 class MessageNode:
     """Answers the instructions of a hub, one after the other."""
 
     def __init__(
-        self, bus: Bus, answering: Answering, *, partition: int, num_partitions: int,
+        self, bus: Bus, answering: Answering, *, place: NodePlace,
         controller_timeout_s: float = 120.0, max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:  # fmt: skip
         """A node that has not started.
 
         Args:
-            partition: 0 or more, another one for each node; ``num_partitions``: how many there are.
+            place: another one for each node.
             controller_timeout_s: without a message of a hub for so long, this node gives up.
             max_bytes: the largest instruction that is accepted.
 
         Raises:
             ConfigError: a setting is out of range.
         """
-        if not 0 <= partition < num_partitions:
-            raise ConfigError(
-                f"partition {partition} of {num_partitions}: partitions count from 0, so give one of 0 to "
-                f"{num_partitions - 1}"
-            )
         check_max_bytes(max_bytes)
-        self.partition = partition
-        self._num_partitions = num_partitions
+        self.place = place
+        self.number = place.number
         self._bus = bus
         self._answering = answering
         self._max_bytes = max_bytes
-        self._identity = Identity(partition, new_incarnation())
+        self._identity = Identity(place.number, new_incarnation())
         self._session = ControllerSession(controller_timeout_s)
         self._sender = UpdateSender(bus, self._identity)
-        self._compute = ComputeThread(f"node-{partition}")
-        self._waiting = WaitLog(log, bus.reach, node=partition)
+        self._compute = ComputeThread(f"node-{place.number}")
+        self._waiting = WaitLog(log, bus.reach, node=place.number)
         self._open: dict[int, _Instruction] = {}
         self._done: OrderedDict[int, None] = OrderedDict()
         self._changed = asyncio.Event()
+        self._run_over = asyncio.Event()
+        self._left_call = False
         self._phase, self._phase_s, self._current = "idle", time.monotonic(), -1
         self._reads_memory = True
         self._answered = self._bytes_down = 0
@@ -156,7 +156,7 @@ class MessageNode:
     @property
     def summary(self) -> NodeSummary:
         """Return what it did so far."""
-        return NodeSummary(self._answered, self._sender.bytes_up, self._bytes_down)
+        return NodeSummary(self._answered, self._sender.bytes_up, self._bytes_down, self._left_call)
 
     async def run(self) -> NodeSummary:
         """Answer instructions until the run has ended.
@@ -173,8 +173,8 @@ class MessageNode:
                 bus.open_writer(ClientUpdate)
                 async with TaskGroup() as group:
                     helpers = [
-                        group.create_task(self._listen(inbox, group), name=f"node-{self.partition}-listen"),
-                        group.create_task(self._heartbeat(), name=f"node-{self.partition}-heartbeat"),
+                        group.create_task(self._listen(inbox, group), name=f"node-{self.number}-listen"),
+                        group.create_task(self._heartbeat(), name=f"node-{self.number}-heartbeat"),
                     ]
                     try:
                         await self._work()
@@ -197,7 +197,7 @@ class MessageNode:
         return (
             isinstance(message, Control)
             and message.sender == CONTROLLER
-            and getattr(message.body, "to", self.partition) == self.partition
+            and getattr(message.body, "to", self.number) == self.number
         )
 
     async def _listen(self, inbox: Subscription, group: TaskGroup) -> None:
@@ -216,18 +216,18 @@ class MessageNode:
             self._changed.set()
 
     def _on_hub(self, session: int, body: Any, group: TaskGroup) -> None:
-        current, me = self._session, (self.partition, self._identity.incarnation)
+        current, me = self._session, (self.number, self._identity.incarnation)
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
                 if current.welcome is None or session != current.incarnation:
                     self._start_session(session, body)
-                    group.create_task(self._send_hello(), name=f"node-{self.partition}-hello")
+                    group.create_task(self._send_hello(), name=f"node-{self.number}-hello")
                 current.welcome = body
             case Refused() if (body.to, body.incarnation) == me:
                 raise JoinRefused(body.why)
             case Status() if session != current.incarnation and current.welcome is not None:
                 current.welcome = None
-                group.create_task(self._send_hello(), name=f"node-{self.partition}-hello")
+                group.create_task(self._send_hello(), name=f"node-{self.number}-hello")
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
                 self._sender.on_answer(body, group)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
@@ -237,6 +237,7 @@ class MessageNode:
                     instruction.notice = body
             case RunEnded() if body.run_id == current.run_id and (body.ok or body.final):
                 current.ended = body
+                self._run_over.set()
                 self._compute.stop_current()
                 self._sender.interrupt()
             case _:
@@ -249,7 +250,7 @@ class MessageNode:
         self._reads_memory = True
         self._compute.stop_current()
         self._sender.interrupt()
-        log.info("welcomed", node=self.partition, run=f"{welcome.run_id:016x}")
+        log.info("welcomed", node=self.number, run=f"{welcome.run_id:016x}")
 
     def _instruction(self, number: int) -> _Instruction | None:
         """The open instruction of this number; None: it is answered, or one too many."""
@@ -260,7 +261,7 @@ class MessageNode:
         return self._open.setdefault(number, _Instruction(number, time.monotonic()))
 
     def _take_terms(self, terms: RoundTerms) -> None:
-        if not has_id(parse_ids(terms.participants), self.partition):
+        if not has_id(parse_ids(terms.participants), self.number):
             self._open.pop(terms.round_id, None)
         elif (instruction := self._instruction(terms.round_id)) is not None:
             instruction.named_s = time.monotonic()
@@ -274,7 +275,7 @@ class MessageNode:
     async def _send_hello(self) -> None:
         current = self._session
         hello = Hello(
-            protocol=PROTOCOL, dim=0, layout=layout_of(self._num_partitions),
+            protocol=PROTOCOL, dim=0, layout=layout_of(self.place.num_partitions),
             ready=self._bus.matched_readers(ClientUpdate) > 0,
             session=current.incarnation if current.welcome is not None else 0,
             phase=self._phase if self._sender.phase == "idle" else self._sender.phase,
@@ -345,8 +346,10 @@ class MessageNode:
         try:
             payload = await self._fetch(notice, instruction, session)
         except FrameError as error:
-            log.error("message refused", node=self.partition, number=number, reason=str(error))
-            parts = await self._compute.run(self._answering.refuse, f"node {self.partition}: {error}")
+            log.error("message refused", node=self.number, number=number, reason=str(error))
+            parts: list[bytes | memoryview] | None = await self._compute.run(
+                self._answering.refuse, f"node {self.number}: {error}"
+            )
         else:
             if payload is None:  # no longer wanted
                 self._open.pop(number, None)
@@ -355,11 +358,12 @@ class MessageNode:
             self._set_phase("training", number)
             await self._send_hello()  # a later one may come late, as the user's code may hold the interpreter
             started_s = time.perf_counter()
-            parts = await self._compute.run(self._answering.answer, payload, number)
+            parts = await self._call(payload, number)
             del payload
         train_s = time.perf_counter() - started_s
         if not self._is_current(session):
             return
+        assert parts is not None
         outgoing = await self._compute.run(make_payload, self._bus.memory, parts)
         del parts
         request = UploadRequest(
@@ -367,7 +371,7 @@ class MessageNode:
             train_s=train_s, encode_s=time.perf_counter() - started_s - train_s, memory=outgoing.place,
         )  # fmt: skip
         update = EncodedUpdate(
-            reply_key(run_id, number, self.partition, self._identity.incarnation), request, outgoing.data,
+            reply_key(run_id, number, self.number, self._identity.incarnation), request, outgoing.data,
             sealed=outgoing.shared,
         )  # fmt: skip
         receipt = await self._sender.deliver(update, check=lambda: self._is_current(session))
@@ -377,9 +381,38 @@ class MessageNode:
         self._finish(number)
         if receipt.accepted:
             self._answered += 1
-            log.info("message answered", node=self.partition, number=number, seconds=round(train_s, 3))
+            log.info("message answered", node=self.number, number=number, seconds=round(train_s, 3))
         else:
-            log.warning("reply refused", node=self.partition, number=number, reason=receipt.reason)
+            log.warning("reply refused", node=self.number, number=number, reason=receipt.reason)
+
+    async def _call(self, payload: memoryview, number: int) -> list[bytes | memoryview] | None:
+        """Answer an instruction on the thread. None: the run has ended meanwhile; what is called then has
+        ``LET_GO_S`` to return, and is left to itself after that."""
+        returned = threading.Event()
+
+        def answer() -> list[bytes | memoryview]:
+            try:
+                return self._answering.answer(payload, number)
+            finally:
+                returned.set()
+
+        started_s = time.monotonic()
+        answering = asyncio.ensure_future(self._compute.run(answer))
+        over = asyncio.ensure_future(self._run_over.wait())
+        try:
+            await asyncio.wait({answering, over}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                return answering.result()
+            log.warning(
+                "the run has ended while a message is answered", node=self.number, number=number,
+                since_s=round(time.monotonic() - started_s, 1), effect=f"waits for at most {LET_GO_S:g} s, then leaves",
+            )  # fmt: skip
+        finally:
+            over.cancel()
+            answering.cancel()  # it waits for the thread for LET_GO_S
+            await asyncio.wait({answering})
+        self._left_call = not returned.is_set()
+        return None
 
     def _is_current(self, session: int) -> bool:
         """Whether the hub is still this one, and its run goes on. Raises BarrierTimeout: there is none."""
@@ -415,7 +448,7 @@ class MessageNode:
 
     async def _give_up_memory(self, why: str) -> None:
         self._reads_memory = False
-        log.warning("no shared memory", node=self.partition, reason=why, effect="messages go over DDS")
+        log.warning("no shared memory", node=self.number, reason=why, effect="messages go over DDS")
         await self._send_hello()
 
     async def _receive(

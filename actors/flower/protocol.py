@@ -7,8 +7,10 @@ frames of a model carry it elsewhere. A reply is an update of that round.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from dataclasses import dataclass
+from typing import Self
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
@@ -18,13 +20,51 @@ CODEC = "flower"  # of a Welcome: what updates hold
 HEARTBEAT_S = 1.0
 MAX_NODES = 4096
 MAX_PARTITIONS = 1 << 20
+LAST_NAMED = 9_999_999  # seven digits, so that RoundTerms have room for the numbers of MAX_NODES nodes
 MAX_OPEN = 4096  # instructions without all their replies
 DEFAULT_MAX_BYTES = 8 << 30
 _MARK = zlib.crc32(b"gradbus.flower.1") << 32
 
 
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Says which node a process is. Made by :meth:`of_partition` or :meth:`of_name`.
+
+    Attributes:
+        number: of the node on the bus: its partition, or one above all partitions that follows from its name.
+        num_partitions: how many partitions there are; 0: the node is known by its name.
+        name: of the node; empty: it is known by its partition.
+    """
+
+    number: int
+    num_partitions: int
+    name: str = ""
+
+    @classmethod
+    def of_partition(cls, partition: int, num_partitions: int) -> Self:
+        """Return the place of a node with a partition. Raises ConfigError: there is no such partition."""
+        if not 0 <= partition < num_partitions <= MAX_PARTITIONS:
+            raise ConfigError(
+                f"partition {partition} of {num_partitions}: partitions count from 0, so give one of 0 to "
+                f"{min(num_partitions, MAX_PARTITIONS) - 1}"
+            )
+        return cls(partition, num_partitions)
+
+    @classmethod
+    def of_name(cls, name: str) -> Self:
+        """Return the place of a node with this name. The same name has the same number in every run."""
+        digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+        return cls(MAX_PARTITIONS + digest % (LAST_NAMED + 1 - MAX_PARTITIONS), 0, name)
+
+
+def is_named(number: int) -> bool:
+    """Return whether a node of this number is known by its name."""
+    return number >= MAX_PARTITIONS
+
+
 def layout_of(num_partitions: int) -> int:
-    """The ``layout`` of a node's Hello: it marks a node of Flower apps, and has the number of partitions, 32 bits."""
+    """The ``layout`` of a node's Hello: it marks a node of Flower apps, and has the number of partitions, 32 bits; 0
+    for a node that is known by its name."""
     return _MARK | num_partitions
 
 

@@ -23,7 +23,14 @@ from torch import Tensor
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import EvaluationStopped, LocalEvaluation, told
-from gradbus.actors.federated.local_training import LocalTraining, NothingToTrain, RoundInputs, reason_of
+from gradbus.actors.federated.local_training import (
+    NOTHING_OWN,
+    Allowed,
+    LocalTraining,
+    NothingToTrain,
+    RoundInputs,
+    reason_of,
+)
 from gradbus.actors.federated.rounds import SAT_OUT
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
@@ -49,14 +56,14 @@ class PoolSettings:
     """Holds what all training processes of a pool have in common.
 
     Attributes:
-        state_dir: where the clients' states are, on the host's machine. rule: of the user's own, that a controller may
-            name.
+        state_dir: where the clients' states are, on the host's machine. allowed: of the user's own, what a controller
+            may name.
         threads: of torch, in each process. full_traceback: failures are reported with all lines.
         shared_memory: updates may lie in memory that a controller of this machine reads.
     """
 
     state_dir: Path
-    rule: str = ""
+    allowed: Allowed = NOTHING_OWN
     threads: int = 1
     full_traceback: bool = False
     shared_memory: bool = True
@@ -186,7 +193,7 @@ class ClientTrainer:
         with contextlib.closing(open_kept(client.sender, releases)) as kept:
             memory = self._memory if len(self._sealed) < MAX_SEALED else self._no_memory
             training = LocalTraining(
-                self._task, client, self._model, kept, memory, self._probe, self._settings.rule
+                self._task, client, self._model, kept, memory, self._probe, self._settings.allowed
             )  # fmt: skip
             update = training.train(inputs, transfer, should_stop)
             released = kept.released(inputs.command.round_id) if releases and not kept.is_durable else None

@@ -41,7 +41,7 @@ def run(
 ) -> None:
     """Run the ServerApp of a Flower app, for the nodes of the job."""
     from gradbus.experiments.run.console import Screen
-    from gradbus.experiments.run.flower import open_app, read_flower_file, run_server
+    from gradbus.experiments.run.flower import configure_flower_logs, open_app, read_flower_file, run_server
 
     file = read_flower_file(config, settings_of(overrides, insecure=insecure))
     app = open_app(app_dir)
@@ -51,6 +51,7 @@ def run(
     app.run_config(values)
     screen = Screen(live=False, level=log_level, style=log_style)
     screen.configure_logs()
+    configure_flower_logs(log_style)
     server_app = load_server_app(app)
     screen.say(f"done: {run_loop(lambda: run_server(file, app, server_app, values), loop)}")
 
@@ -59,8 +60,22 @@ def run(
 @command("flower node")
 def node(
     app_dir: AppDir,
-    partition: Annotated[int, typer.Option(min=0, help="Number of this node, from 0; another one for each.")],
-    of: Annotated[int, typer.Option("--of", min=1, metavar="N", help="Number of partitions; the same for all nodes.")],
+    partition: Annotated[
+        int | None,
+        typer.Option(min=0, help="Partition of this node, from 0; another one for each.", show_default=False),
+    ] = None,
+    of: Annotated[
+        int | None,
+        typer.Option("--of", min=1, metavar="N", help="Number of partitions; the same for all.", show_default=False),
+    ] = None,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'KEY=VALUE ...'", help="Values for context.node_config, in Flower's syntax."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of this node, which gives it its id. [default: drawn]", show_default=False),
+    ] = None,
     config: File = None,
     insecure: Insecure = False,
     overrides: Overrides = None,
@@ -69,22 +84,23 @@ def node(
     loop: Loop = "uvloop",
     full_traceback: FullTraceback = False,
 ) -> None:
-    """Answer the messages of a Flower app's ServerApp with its ClientApp, as one of N nodes."""
+    """Answer the messages of a Flower app's ServerApp with its ClientApp."""
     from gradbus.experiments.run.console import Screen
-    from gradbus.experiments.run.flower import open_app, read_flower_file, run_node
-    from gradbus.runtime.errors import ConfigError
+    from gradbus.experiments.run.flower import configure_flower_logs, open_app, place_of, read_flower_file, run_node
 
-    if partition >= of:
-        raise ConfigError(f"--partition {partition} --of {of}: partitions count from 0, so give 0 to {of - 1}")
     file = read_flower_file(config, settings_of(overrides, insecure=insecure))
+    place_of(partition, of, name, {})  # options that do not fit are refused before Flower is loaded, or missed
     app = open_app(app_dir)
-    from gradbus.actors.flower.apps import load_client_app
+    from gradbus.actors.flower.apps import load_client_app, parse_node_config
     from gradbus.experiments.amounts import size
 
+    config_of_node = {**file.flower.node_config, **parse_node_config(node_config or [])}
+    place, values = place_of(partition, of, name, config_of_node)
     screen = Screen(live=False, level=log_level, style=log_style)
     screen.configure_logs()
+    configure_flower_logs(log_style)
     client_app = load_client_app(app)
-    done = run_loop(lambda: run_node(file, app, client_app, partition, of), loop)
+    done = run_loop(lambda: run_node(file, app, client_app, place, values), loop)
     screen.say(f"done: {done.answered} messages answered, down {size(done.bytes_down)}, up {size(done.bytes_up)}")
 
 

@@ -95,7 +95,7 @@ def _time(run: RunFiles) -> Section:
                 f"rank that waits least holds up the others.{fewer}",
             ),
             PageFigure(
-                "windows", partial(draw.draw_windows, run.windows), "Step time and wait over the run",
+                "windows", partial(draw.draw_windows, run.windows), "Step time, wait and bytes over the run",
                 "Means of windows of steps, from the profile of each rank.",
             ),
             PageFigure(

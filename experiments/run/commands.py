@@ -245,7 +245,7 @@ def worker_run(
     screen = replace(screen, live=screen.live and leads)
     screen = replace(screen, level=screen.level or ("warning" if prints and not screen.table else "info"))
     screen.configure_logs()
-    bound = bind(binding)
+    bound = bind(binding, file.bus.interface)
     log.info("cores", bound=as_ranges(bound.cpus) or "none", why=bound.why)
     from gradbus.experiments.run.data_parallel import Output, run_worker
     from gradbus.experiments.run.elastic import run_elastic_worker

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
+import socket
+import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,18 +16,22 @@ from pydantic import Field
 
 from gradbus.experiments.amounts import size
 from gradbus.experiments.buses import check, open_bus
-from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.experiments.cli.choices import LogStyle
+from gradbus.experiments.run.lifecycle import abandoned, off_the_loop
 from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.settings import Positive, Settings, load_settings
 from gradbus.runtime.errors import ConfigError, TrainingFailed
-from gradbus.runtime.logs import get_logger
+from gradbus.runtime.logs import get_logger, writes_json
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.user_errors import traceback_with_place
 
 if TYPE_CHECKING:
-    from gradbus.actors.flower.apps import FlowerApp
+    from gradbus.actors.flower.apps import FlowerApp, Value
+    from gradbus.actors.flower.grid import BusGrid
+    from gradbus.actors.flower.hub import MessageHub
     from gradbus.actors.flower.node import NodeSummary
+    from gradbus.actors.flower.protocol import NodePlace
 
 log = get_logger("flower")
 
@@ -39,6 +45,8 @@ class FlowerSettings(Settings):
     """Seconds without a message of a controller after which a node gives up."""
     dead_after_s: Positive = 30.0
     """Silence, in seconds, after which a node that has nothing to do gets no new messages."""
+    node_config: Annotated[dict[str, bool | int | float | str], Field(max_length=256)] = Field(default_factory=dict)
+    """What the app finds in ``context.node_config`` of this node; ``--node-config`` adds to it."""
 
 
 class FlowerFile(Settings):
@@ -71,11 +79,20 @@ def open_app(path: Path) -> FlowerApp:
     return read_app(path)
 
 
+def configure_flower_logs(style: LogStyle) -> None:
+    """Have Flower's lines go through our log, unless both are for a terminal."""
+    if writes_json(style) or not sys.stderr.isatty():
+        from gradbus.actors.flower.flower_logs import take_over_flower_logs
+
+        take_over_flower_logs()
+
+
 async def run_server(file: FlowerFile, app: FlowerApp, server_app: Any, overrides: dict[str, Any]) -> str:
     """Run a ServerApp for the nodes of the job. Returns a summary.
 
     Raises:
-        JobInUse: the job has a controller. TrainingFailed: the ServerApp has raised something.
+        JobInUse: the job has a controller. TrainingFailed: the ServerApp has raised something, or no reply of a round
+        was good.
     """
     from flwr.supercore.run import Run
 
@@ -103,15 +120,56 @@ async def run_server(file: FlowerFile, app: FlowerApp, server_app: Any, override
                     log.error("the ServerApp failed", traceback=traceback_with_place(error))
                     await hub.end(ok=False, reason=what)
                     raise TrainingFailed(plain_line(what)) from None
-                await hub.end(ok=True, reason="the ServerApp has ended")
+                failure = grid.tally.failure
+                await hub.end(ok=not failure, reason=failure or "the ServerApp has ended")
+                if failure:
+                    raise TrainingFailed(f"the ServerApp has ended, but {failure}. {_sums(hub, grid)}")
                 serving.cancel()
         except BaseExceptionGroup as errors:
             raise single_error(errors) from None
-        return f"messages down {size(hub.bytes_down)}, up {size(hub.bytes_up)}"
+        return _sums(hub, grid)
+
+
+def _sums(hub: MessageHub, grid: BusGrid) -> str:
+    return f"messages down {size(hub.bytes_down)}, up {size(hub.bytes_up)}; {grid.tally}"
+
+
+PARTITION_KEYS = ("partition-id", "num-partitions")  # of a node's config, by Flower's convention
+
+
+def place_of(
+    partition: int | None, of: int | None, name: str | None, node_config: Mapping[str, Value]
+) -> tuple[NodePlace, dict[str, Value]]:
+    """Return which node this is, and its config for the app.
+
+    A node with a name has a number that follows from the name. One without has its partition's, which the options or
+    the config give; with neither a name is drawn, as Flower draws the ids of its nodes.
+
+    Raises:
+        ConfigError: options that do not fit together, or a name or a partition that there is not.
+    """
+    from gradbus.actors.flower.protocol import NodePlace
+    from gradbus.runtime.security.identity.key import check_name
+
+    if (partition is None) != (of is None):
+        given, missing = ("--partition", "--of") if of is None else ("--of", "--partition")
+        raise ConfigError(f"{given} needs {missing}: give both, or neither where the app uses no partitions")
+    config = dict(node_config)
+    if partition is not None and of is not None:
+        for key, value in zip(PARTITION_KEYS, (partition, of), strict=True):
+            if config.setdefault(key, value) != value:
+                raise ConfigError(f"the node config has {key}={config[key]}, and the options say {value}: give it once")
+    if name is not None:
+        return NodePlace.of_name(check_name(name)), config
+    number, count = map(config.get, PARTITION_KEYS)
+    if type(number) is int and type(count) is int:  # True is none
+        return NodePlace.of_partition(number, count), config
+    host = "".join(one if one.isascii() and one.isalnum() else "-" for one in socket.gethostname()).strip("-")
+    return NodePlace.of_name(check_name(f"{host[:48] or 'node'}-{secrets.token_hex(4)}")), config
 
 
 async def run_node(
-    file: FlowerFile, app: FlowerApp, client_app: Any, partition: int, num_partitions: int
+    file: FlowerFile, app: FlowerApp, client_app: Any, place: NodePlace, node_config: Mapping[str, Value]
 ) -> NodeSummary:
     """Run a node until the run has ended. Raises as :meth:`.MessageNode.run`."""
     from gradbus.actors.flower.apps import ClientAppAnswering
@@ -119,8 +177,13 @@ async def run_node(
 
     async with open_bus(file.bus) as bus:
         node = MessageNode(
-            bus, ClientAppAnswering(app, client_app, partition, num_partitions), partition=partition,
-            num_partitions=num_partitions, controller_timeout_s=file.flower.controller_timeout_s,
-            max_bytes=file.flower.max_bytes,
+            bus, ClientAppAnswering(app, client_app, place, node_config), place=place,
+            controller_timeout_s=file.flower.controller_timeout_s, max_bytes=file.flower.max_bytes,
         )  # fmt: skip
-        return await node.run()
+        if place.name:
+            log.info("node named", node=place.number, name=place.name)
+        try:
+            return await node.run()
+        finally:
+            if node.summary.left_call:
+                abandoned.set()

@@ -28,6 +28,9 @@ T = TypeVar("T")
 stopping = threading.Event()
 """Set when this process shall stop: a computation in a thread may poll it."""
 
+abandoned = threading.Event()
+"""Set when a thread is inside a call that nothing waits for any more: the process ends without it."""
+
 before_abort: list[Callable[[], None]] = []
 """Called even when the second Ctrl-C ends the process at once: short, and never waiting."""
 
@@ -136,6 +139,15 @@ def guard(name: str, action: Callable[[], int | None], *, full_traceback: bool =
         action: returns the exit code of its own end; None: 0.
         full_traceback: leave no line of it out.
     """
+    code = _guarded(name, action, full_traceback=full_traceback)
+    if abandoned.is_set():  # the interpreter would wait for the thread
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _guarded(name: str, action: Callable[[], int | None], *, full_traceback: bool) -> int:
     before = signal.signal(signal.SIGINT, _leave_at_once)  # until the loop runs there is nothing to end gracefully
     if_stopped.clear()
     try:

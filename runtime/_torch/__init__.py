@@ -10,11 +10,11 @@ torch finds the backend by itself, through the entry point ``torch.distributed.b
 
 The functions here are for those who come from Horovod. Calls are matched by name, in whatever order a rank makes them:
 
-    import gradbus.torch as dds
+    import gradbus.torch as hvd
 
-    dds.init()
-    optimizer = dds.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    dds.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 They are loaded when first used.
 
@@ -33,6 +33,7 @@ from gradbus.torch.register import check_version, register, register_scheme
 if TYPE_CHECKING:
     from gradbus.torch.algorithm_hook import AlgorithmHook, with_algorithm
     from gradbus.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters
+    from gradbus.torch.compression import Compression
     from gradbus.torch.diloco import DiLoCo
     from gradbus.torch.functions import (
         Handle,
@@ -55,10 +56,54 @@ if TYPE_CHECKING:
         size,
         synchronize,
     )
+    from gradbus.torch.horovod import (
+        Average,
+        Max,
+        Min,
+        Product,
+        Sum,
+        ccl_built,
+        cross_rank,
+        cross_size,
+        cuda_built,
+        ddl_built,
+        gloo_built,
+        gloo_enabled,
+        is_initialized,
+        local_size,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        rocm_built,
+    )
     from gradbus.torch.optimizer import DistributedOptimizer
 
+_HOROVOD = (
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "is_initialized",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+)
 _ELSEWHERE = {
+    **dict.fromkeys(_HOROVOD, "gradbus.torch.horovod"),
     "AlgorithmHook": "gradbus.torch.algorithm_hook",
+    "Compression": "gradbus.torch.compression",
     "DiLoCo": "gradbus.torch.diloco",
     "DistributedOptimizer": "gradbus.torch.optimizer",
     "broadcast_optimizer_state": "gradbus.torch.broadcast_state",
@@ -68,9 +113,15 @@ _ELSEWHERE = {
 
 __all__ = [
     "AlgorithmHook",
+    "Average",
+    "Compression",
     "DiLoCo",
     "DistributedOptimizer",
     "Handle",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -84,11 +135,25 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "init",
+    "is_initialized",
     "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "register",
+    "rocm_built",
     "shutdown",
     "size",
     "synchronize",
@@ -105,6 +170,11 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(_ELSEWHERE.get(name, "gradbus.torch.functions"))
         value = globals()[name] = getattr(module, name)
         return value
+    if not name.startswith("_"):
+        from gradbus.torch.horovod import REPLACEMENTS
+
+        if name in REPLACEMENTS:
+            raise AttributeError(f"gradbus.torch has no {name!r} of Horovod's: use {REPLACEMENTS[name]}")
     raise AttributeError(f"module 'gradbus.torch' has no attribute {name!r}")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from gradbus.runtime.collectives.tensors import check_sendable
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.backend import DdsBackend, checked_warning_s
 from gradbus.torch.calls import CollectiveCall
+from gradbus.torch.compression import Compressor, compression_of
 from gradbus.torch.process_group import cpu_backend
 from gradbus.torch.register import NAME, register
 from gradbus.torch.work import DdsWork
@@ -59,6 +60,13 @@ class Handle(Generic[T]):
             self._value, self._output = self._output(), None
         value: T = self._value
         return value
+
+    def map(self, change: Callable[[T], T]) -> Self:
+        """Have this change applied to the result, once, when it is waited for."""
+        assert self._output is not None
+        output = self._output
+        self._output = lambda: change(output())
+        return self
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -135,34 +143,73 @@ def local_rank() -> int:
 # Tensors
 
 
-def allreduce(tensor: Tensor, name: str | None = None, op: str = "mean") -> Tensor:
-    """The tensors of all ranks combined, in new memory: ``mean``, ``sum``, ``min``, ``max``, ``product``."""
-    return allreduce_async(tensor, name, op).wait()
+def allreduce(
+    tensor: Tensor, name: str | None = None, op: str | None = "mean", *,
+    compression: Compressor | Literal["fp16", "bf16"] | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The tensors of all ranks combined, in new memory.
+
+    Args:
+        op: ``mean``, ``sum``, ``min``, ``max``, ``product``; None: ``mean``.
+        compression: as of a :func:`.DistributedOptimizer`.
+        prescale_factor, postscale_factor: what the tensor is multiplied with before, and the result.
+    """
+    check_reachable(tensor, _what("allreduce", name))
+    compressor = compression_of(compression)
+    buffer, context = compressor.compress(tensor.detach())
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return compressor.decompress(allreduce_async(buffer, name, op, **factors).wait(), context)
 
 
-def allreduce_(tensor: Tensor, name: str | None = None, op: str = "mean") -> Tensor:
+def allreduce_(
+    tensor: Tensor, name: str | None = None, op: str | None = "mean", *, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Return the same in place."""
-    return allreduce_async_(tensor, name, op).wait()
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return allreduce_async_(tensor, name, op, **factors).wait()
 
 
-def allreduce_async(tensor: Tensor, name: str | None = None, op: str = "mean") -> Handle[Tensor]:
+def allreduce_async(
+    tensor: Tensor, name: str | None = None, op: str | None = "mean", *, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[Tensor]:  # fmt: skip
     """Return the same as :func:`allreduce`; the tensor may be changed at once."""
     check_reachable(tensor, _what("allreduce", name))
-    return allreduce_async_(tensor.detach().clone(), name, op)
+    factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return allreduce_async_(tensor.detach().clone(), name, op, **factors)
 
 
-def allreduce_async_(tensor: Tensor, name: str | None = None, op: str = "mean") -> Handle[Tensor]:
+def allreduce_async_(
+    tensor: Tensor, name: str | None = None, op: str | None = "mean", *, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[Tensor]:  # fmt: skip
     """Return the same in place: until it has ended the tensor must neither be changed nor read.
 
     Raises:
         ValueError: an operation that is not known or not defined for this dtype, or a tensor that cannot be sent.
         RuntimeError: there is no process group of this backend.
     """
+    op = "mean" if op is None else op
     if op not in OPS:
         raise ValueError(f"op {op!r}: expected one of {', '.join(OPS)}")
     check_reachable(tensor, _what("allreduce", name))
+    scales = prescale_factor != 1.0 or postscale_factor != 1.0
+    if scales and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"prescale_factor and postscale_factor need a floating point tensor, got {tensor.dtype}")
     space, label = _place(name, f"allreduce {op} {shape_of(tensor)}")
-    return start_reduction(current(), tensor, space, label, op)
+    if not scales:
+        return start_reduction(current(), tensor, space, label, op)
+    with torch.no_grad():
+        tensor *= prescale_factor
+    return start_reduction(current(), tensor, space, label, op).map(lambda sum_: _scale(sum_, postscale_factor))
+
+
+@torch.no_grad()
+def _scale(tensor: Tensor, factor: float) -> Tensor:
+    tensor *= factor
+    return tensor
 
 
 def start_reduction(backend: DdsBackend, tensor: Tensor, space: str, name: str, op: str) -> Handle[Tensor]:

@@ -9,70 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradbus.torch.backend import DdsBackend
+from gradbus.torch.compression import Compressor, compression_of
 from gradbus.torch.functions import Handle, check_reachable, current, gather_objects, start_reduction
-
-
-class Compression(Protocol):
-    """How gradients travel. Horovod's compressors are such objects, too."""
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what is combined in place of the tensor, of one dtype and shape on all ranks; and what undoes it."""
-
-    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """The combined gradient from what was combined."""
-
-
-@dataclass(frozen=True, slots=True)
-class AsDtype:
-    """Floating point gradients travel in another dtype. The engine adds halves in float32 and rounds once."""
-
-    dtype: torch.dtype | None  # None: no other one
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        changes = self.dtype is not None and tensor.is_floating_point()
-        return (tensor.to(self.dtype) if changes else tensor), tensor.dtype
-
-    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        return tensor.to(context)
-
-
-_COMPRESSIONS: dict[str | None, Compression] = {
-    None: AsDtype(None), "fp16": AsDtype(torch.float16), "bf16": AsDtype(torch.bfloat16),
-}  # fmt: skip
-
-
-def compression_of(given: Any) -> Compression:
-    """Raises ValueError: it is none."""
-    if given is None or isinstance(given, str):
-        if given not in _COMPRESSIONS:
-            raise ValueError(
-                f"compression {given!r}: expected None, 'fp16', 'bf16' or an object with compress and decompress"
-            )
-        return _COMPRESSIONS[given]
-    for method in ("compress", "decompress"):
-        if not callable(getattr(given, method, None)):
-            raise ValueError(f"compression: {type(given).__name__} has no method {method}")
-    return cast(Compression, given)
 
 
 class ReductionOptions(NamedTuple):
     """How the gradients of an optimizer are combined; see :func:`DistributedOptimizer`."""
 
-    compression: Compression
+    compression: Compressor
     op: str
     passes: int
     sparse_as_dense: bool
+    predivide: float
 
 
 @dataclass(slots=True)
@@ -218,6 +178,8 @@ class GradientReduction:
                 f"other ranks. Before whatever changes gradients (clipping, GradScaler.unscale_, zero_grad of the "
                 f"model) call optimizer.synchronize()"
             )
+        if self._options.predivide != 1.0:  # the sum of what was divided before
+            sent.buffer *= self._options.predivide / current().group.world
         combined = self._options.compression.decompress(sent.buffer, sent.context)
         if combined is not sent.gradient:
             with torch.no_grad():
@@ -232,9 +194,12 @@ class GradientReduction:
         parameter.grad = gradient
         buffer, context = self._options.compression.compress(gradient)
         backend, space = self._backend_and_space()
+        if self._options.predivide != 1.0:
+            buffer = buffer / self._options.predivide
         # The same memory with a version of its own: that of the gradient shows whether the program writes to it.
         memory = buffer if buffer.is_sparse else buffer.data
-        handle = start_reduction(backend, memory, space, self._names[parameter], self._options.op)
+        op = self._options.op if self._options.predivide == 1.0 else "sum"
+        handle = start_reduction(backend, memory, space, self._names[parameter], op)
         self._sent[parameter] = _Sent(handle, gradient, _version_of(gradient), buffer, context)
 
     def _backend_and_space(self) -> tuple[DdsBackend, str]:
@@ -361,8 +326,8 @@ def _after_step(optimizer: Any, arguments: Any, options: Any) -> None:
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Compression | Literal["fp16", "bf16"] | None = None, op: Literal["mean", "sum"] = "mean",
-    backward_passes_per_step: int = 1, *, sparse_as_dense: bool = False,
+    compression: Compressor | Literal["fp16", "bf16"] | None = None, op: Literal["mean", "sum"] = "mean",
+    backward_passes_per_step: int = 1, *, sparse_as_dense: bool = False, gradient_predivide_factor: float = 1.0,
 ) -> Distributed:  # fmt: skip
     """Make an optimizer combine its gradients over all ranks: each as soon as backward has it, and wait in ``step``.
 
@@ -373,10 +338,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Args:
         optimizer: of any class. It is changed itself, and keeps its state and its place in schedulers and scalers.
         named_parameters: ``model.named_parameters()``; without them names are numbers, in the order of the optimizer.
-        compression: None, ``"fp16"``, ``"bf16"``, or an object with ``compress`` and ``decompress``.
-        op: ``"mean"`` or ``"sum"`` over the ranks.
+        compression: None, ``"fp16"``, ``"bf16"``, one of :class:`.Compression`, or an object with ``compress`` and
+            ``decompress``.
+        op: ``"mean"`` (``Average``) or ``"sum"`` (``Sum``) over the ranks.
         backward_passes_per_step: gradients of so many passes are added up before they are combined.
         sparse_as_dense: make sparse gradients dense first. Needed where some ranks may have none.
+        gradient_predivide_factor: with ``"mean"``, divide gradients by this before they are added up, after their
+            compression, and multiply the sum by ``gradient_predivide_factor / size()``. Against sums that are too
+            large for fp16.
 
     Returns:
         The same object, with ``synchronize()`` and ``skip_synchronize()`` beside what it had.
@@ -391,9 +360,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(f"expected an optimizer of torch, got {type(optimizer).__name__}")
     if op not in ("mean", "sum"):
         raise ValueError(f"op {op!r}: expected 'mean' or 'sum'")
+    if not (0.0 < gradient_predivide_factor < math.inf):
+        raise ValueError(f"gradient_predivide_factor must be positive and finite, got {gradient_predivide_factor}")
+    if gradient_predivide_factor != 1.0 and op != "mean":
+        raise ValueError(f"gradient_predivide_factor splits the division of a mean: expected op 'mean', got {op!r}")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1, got {backward_passes_per_step}")
-    options = ReductionOptions(compression_of(compression), op, backward_passes_per_step, sparse_as_dense)
+    options = ReductionOptions(
+        compression_of(compression), op, backward_passes_per_step, sparse_as_dense, gradient_predivide_factor
+    )
     reduction = GradientReduction(_names(optimizer, named_parameters), options)
     for number, group in enumerate(optimizer.param_groups):
         reduction.add(group["params"], f"group.{number}")

@@ -23,11 +23,12 @@ from gradbus.codecs.fixed_point import CHECKSUM_MODULUS, linear_checksum
 from gradbus.runtime.collectives.aggregators import AggregatorSession
 from gradbus.runtime.collectives.group import Group
 from gradbus.runtime.collectives.handle import CollectiveHandle
+from gradbus.runtime.collectives.host_chain import HostChain
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, CollectiveError, ConfigError, GradbusError
 from gradbus.runtime.in_network.encoding import MAX_WORLD
 from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.tasks import TaskGroup
+from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.traffic import Traffic
 
 MAX_RETRY_FACTOR = 32  # by which the time until workers look for aggregators again grows at most
@@ -44,7 +45,7 @@ class SumTraffic:
     sent_bytes: int = 0
     received_bytes: int = 0
 
-    def add(self, counted: Traffic | CollectiveHandle[Any], sign: int = 1) -> None:
+    def add(self, counted: Traffic | HostChain | CollectiveHandle[Any], sign: int = 1) -> None:
         """Add what these have sent and received so far; with ``sign`` -1 subtract it."""
         self.sent_bytes += sign * counted.sent_bytes
         self.received_bytes += sign * counted.received_bytes
@@ -196,20 +197,24 @@ class InNetworkSum:
     async def _sum(
         self, session: AggregatorSession, blocks: Tensor, call: dict[str, Any], traffic: SumTraffic
     ) -> tuple[Tensor, bool]:
-        total, first = torch.empty_like(blocks), session.protocol.end
+        total, first = torch.empty_like(blocks), session.groups_begun
+        chain = HostChain(self._workers, session.chain)
         traffic.add(session.streams.traffic, -1)
-        async with TaskGroup() as meanwhile:
-            own = meanwhile.create_task(self._checksum(blocks))
-            known = await session.add(blocks, total)
+        try:
+            async with TaskGroup() as meanwhile:
+                own = meanwhile.create_task(self._checksum(blocks))
+                known, overflowed = await self._send_sums(session, chain, blocks, total)
+        except BaseExceptionGroup as group:
+            raise single_error(group) from None
         traffic.add(session.streams.traffic)
         lost = session.failure
         if lost is not None:
             await self._leave()  # so that no worker waits for this one there, and no late packet changes a sum
         report = {
-            "call": {**call, "first": first}, "known": known, "overflowed": bool(session.protocol.overflowed),
+            "call": {**call, "first": first}, "known": known, "overflowed": overflowed,
             "lost": None if lost is None else str(lost)[:300],
             "own": own.result(),
-            "total": await self._checksum(total) if known == len(blocks) else -1,
+            "total": await self._checksum(total) if chain.is_last and known == len(blocks) else -1,
         }  # fmt: skip
         reports: list[dict[str, Any]] = await self._workers.all_gather_object("in_network/commit", report)
         calls = [one["call"] for one in reports]
@@ -217,6 +222,8 @@ class InNetworkSum:
             await self._leave()
             raise CollectiveError(f"in-network sums: ranks make different calls: {dict(enumerate(calls))}")
         known = await self._check(reports, len(blocks))
+        await chain.spread(total[:known])
+        traffic.add(chain)
         if known == len(blocks):
             return total, False
         wide = await asyncio.to_thread(lambda: blocks[known:].long())
@@ -224,6 +231,32 @@ class InNetworkSum:
         rest = await adding
         traffic.add(adding)
         return total, await asyncio.to_thread(_narrow, rest, total[known:])
+
+    async def _send_sums(
+        self, session: AggregatorSession, chain: HostChain, blocks: Tensor, total: Tensor
+    ) -> tuple[int, bool]:
+        """Add up within the host, and have its last rank send the sums to the aggregators, piece by piece.
+
+        The chain goes on to its end whatever happens at the aggregators: no rank of the host waits for one that has
+        given up.
+
+        Returns:
+            How many groups this rank lacks no sum of: all, where another rank of the host gets them. And whether a sum
+            has left int32.
+        """
+        session.begin(len(blocks))
+        first = session.protocol.end
+        if len(chain.ranks) == 1:
+            session.submit(blocks, total)
+            overflowed = False
+        else:
+            overflowed = await chain.reduce(
+                blocks, lambda start, sums: session.submit(sums, total[start:][: len(sums)])
+            )
+        if not chain.is_last:
+            return len(blocks), overflowed
+        await session.finish()
+        return session.protocol.first_unfinished - first, overflowed or bool(session.protocol.overflowed)
 
     async def _check(self, reports: list[dict[str, Any]], groups: int) -> int:
         """How many groups all workers have, by what all of them reported: the answer is the same on all. Leaves the

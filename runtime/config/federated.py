@@ -28,6 +28,7 @@ from gradbus.runtime.config.settings import (
     Positive,
     Settings,
 )
+from gradbus.runtime.errors import ConfigError
 
 
 def _in_64_bits(value: Any) -> Any:
@@ -65,6 +66,10 @@ def _rule_can_travel(rule: Choice) -> Choice:
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], Field(max_length=64)]
 """Patterns of tensor names, which travel to the clients."""
+
+
+OwnCodecs = Annotated[tuple[Annotated[str, Field(max_length=256, pattern=":")], ...], Field(max_length=16)]
+"""Names of codecs that are not built in, as package.module:Name."""
 
 
 class ShareSettings(Settings):
@@ -349,22 +354,61 @@ class TrainingSettings(Settings):
 class LimitSettings(Settings):
     """Limits on what one client can do; see docs/robust.md."""
 
+    trust: Literal["cooperative", "adversarial"] = "cooperative"
+    """Whom the run trusts. `cooperative`: the arithmetic of the papers, with what clients announce. `adversarial`: the
+    weight of an update and its norms are bounded by `cap_times_median` times what is typical, under every strategy."""
     receive_budget_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     """Bytes of updates that may be on their way to the controller at one time; one update is always let in. Updates in
     shared memory do not count: they are read in place, one at a time."""
     max_samples: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
     """Largest number of samples that an update may claim. One that claims more is refused."""
-    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["median"] | None = "median"
-    """Largest number of samples that an update counts as. `median`: `cap_times_median` times the median of the
-    announced numbers. null: no limit, and one client may decide the model with a false number."""
+    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    """Largest number of samples that an update counts as, with either `trust`; with `adversarial` it takes the place of
+    the bound by the median. null: no fixed number."""
     cap_times_median: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 4.0
-    """Number of typical clients that one client may weigh at most, with `cap_samples` = `median`."""
+    """Multiple of the median that weight and norms of an update may have, with `trust` = `adversarial`."""
     clip_norm: Positive | None = None
-    """L2 norm to which an update with a larger norm is scaled down. null: no clipping."""
+    """L2 norm to which an update of the model with a larger norm is scaled down, with either `trust`; with
+    `adversarial` it takes the place of the bound by the median. null: no fixed norm."""
     max_strikes: Annotated[int, Field(ge=0, le=1000)] = 3
     """Number of bad updates after which a client is put into quarantine. 0: never."""
     quarantine_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10
     """Length of the quarantine, in rounds. 0: until the end of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_0_1(cls, given: Any) -> Any:
+        """Read the default of version 0.1, where it was written down with all other settings, as the default of today.
+
+        Raises:
+            ValueError: a user has asked for it, and would get less than before.
+        """
+        if not isinstance(given, Mapping) or given.get("cap_samples") != "median":
+            return given
+        was_written_down = given.keys() >= _LIMITS_OF_0_1 and "trust" not in given
+        if not was_written_down or given["cap_times_median"] != 4.0:
+            raise ValueError(
+                "cap_samples = median, the default of version 0.1, is gone: set limits.trust = adversarial, which "
+                "bounds the norms of updates as well, and leave cap_samples out; or give a number of samples"
+            )
+        return {**given, "cap_samples": None}
+
+    @property
+    def is_adversarial(self) -> bool:
+        """Whether any client may lie."""
+        return self.trust == "adversarial"
+
+
+TRUST_MEANS = {
+    "cooperative": "what clients announce is believed",
+    "adversarial": "weights and norms of updates are bounded by what is typical",
+}
+"""What `limits.trust` comes to, for people."""
+
+_LIMITS_OF_0_1 = {
+    "receive_budget_bytes", "max_samples", "cap_samples", "cap_times_median", "clip_norm", "max_strikes",
+    "quarantine_rounds",
+}  # fmt: skip
 
 
 class EvaluationSettings(Settings):
@@ -545,7 +589,8 @@ class FederatedConfig(Settings):
     """Differential privacy of the clients, with the extra `gradbus[privacy]`. `central`: the controller adds noise to
     the sum of their updates. `local`: each client adds it to its own. See docs/privacy.md."""
     codec: Annotated[Choice, CODECS] = CODECS.default
-    """Codec of the clients' updates; see docs/codecs.md."""
+    """Codec of the clients' updates; see docs/codecs.md. Or your own, as package.module:Name (docs/own-codec.md): each
+    client has to name it in `client.codecs`, too, as a client imports nothing that the network names."""
     section_codec: Annotated[Choice, CODECS] = CODECS.default
     """Codec of what updates hold beside the model, such as the control variates of scaffold, of version 2. What a lossy
     one leaves out is sent later, as with `codec`."""
@@ -575,7 +620,7 @@ class FederatedConfig(Settings):
                 raise ValueError(f"{key}.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
         density = self.training.given_from("density")
-        if density and "density" not in CODECS.options_of(self.codec.name).model_fields:
+        if density and ":" not in self.codec.name and "density" not in CODECS.options_of(self.codec.name).model_fields:
             having = [name for name in CODECS.table if "density" in CODECS.options_of(name).model_fields]
             raise ValueError(
                 f"training.from_round: density is that of a sparse codec, and codec is {self.codec.name}. Set codec to "
@@ -589,7 +634,7 @@ class FederatedConfig(Settings):
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
-                if value not in (None, "median"):
+                if value is not None:
                     raise ValueError(
                         f"limits.{key} limits one update, and with clients.kind = sites this Controller sees sums "
                         f"alone: set it at the sites, whose clients it is for"
@@ -597,19 +642,24 @@ class FederatedConfig(Settings):
         return self
 
     def sent_options(self) -> dict[str, Any]:
-        """Return what clients are sent of `training` and of the codec of sections with their Welcome."""
+        """Return what clients are sent of `training` with their Welcome."""
         terms = self.training.sent_terms(self.mode, self.asynchronous.repeats)
-        if self.section_codec.name != "fp32":
-            terms["training.section_codec"] = self.section_codec.model_dump_json()
         return {**self.training.sent_options(), **terms}
 
     @property
     def longest_codec(self) -> Choice:
-        """The codec of the updates with the largest density of all rounds, of which no update is longer."""
+        """The codec of the updates with the largest density of all rounds, of which no update is longer. Raises
+        ConfigError: it has none."""
         given = self.training.given_from("density")
         if not given:
             return self.codec
-        density = max(CODECS.options(self.codec)["density"], *given)
+        options = CODECS.options(self.codec)
+        if "density" not in options:  # of a codec of the user's, whose options are not known before
+            raise ConfigError(
+                f"federated.training.from_round has a density, and the codec {self.codec.name} has no such option: "
+                f"leave it out"
+            )
+        density = max(options["density"], *given)
         return Choice.model_validate({**self.codec.model_dump(), "density": density})
 
     def mode_of(self, metric: str, mode: Literal["min", "max"] | None) -> Literal["min", "max"]:
@@ -672,6 +722,8 @@ class UpstreamConfig(Settings):
     site: Annotated[int, Field(ge=0, lt=0x7FFF_FFFF)] | None = None
     """Number of this site among those of the level above, each of which has its own. null: there is no level above, and
     the other settings of this section are without effect."""
+    name: Annotated[str, Field(max_length=64)] = ""
+    """Name of this site, which the level above shows next to its number: letters, digits and `. _ -`. Empty: none."""
     deadline_share: Fraction = 0.8
     """Share of the deadline of the level above after which a round of this site ends, as `federated.round.timeout_s`,
     which may be shorter, but not longer. The rest is for the way of its sum."""
@@ -681,6 +733,9 @@ class UpstreamConfig(Settings):
     """Whether a site that is cut off from the level above goes on with rounds of its own."""
     alone_after_s: Duration = 30.0
     """Silence of the level above, in seconds, after which a site counts as cut off."""
+    codecs: OwnCodecs = ()
+    """Codecs of your own, as package.module:Name, that the level above may choose for the clients of this site, each of
+    which names them in `client.codecs`, too. Empty: the built-in ones only."""
     rejoin: Literal["drop", "contribute"] = "drop"
     """What becomes of the rounds that a site did alone when the level above is back; they are kept on the disk in any
     case. `drop`: nothing. `contribute`: what they changed is one more update in the next sum of the site, with the
@@ -698,6 +753,9 @@ class ClientConfig(Settings):
     null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
     """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
+    codecs: OwnCodecs = ()
+    """Codecs of your own, as package.module:Name, that a controller may choose for updates and models of this client.
+    Empty: the built-in ones only."""
     keep_personal: Patterns = ()
     """Patterns of tensor names, such as `["head.*"]`, that this client keeps at home: a controller whose
     `federated.share` would share one of them gets nothing. A pattern that matches no tensor is refused. Empty: the

@@ -284,6 +284,8 @@ class Profile:
             self._step = None
             self._take()
             amounts, self._in_step = self._in_step, {}
+            if self._traffic is not None:  # a step in which nothing was exchanged has sent 0 bytes
+                amounts = {**dict.fromkeys(BYTES, 0.0), **amounts}
             step.sent_bytes = int(amounts.get("bytes_out", 0))
             spans_s = sum(amount for name, amount in amounts.items() if name.endswith("_s"))
             marked = {} if error is None else {"error": error}
@@ -316,6 +318,7 @@ class Profile:
         line = {"kind": "window", "rank": self.rank, "unix_s": time.time(), **window.to_json()}
         self._lines.append({**line, "outside": plain(self._outside)})
         self._write()
+        log.info("window", rank=self.rank, **window.headline())
         self.on_window(window)
 
     def _write(self) -> None:

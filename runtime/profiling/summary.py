@@ -63,7 +63,7 @@ class WindowStats(BaseModel):
     Attributes:
         first_step, last_step: both included. steps: how many were measured.
         mean: per step, by name; a step without that span or counter counts as 0. Seconds (``_s``), or as counted.
-        max: of a single step.
+        max: of a single step. total: of all steps of the window; empty in files that versions before 0.2 wrote.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -73,6 +73,22 @@ class WindowStats(BaseModel):
     steps: Whole
     mean: Amounts
     max: Amounts
+    total: Amounts = Field(default_factory=dict)
+
+    def headline(self) -> dict[str, float | int | None]:
+        """Return the numbers of a line of a log: steps, the mean and longest step and wait in seconds, and all bytes
+        that the window's steps sent and received."""
+        chosen = {"first_step": self.first_step, "last_step": self.last_step}
+        times = {
+            f"{name}_{kind}": of.get(name, 0.0)
+            for name in ("step_s", "wait_s")
+            for kind, of in (("mean", self.mean), ("max", self.max))
+        }
+        return {
+            **chosen,
+            **{name: round(amount, 6) if math.isfinite(amount) else None for name, amount in times.items()},
+            **plain({name: self.total.get(name, 0.0) for name in ("bytes_out", "bytes_in")}),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -147,13 +163,13 @@ class Tally:
         """As it is reported. Raises ValueError: there was no step."""
         return WindowStats.model_validate(
             {"first_step": self.first_step, "last_step": self.last_step, "steps": self.steps, "mean": self.mean,
-             "max": self.maxima}
+             "max": self.maxima, "total": self.sums}
         )  # fmt: skip
 
     @classmethod
     def of(cls, window: WindowStats) -> Self:
-        """The steps of a window, to rounding."""
-        sums = {name: amount * window.steps for name, amount in window.mean.items()}
+        """Return the steps of a window; without its totals to rounding."""
+        sums = {name: amount * window.steps for name, amount in window.mean.items()} | window.total
         return cls(window.steps, window.first_step, window.last_step, sums, dict(window.max))
 
 

@@ -20,15 +20,16 @@ from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids, has_id, parse_
 MAX_CLIENT_ORDERS_CHARS = MAX_CHARS
 _MAX_VALUES = 16_384  # of JSON in such a text
 _PER_CLIENT = ("lr", "epochs", "steps", "subset_size", "seed")
+_COUNTS = {"epochs", "steps"}
 
 
-def _index(value: Any) -> Any:
-    """A whole number of any kind, such as one of NumPy, as an int; other values as they are."""
+def whole_number(value: Any) -> Any:
+    """Return a whole number of any kind, such as one of NumPy, as an int; other values as they are."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
-Whole = Annotated[int, BeforeValidator(_index), Field(ge=0, le=0x7FFF_FFFF, strict=True)]
-AtLeastOne = Annotated[int, BeforeValidator(_index), Field(ge=1, le=0x7FFF_FFFF, strict=True)]
+Whole = Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=0x7FFF_FFFF, strict=True)]
+AtLeastOne = Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=0x7FFF_FFFF, strict=True)]
 
 
 class ClientOrder(BaseModel):
@@ -58,17 +59,23 @@ class ClientOrder(BaseModel):
     def changes(self) -> dict[str, Any]:
         """Return the settings that differ from the configuration, by name. Epochs come with 0 steps: both are counts
         of the same work."""
-        given = {key: getattr(self, key) for key in _PER_CLIENT}
-        found = {key: value for key, value in given.items() if value is not None}
+        found = self.given()
         return {**found, "steps": 0} if "epochs" in found else found
 
     def over(self, other: ClientOrder) -> dict[str, Any]:
         """Return what this order has, and of ``other`` what it leaves open."""
-        mine = {key: value for key, value in self if key in _PER_CLIENT and value is not None}
-        rest = {key: value for key, value in other if key in _PER_CLIENT and value is not None}
-        if mine.keys() & {"epochs", "steps"}:
-            rest = {key: value for key, value in rest.items() if key not in ("epochs", "steps")}
-        return {**rest, **mine}
+        return {**other.without(self).given(), **self.given()}
+
+    def without(self, other: ClientOrder) -> ClientOrder:
+        """Return what ``other`` leaves open of this order. Epochs and steps are counts of the same work."""
+        decided = set(other.given())
+        if decided & _COUNTS:
+            decided |= _COUNTS
+        return ClientOrder(**{key: value for key, value in self.given().items() if key not in decided})
+
+    def given(self) -> dict[str, Any]:
+        """Return the settings that this order has, by name."""
+        return {key: value for key, value in self if key in _PER_CLIENT and value is not None}
 
 
 _ORDERS = TypeAdapter(dict[str, ClientOrder])

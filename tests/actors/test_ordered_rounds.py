@@ -6,22 +6,36 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from dds_domains import new_domain
+from ordering_program import Task as OrderedTask
 from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.federated.dispatch import ids_in_terms
 from gradbus.actors.federated.order_book import check_order
 from gradbus.actors.federated.ordered_run import OrderedRun
+from gradbus.actors.virtual.client_trainer import PoolSettings
+from gradbus.actors.virtual.host import ClientHost
+from gradbus.actors.virtual.local_pool import LocalPool
 from gradbus.models import NoopTask
-from gradbus.runtime.errors import BarrierTimeout, CallbackFailed, CheckpointError, ConfigError, RunOver
+from gradbus.runtime.errors import (
+    BarrierTimeout,
+    BusClosed,
+    CallbackFailed,
+    CheckpointError,
+    ConfigError,
+    RunAborted,
+    RunOver,
+)
 from gradbus.runtime.wire.client_orders import ClientOrder
 
 DIM = 50
@@ -154,6 +168,7 @@ def test_an_order_that_is_not_possible_is_an_error_of_its_caller_and_the_run_goe
         ({"mode": "asynchronous", "asynchronous": {"buffer": 1}}, {"clients": (0,)}, "takes the newest model"),
         ({"clients": {"kind": "sites"}}, {"steps": 3}, "sites pass on epochs, subset_size, lr and seed"),
         ({"clients": {"kind": "sites"}}, {"each": {0: {"lr": 0.1}}}, "sites pass on"),
+        ({"clients": {"kind": "sites"}, "training": {"steps": 5}}, {"epochs": 2}, "counts the rounds in steps"),
     ],
     ids=str,
 )
@@ -267,23 +282,31 @@ def test_without_clients_the_block_does_not_begin_and_the_error_is_that_of_the_r
         asyncio.run(main())
 
 
+class Crash:
+    """Ends a controller in round 2, before that is committed."""
+
+    def on_aggregate(self, report: gradbus.RoundReport) -> None:
+        if report.round_id == 2:
+            raise OSError("cut off")
+
+
+def cut_off(state: dict[str, Any], first: dict[str, Any], second: dict[str, Any], **changes: Any) -> None:
+    """Order two rounds, of which the second one is cut off."""
+    job = Job(rounds=4, checkpoint=state, **changes)
+    job.callbacks = [Crash()]
+
+    async def program(run: OrderedRun) -> None:
+        await run.round(**first)
+        await run.round(**second)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        job.run(program)
+    assert caught.group_contains(CallbackFailed)
+
+
 def test_an_order_on_the_disk_holds_for_the_round_that_was_cut_off(tmp_path: Path) -> None:
     state = {"dir": str(tmp_path / "state"), "keep": 2}
-    job = Job(rounds=4, checkpoint=state)
-
-    class Crash:
-        def on_aggregate(self, report: gradbus.RoundReport) -> None:
-            if report.round_id == 2:
-                raise OSError("cut off")
-
-    async def crashing(run: OrderedRun) -> None:
-        await run.round(lr=0.25)
-        await run.round(lr=0.125, clients=[1])
-
-    job.callbacks = [Crash()]
-    with pytest.raises(ExceptionGroup) as caught:
-        job.run(crashing)
-    assert caught.group_contains(CallbackFailed)
+    cut_off(state, {"lr": 0.25}, {"lr": 0.125, "clients": [1], "each": {1: {"epochs": 3}}})
     assert [path.name for path in (tmp_path / "state").glob("order-*.json")] == [
         "order-000001.json",
         "order-000002.json",
@@ -292,14 +315,17 @@ def test_an_order_on_the_disk_holds_for_the_round_that_was_cut_off(tmp_path: Pat
     again = Job(rounds=4, checkpoint=state)
 
     async def resumed(run: OrderedRun) -> list[Any]:
-        assert run.interrupted == RoundOrder(lr=0.125, clients=(1,))
+        assert run.interrupted == RoundOrder(lr=0.125, clients=(1,), each={1: ClientOrder(epochs=3)})
         assert [report.order for report in run.reports] == [{"lr": 0.25}]
         reports = [await run.round(lr=0.5), await run.round(lr=0.5)]
         assert run.interrupted is None
         return [(report.round_id, report.clients, report.order) for report in reports]
 
     with capture_logs() as logs:
-        assert again.run(resumed) == [(2, (1,), {"lr": 0.125, "clients": [1]}), (3, (0, 1), {"lr": 0.5})]
+        assert again.run(resumed) == [
+            (2, (1,), {"lr": 0.125, "clients": [1], "each": {"1": {"epochs": 3}}}), (3, (0, 1), {"lr": 0.5}),
+        ]  # fmt: skip
+    assert again.tasks[1].asked[2]["epochs"] == 3
     (told,) = [one for one in logs if one["event"] == "the order of the interrupted round holds"]
     assert told["given"] == {"lr": 0.5}
     assert [path.name for path in (tmp_path / "state").glob("order-*.json")] == ["order-000003.json"]
@@ -317,3 +343,216 @@ def test_a_damaged_order_is_named_and_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         again.run(program)
     assert caught.group_contains(CheckpointError, match=r"order-000002.json is damaged")
+
+
+def test_a_run_without_a_program_repeats_the_round_that_was_cut_off_by_its_order(tmp_path: Path) -> None:
+    state = {"dir": str(tmp_path)}
+    order = {"clients": [0, 1], "epochs": 4, "each": {1: {"epochs": 2, "lr": 0.5}}}
+    cut_off(state, {}, order, clients=3)
+    again = Job(clients=3, rounds=3, checkpoint=state)
+
+    async def main() -> list[gradbus.RoundReport]:
+        async with asyncio.timeout(60), gradbus.connect(**again.place) as bus, asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(again.client(number))
+            return await gradbus.Controller(bus, NoopTask(DIM), again.config).run()
+
+    assert [report.clients for report in asyncio.run(main())] == [(0, 1, 2), (0, 1), (0, 1, 2)]
+    assert [task.asked[2]["epochs"] for task in again.tasks[:2]] == [4, 2]
+    assert again.tasks[1].asked[2]["lr"] == 0.5
+    assert sorted(again.tasks[2].asked) == [3]
+
+
+def test_a_round_that_was_cut_off_as_configured_stays_so(tmp_path: Path) -> None:
+    state = {"dir": str(tmp_path)}
+    cut_off(state, {}, {}, training={"lr": 0.25})
+    again = Job(rounds=4, checkpoint=state, training={"lr": 0.25})
+
+    async def program(run: OrderedRun) -> None:
+        assert run.interrupted == RoundOrder()
+        await run.round(lr=0.5)
+        await run.round(lr=0.5)
+
+    again.run(program)
+    assert [again.tasks[0].asked[number]["lr"] for number in (2, 3)] == [0.25, 0.5]
+
+
+def test_an_order_that_could_not_begin_does_not_hold(tmp_path: Path) -> None:
+    state = {"dir": str(tmp_path)}
+    job = Job(rounds=4, checkpoint=state)
+    job.config = job.config.replaced("clients.start_timeout_s", 1.0)
+
+    async def names_one_that_never_comes(run: OrderedRun) -> None:
+        await run.round()
+        await run.round(clients=[77])
+
+    with pytest.raises(ExceptionGroup) as caught:
+        job.run(names_one_that_never_comes)
+    assert caught.group_contains(BarrierTimeout, match="missing \\[77\\]")
+
+    async def program(run: OrderedRun) -> tuple[int, ...]:
+        assert run.interrupted is None
+        return (await run.round(clients=[0])).clients
+
+    assert Job(rounds=4, checkpoint=state).run(program) == (0,)
+
+
+def test_an_order_that_the_configuration_of_a_resume_cannot_have_is_named(tmp_path: Path) -> None:
+    state = {"dir": str(tmp_path)}
+    cut_off(state, {}, {"clients": [1]})
+    again = Job(rounds=4, checkpoint=state)
+    again.config = again.config.replaced("clients.min", 2)
+
+    async def program(run: OrderedRun) -> None:
+        await run.round()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        again.run(program)
+    told = (ConfigError, RunAborted)  # the clients have it from the controller, and may be the first to raise it
+    assert caught.group_contains(told, match=r"clients names 1, .* of round 2, .* remove order-000002\.json")
+
+
+class Counting(FedAvg):
+    """Orders a seed that differs from round to round, and remembers in its checkpoints how many it has given."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        self.given = 0
+
+    def order(self, round_id: int, clients: Sequence[int]) -> RoundOrder | None:
+        self.given += 1
+        return RoundOrder(seed=self.given)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {**super().state(), "given": torch.tensor(self.given)}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load_state({name: one for name, one in state.items() if name != "given"})
+        self.given = int(state["given"])
+
+
+def test_a_strategy_remembers_its_orders_as_if_there_had_been_no_crash(tmp_path: Path) -> None:
+    job = Job(rounds=4, checkpoint={"dir": str(tmp_path)})
+    job.strategy, job.callbacks = Counting(), [Crash()]
+
+    async def program(run: OrderedRun) -> list[int]:
+        while not run.is_over:
+            await run.round()
+        return [report.order["seed"] for report in run.reports]
+
+    with pytest.raises(ExceptionGroup):
+        job.run(program)
+    again = Job(rounds=4, checkpoint={"dir": str(tmp_path)})
+    again.strategy = Counting()
+    assert again.run(program) == [1, 2, 3, 4]
+
+
+def test_what_ends_the_controller_between_two_rounds_is_the_error_of_the_next_one() -> None:
+    job = Job()
+
+    async def main() -> str:
+        async with asyncio.timeout(60), gradbus.connect(**job.place) as bus, asyncio.TaskGroup() as group:
+            clients = [group.create_task(job.client(number)) for number in (0, 1)]
+            try:
+                async with gradbus.Controller(bus, NoopTask(DIM), job.config).open() as run:
+                    await run.round()
+                    (serving,) = [task for task in asyncio.all_tasks() if task.get_name() == "controller"]
+                    await bus.close()
+                    await asyncio.wait([serving])
+                    await run.round()
+            except BusClosed as error:
+                return str(error)
+            finally:
+                for client in clients:
+                    client.cancel()
+        return ""
+
+    assert "the bus was closed under a running controller" in asyncio.run(main())
+
+
+def test_a_controller_that_waits_for_an_order_says_so() -> None:
+    job = Job(rounds=2)
+
+    async def main() -> list[str]:
+        async with asyncio.timeout(60), gradbus.connect(**job.place) as bus, asyncio.TaskGroup() as group:
+            for number in (0, 1):
+                group.create_task(job.client(number))
+            controller = gradbus.Controller(bus, NoopTask(DIM), job.config)
+            async with controller.open() as run:
+                phases = [controller.progress.phase]
+                await run.round()
+                await asyncio.sleep(0)
+                return [*phases, controller.progress.phase]
+
+    assert asyncio.run(main()) == ["waiting", "waiting"]
+
+
+def test_what_a_program_orders_for_all_is_over_what_the_strategy_orders_for_single_clients() -> None:
+    own = RoundOrder(epochs=4, seed=3, each={1: ClientOrder(epochs=2, seed=5), 2: ClientOrder(steps=9)})
+    assert RoundOrder(epochs=6).merged(own) == RoundOrder(epochs=6, seed=3, each={1: ClientOrder(seed=5)})
+    assert RoundOrder(steps=6, each={2: ClientOrder(seed=1)}).merged(own) == RoundOrder(
+        steps=6, seed=3, each={1: ClientOrder(seed=5), 2: ClientOrder(seed=1)}
+    )
+    assert RoundOrder(each={1: ClientOrder(steps=1)}).merged(own) == RoundOrder(
+        epochs=4, seed=3, each={1: ClientOrder(steps=1, seed=5), 2: ClientOrder(steps=9)}
+    )
+
+
+async def weights_ordered(job: Job, clients: Callable[[gradbus.Bus], list[Awaitable[Any]]]) -> list[tuple[int, ...]]:
+    """Which clients count in each round and the checksum of its model, where these clients take part."""
+    orders: list[dict[str, Any]] = [
+        {"lr": 0.5, "each": {1: {"epochs": 3}, 3: {"lr": 0.25, "seed": 5}}},
+        {"clients": [0, 3], "each": {0: {"epochs": 2}}},
+        {},
+    ]
+    async with (
+        asyncio.timeout(60), gradbus.connect(**job.place) as bus, gradbus.connect(**job.place) as other,
+        asyncio.TaskGroup() as group,
+    ):  # fmt: skip
+        for running in clients(other):
+            group.create_task(awaited(running))
+        async with gradbus.Controller(bus, OrderedTask(DIM), job.config).open() as run:
+            return [(*report.clients, report.weights_crc32) for report in [await run.round(**one) for one in orders]]
+
+
+async def awaited(running: Awaitable[Any]) -> Any:
+    return await running
+
+
+def test_virtual_clients_follow_the_same_orders_as_clients_with_a_process_of_their_own(tmp_path: Path) -> None:
+    one, other = Job(clients=4), Job(clients=4)
+
+    def of_their_own(bus: gradbus.Bus) -> list[Awaitable[Any]]:
+        return [gradbus.Client(bus, OrderedTask(DIM), client_id=number).run() for number in range(4)]
+
+    async def virtual() -> list[tuple[int, ...]]:
+        pool = LocalPool(OrderedTask(DIM), PoolSettings(state_dir=tmp_path), size=1)
+        try:
+            return await weights_ordered(
+                other,
+                lambda bus: [ClientHost(bus, OrderedTask(DIM), ids=range(4), pool=pool, state_dir=tmp_path).run()],
+            )
+        finally:
+            await pool.close()
+
+    found = asyncio.run(virtual())
+    assert [clients for *clients, _ in found] == [[0, 1, 2, 3], [0, 3], [0, 1, 2, 3]]
+    assert found == asyncio.run(weights_ordered(one, of_their_own))
+
+
+def test_asynchronous_clients_that_do_not_repeat_wait_for_the_next_order() -> None:
+    job = Job(rounds=3, mode="asynchronous", asynchronous={"buffer": 2, "repeats": False})
+
+    async def program(run: OrderedRun) -> list[int]:
+        return [(await run.round(lr=lr)).max_staleness for lr in (0.5, 0.25, 0.125)]
+
+    assert job.run(program) == [0, 0, 0]
+    assert [[task.asked[number]["lr"] for number in (1, 2, 3)] for task in job.tasks] == [[0.5, 0.25, 0.125]] * 2
+
+
+def test_terms_without_room_for_those_of_an_order_that_are_here_name_all_of_the_order() -> None:
+    here, every = range(0, 100_000, 2), range(100_000)
+    for may_name_all in (False, True):
+        assert ids_in_terms(here, every, may_name_all=may_name_all) == "0-99999"
+    assert ids_in_terms(here, None, may_name_all=True) == ""
+    assert ids_in_terms([1, 2, 5], every, may_name_all=True) == "1-2,5"

@@ -99,6 +99,20 @@ def test_three_lines_come_to_the_bits_of_a_task(rule: Any, codec: str) -> None:
     assert counts == [[True] * 3] * 2
 
 
+def test_a_script_has_a_name_and_gets_an_id_for_it() -> None:
+    def script(job: str, domain: int, client_id: int) -> tuple[Any, Any]:
+        model = script_scene.build_model()
+        with gradbus.client(job, name=f"site-{client_id}", domain=domain) as fed:
+            before = fed.client_id
+            while fed.receive(model):
+                fed.send(model, samples=7)
+            return before, fed.client_id
+
+    reports, ids = run([script, script])
+    assert [one.clients for one in reports] == [(0, 1)] * 3
+    assert sorted(ids) == [(None, 0), (None, 1)]
+
+
 def test_another_module_of_the_same_shape_is_loaded_and_read_each_time() -> None:
     def script(job: str, domain: int, client_id: int) -> None:
         with client(job, domain, client_id) as fed:
@@ -236,6 +250,10 @@ def test_calls_out_of_order_say_what_to_call() -> None:
 def test_wrong_settings_are_told_at_once() -> None:
     with pytest.raises(WrongKeyword, match="did you mean 'domain'"):
         gradbus.client("cells", client_id=0, domian=3)
+    with pytest.raises(ConfigError, match="name"):
+        gradbus.client("cells", name="site 1\n")
+    with pytest.raises(TypeError, match="a name is given as name='site-1'"):
+        gradbus.client("cells", client_id="site-1")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="domain"), gradbus.client("cells", client_id=0, domain=999):
         pass
 

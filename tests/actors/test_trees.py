@@ -299,9 +299,7 @@ def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_t
     assert len(set(runs)) == 2  # the second one began from the model from above
 
 
-OF_ROUND_5 = Followed(
-    5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), None
-)
+OF_ROUND_5 = Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5), None)
 
 
 class Members:
@@ -404,7 +402,7 @@ def serve_site(
 ) -> tuple[SiteController, asyncio.Task[None]]:  # fmt: skip
     """A site's Controller, told what to do by the test in place of a level above."""
     controller = SiteController(
-        bus, NoopTask(DIM), config, terms=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=20.0), frozen=None,
+        bus, NoopTask(DIM), config, terms=Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, round_s=20.0), frozen=None,
         progress=Progress(), on_open=lambda: None,
     )  # fmt: skip
     return controller, group.create_task(controller.serve(([] if reports is None else reports).append))
@@ -621,7 +619,7 @@ def test_what_needs_single_updates_is_refused_above_sites() -> None:
 
 
 def test_the_deadline_of_a_site_follows_from_that_above_it() -> None:
-    welcome = Welcome(0, 1, 2, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=100.0)
+    welcome = Welcome(0, 1, 2, 1, "fp32", "{}", 2, 0.5, round_s=100.0)
 
     def deadline_of(**own: Any) -> float:
         return site_config(rules(1, **own), UpstreamConfig(site=0, alone=False), welcome).round.timeout_s

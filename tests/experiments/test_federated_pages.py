@@ -33,6 +33,7 @@ PAGES = {
 """Blocks of JSON of each."""
 ELSEWHERE = {
     "operations.md": 1,  # tests/experiments/test_operations_page.py
+    "own-codec.md": 2,  # tests/actors/test_own_codec.py
     "parameter-server.md": 1,
     "security.md": 1,
     "tutorial-data-parallel.md": 1,  # tests/experiments/test_tutorials.py, and its next line

@@ -21,13 +21,17 @@ import gradbus
 from gradbus.actors.flower.apps import ClientAppAnswering, FlowerApp, make_context
 from gradbus.actors.flower.grid import NODE_ID_BASE, BusGrid
 from gradbus.actors.flower.hub import MessageHub
+from gradbus.actors.flower.missing_modules import explain_missing_module, explain_missing_name
 from gradbus.actors.flower.node import MessageNode
 from gradbus.actors.flower.payload import LARGE_BYTES, decode, encode
+from gradbus.actors.flower.protocol import NodePlace
 from gradbus.experiments.cli.main import app as command_line
 from gradbus.runtime.errors import FrameError
 
 APPS = Path(__file__).parents[1] / "flower_apps"
 APP = FlowerApp(Path("/nowhere"), "s:app", "c:app", {"lr": 0.1})
+PLACES = (NodePlace.of_partition(0, 2), NodePlace.of_name("robot-1"))
+CONFIGS = ({"partition-id": 0, "num-partitions": 2}, {"partition-id": 1, "dataset-path": "/data/robot"})
 
 
 def a_message(content: RecordDict | None = None, node: int = NODE_ID_BASE) -> Message:
@@ -83,6 +87,7 @@ def grid() -> None:
             raise ValueError("no such data")
         if message.content["config"].get("wait"):
             release.wait(20)
+        assert context.node_config in CONFIGS
         told = {"seen": context.state["counts"]["seen"], "partition": context.node_config["partition-id"]}
         content = RecordDict({"arrays": message.content["arrays"], "metrics": MetricRecord(told)})
         return Message(content, reply_to=message)
@@ -98,10 +103,8 @@ def grid() -> None:
             serving = asyncio.create_task(hub.run())
             await hub.started.wait()
             nodes = [
-                asyncio.create_task(
-                    MessageNode(one, ClientAppAnswering(APP, app, index, 2), partition=index, num_partitions=2).run()
-                )
-                for index, one in enumerate((first, second))
+                asyncio.create_task(MessageNode(one, ClientAppAnswering(APP, app, place, config), place=place).run())
+                for place, config, one in zip(PLACES, CONFIGS, (first, second), strict=True)
             ]
             over = BusGrid(hub, bus.memory, asyncio.get_running_loop(), Run.create_empty(5))
             await asyncio.to_thread(calls, over, release)
@@ -113,7 +116,7 @@ def grid() -> None:
 
 
 def calls(over: BusGrid, release: threading.Event) -> None:
-    both = [NODE_ID_BASE, NODE_ID_BASE + 1]
+    both = [NODE_ID_BASE + place.number for place in PLACES]
     while list(over.get_node_ids()) != both:
         release.wait(0.02)
     assert [node.node_id for node in over.get_nodes()] == both
@@ -139,8 +142,16 @@ def calls(over: BusGrid, release: threading.Event) -> None:
     assert failed.error.reason == "ValueError: no such data"
     assert fine.has_content()
     assert absent.error.code == 5, absent.error  # NODE_UNAVAILABLE
+    assert over.tally.failure == ""
     assert list(over.send_and_receive([a_message(content(wait=True))], timeout=0.2)) == []
     release.set()
+    assert next(iter(over.send_and_receive([a_message(content(fail=True))]))).has_error()
+    assert over.tally.failure.startswith("in 1 of 4 rounds of messages no reply was good"), over.tally.failure
+    assert "The first: round 4 (train): no reply came within the timeout" in over.tally.failure, over.tally.failure
+    assert str(over.tally) == (
+        "8 replies, 3 of them errors (2 CLIENT_APP_RAISED_EXCEPTION, 1 NODE_UNAVAILABLE), 1 messages without a reply "
+        "in time"
+    ), str(over.tally)
     ids = list(over.push_messages([over.create_message(same, "train", both[1], "group")]))
     pulled: list[Message] = []
     while not pulled:
@@ -167,7 +178,7 @@ def memory() -> None:
 
     arrays = [np.zeros(LARGE_BYTES // 4, np.float32)]
     instruction = b"".join(encode(a_message(RecordDict({"arrays": ArrayRecord(arrays)}))))
-    answering = ClientAppAnswering(APP, app, 0, 2)
+    answering = ClientAppAnswering(APP, app, PLACES[0])
     answering.begin(5, {})
     gc.collect()
     gc.disable()
@@ -203,7 +214,24 @@ def refusals() -> None:
         assert said in " ".join(ended.output.split()), ended.output
 
 
+def moved_names() -> None:
+    """An import that Flower has moved or never had is explained, with the version and the place that have it."""
+    asked = ["torch", "flwr[simulation]>=1.8"]
+    text = explain_missing_module("flwr.client.typing", asked)
+    assert "'flwr.client.typing', and flwr 1.4" in text, text
+    assert "flwr 1.31 was the last version with it. This version has that name in flwr.clientapp.typing" in text, text
+    assert "pyproject.toml asks for 'flwr[simulation]>=1.8'. gradbus runs apps with flwr <1.43,>=1.41" in text, text
+    text = explain_missing_module("flwr.server.driver", [])
+    assert "flwr 1.16 was the last version with it. gradbus runs" in text, text
+    error = ImportError("cannot import name 'Context' from 'flwr.server' (x.py)", name="flwr.server")
+    text = explain_missing_name(error, []) or ""
+    assert "imports 'Context' from 'flwr.server'" in text, text
+    assert "This version has that name in flwr.app" in text, text
+    assert explain_missing_name(ImportError("cannot import name 'x' from 'y'", name="y"), []) is None
+
+
 if __name__ == "__main__":
+    moved_names()
     payload()
     memory()
     refusals()

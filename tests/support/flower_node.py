@@ -9,6 +9,7 @@ from typing import Any
 
 import gradbus
 from gradbus.actors.flower.node import MessageNode
+from gradbus.actors.flower.protocol import NodePlace
 
 
 class Hanging:
@@ -30,6 +31,6 @@ def hang(place: dict[str, Any]) -> None:
 
     async def run() -> None:
         async with gradbus.connect(**place) as bus:
-            await MessageNode(bus, Hanging(), partition=1, num_partitions=2).run()
+            await MessageNode(bus, Hanging(), place=NodePlace.of_partition(1, 2)).run()
 
     asyncio.run(run())

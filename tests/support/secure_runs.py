@@ -210,11 +210,17 @@ class Dying(gradbus.Controller):
     async def _until_over(self, *arguments: Any) -> Any:
         return await self._or_die(super()._until_over(*arguments))
 
-    async def _unmask(self, *arguments: Any) -> Any:
-        done = await self._or_die(super()._unmask(*arguments))
-        if self.phase == -1 and self.progress.round_id == self.in_round:
-            raise RuntimeError("killed")
-        return done
+    def _wire(self) -> None:
+        super()._wire()
+        end = self._masked.end
+
+        async def end_or_die(*arguments: Any) -> Any:
+            done = await self._or_die(end(*arguments))
+            if self.phase == -1 and self.progress.round_id == self.in_round:
+                raise RuntimeError("killed")
+            return done
+
+        self._masked.end = end_or_die  # type: ignore[method-assign]
 
     async def _or_die(self, work: Any) -> Any:
         self.has_died = asyncio.Event()

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from dds_domains import new_domain
 
 import gradbus
 from gradbus.models import NoopTask
+
+
+@pytest.fixture(autouse=True)
+def configured_by_nobody() -> Iterator[None]:
+    """A program that has not configured structlog: tests before this one may have, by ``capture_logs``."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    structlog.reset_defaults()
+    yield
+    if before is not None:
+        structlog.configure(**before)
 
 
 class Terminal(io.StringIO):

@@ -26,7 +26,15 @@ from gradbus.actors.federated import liveness
 from gradbus.actors.flower import hub as hub_module
 from gradbus.actors.flower.hub import Answer, MessageHub
 from gradbus.actors.flower.node import WITHDRAWN_S, MessageNode, NodeSummary
-from gradbus.actors.flower.protocol import HEARTBEAT_S, MAX_OPEN, Payload, layout_of, make_payload, partitions_of
+from gradbus.actors.flower.protocol import (
+    HEARTBEAT_S,
+    MAX_OPEN,
+    NodePlace,
+    Payload,
+    layout_of,
+    make_payload,
+    partitions_of,
+)
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import ConfigError, JoinRefused, TrainingFailed
 from gradbus.runtime.fast_paths import has_memfd
@@ -119,15 +127,18 @@ class Scene:
                 await asyncio.gather(serving, *self.tasks.values(), return_exceptions=True)
 
     def start(self, partition: int, answering: Any, *, of: int = 2, **settings: Any) -> asyncio.Task[NodeSummary]:
+        """Start a node with this partition."""
+        return self.start_at(NodePlace.of_partition(partition, of), answering, **settings)
+
+    def start_at(self, place: NodePlace, answering: Any, **settings: Any) -> asyncio.Task[NodeSummary]:
         """Start a node."""
 
         async def run() -> NodeSummary:
-            async with self.bus(f"robot-{partition}") as bus:
-                node = MessageNode(bus, answering, partition=partition, num_partitions=of, **settings)
-                return await node.run()
+            async with self.bus(f"robot-{place.number}") as bus:
+                return await MessageNode(bus, answering, place=place, **settings).run()
 
-        self.tasks[partition] = asyncio.create_task(run())
-        return self.tasks[partition]
+        self.tasks[place.number] = asyncio.create_task(run())
+        return self.tasks[place.number]
 
 
 async def ready(hub: MessageHub, *nodes: int) -> None:
@@ -518,9 +529,50 @@ def test_wrong_settings_of_a_node_are_refused_at_the_start() -> None:
     async def run() -> None:
         async with gradbus.connect(**Scene().place) as bus:
             with pytest.raises(ConfigError, match="partition 2 of 2: partitions count from 0, so give one of 0 to 1"):
-                MessageNode(bus, Reversing(), partition=2, num_partitions=2)
+                NodePlace.of_partition(2, 2)
             with pytest.raises(ConfigError, match=r"set flower\.max_bytes"):
                 MessageHub(bus, run_id=1, max_bytes=5)
+
+    asyncio.run(run())
+
+
+def test_nodes_known_by_their_names_and_by_partitions_serve_one_run() -> None:
+    """A name has the same number in each run, and a second process with it is refused."""
+
+    async def run() -> None:
+        scene = Scene()
+        robot, other = NodePlace.of_name("robot-1"), NodePlace.of_name("robot-2")
+        assert robot == NodePlace.of_name("robot-1")
+        async with scene.hub() as hub:
+            scene.start(0, Reversing("a"))
+            scene.start_at(robot, Reversing("b"))
+            scene.start_at(other, Reversing("c"))
+            numbers = sorted([0, robot.number, other.number])
+            await ready(hub, *numbers)
+            number = await push(hub, numbers, b"12345678")
+            found = await answers(hub, number, *numbers)
+            assert found[robot.number].payload == b"b87654321"
+            async with scene.bus("second") as bus:
+                with pytest.raises(JoinRefused, match=f"name of node {robot.number} is in use .* its own --name"):
+                    await MessageNode(bus, Reversing(), place=robot).run()
+
+    asyncio.run(run())
+
+
+def test_a_node_leaves_a_call_that_does_not_return_after_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradbus.runtime.compute.LET_GO_S", 0.05)
+
+    async def run() -> None:
+        scene, answering, release = Scene(), Reversing(), threading.Event()
+        answering.gate = lambda: release.wait(60)
+        async with scene.hub() as hub:
+            node = scene.start(0, answering)
+            await ready(hub, 0)
+            await push(hub, [0], b"12345678")
+            await eventually(lambda: bool(answering.asked))
+            await hub.end(ok=True, reason="done")
+            assert (await node).left_call
+            release.set()
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@ may be known."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -88,12 +89,12 @@ def test_where_all_sit_out_the_round_is_committed_with_the_same_model_and_nothin
 
 @SLOW
 def test_one_client_that_has_something_is_not_shown_by_itself(after_s: float) -> None:
-    job = run(4, {one: {1} for one in range(3)}, after_s)
+    job = run(4, {one: {1} for one in range(3)}, after_s, secure_aggregation={"keys_timeout_s": 2.0})
     observer = Observer(job)
     began_s = time.monotonic()
     with pytest.raises(RoundTimeout, match="clients 0, 1, 2 had nothing to train"):
         job()
-    assert time.monotonic() - began_s < 10.0, "no deadline is waited for"
+    assert time.monotonic() - began_s < 10.0, "the deadline of the round is not waited for"
     assert not observer.all(MaskSurvivors)
 
 
@@ -134,3 +135,36 @@ def test_those_that_sat_out_are_asked_again_in_the_next_round() -> None:
     members = [(body.round_id, body.attempt, len(body.members) // 100) for _, body in observer.all(MaskRoster)]
     assert {each[2] for each in members if each[0] == 1} == {5, 3}
     assert {each[2] for each in members if each[0] == 2} == {5}
+
+
+def test_clients_that_say_one_after_the_other_that_they_have_nothing_have_all_sat_out() -> None:
+    class Silent(ClientMasking):
+        """Gives no shares, as where its client has said before that it has nothing."""
+
+        def on_request(self, request: Any, *arguments: Any) -> None:
+            pass
+
+    class OneAfterTheOther(Sometimes):
+        def train(self, model: Any, **arguments: Any) -> TrainResult:
+            if arguments["client_id"] == 1:
+                first_is_out.wait(30.0)
+                time.sleep(0.5)  # by now the controller has found that too few are left
+            return super().train(model, **arguments)
+
+    def make_client(bus: Any, task: Any, *, client_id: int, config: Any) -> Client:
+        client = Client(bus, task, client_id=client_id, config=config)
+        if client_id == 0:
+            replace_masking(client, Silent)
+        return client
+
+    def observe(_: Any, message: Control) -> None:
+        if isinstance(message.body, TrainingFailure):
+            first_is_out.set()
+
+    first_is_out = threading.Event()
+    job = Run(range(2))
+    job.task, job.make_client = OneAfterTheOther({0: {1}, 1: {1}}, 0.0), make_client
+    Observer(job, observe)
+    controller, _ = finished(job)
+    (report,) = controller.progress.reports
+    assert (report.clients, report.outcome, report.attempt) == ((), "no client had anything to train", 1)

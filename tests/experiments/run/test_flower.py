@@ -132,6 +132,76 @@ def test_an_app_trains_with_no_byte_of_it_changed_and_torch_is_loaded_for_its_ow
         assert found == pytest.approx(expected_accuracies(app), abs=1e-6)
 
 
+def start(flower: Path, domain: int, *commands: list[str]) -> list[subprocess.Popen[str]]:
+    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [str(flower / "gradbus"), "flower", *one], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for one in commands
+    ]  # fmt: skip
+
+
+def ends(running: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each process."""
+    try:
+        texts = [process.communicate(timeout=ENDS_S) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(process.returncode, *text) for process, text in zip(running, texts, strict=True)]
+
+
+@pytest.mark.parametrize(("flower", "app"), [("1.42", "path-app"), ("1.41", "path-app")], indirect=True)
+def test_apps_read_the_node_config_and_their_nodes_need_no_partition(
+    flower: Path, app: Path, domain: int, tmp_path: Path
+) -> None:
+    """And each line of the log is JSON, those of Flower's own logger too."""
+    files = [tmp_path / "three lines", tmp_path / "two"]
+    for file, lines in zip(files, ("1\n2\n3\n", "1\n2\n"), strict=True):
+        file.write_text(lines)
+    node = ["node", str(app)]
+    setting = f"flower.node_config={json.dumps({'dataset-path': str(files[1]), 'unused': 1})}"
+    server, first, second = ends(start(
+        flower, domain, ["run", str(app)], [*node, "--node-config", f"dataset-path='{files[0]}' unused=true"],
+        [*node, "--set", setting, "--name", "robot-1"],
+    ))  # fmt: skip
+    assert (server[0], first[0], second[0]) == (0, 0, 0), (server, first, second)
+    assert "lines 5 of 2 nodes" in server[1]
+    assert re.search(r"^done: messages down .* up .*; 2 replies$", server[1], re.MULTILINE)
+    events = [json.loads(line) for line in server[2].splitlines()]
+    assert "2 replies" in [event["event"] for event in events if event["source"] == "flwr"]
+    named = [json.loads(line) for line in second[2].splitlines()]
+    assert "robot-1" in [event.get("name") for event in named]
+
+
+@pytest.mark.parametrize(("flower", "app"), [("1.42", "path-app")], indirect=True)
+def test_a_run_in_which_no_reply_was_good_has_failed_everywhere(flower: Path, app: Path, domain: int) -> None:
+    ended = ends(start(flower, domain, ["run", str(app)], *(["node", str(app)] for _ in range(2))))
+    assert [one[0] for one in ended] == [13, 13, 13], ended
+    assert "done" not in ended[0][1]
+    last = ended[0][2].splitlines()[-1]
+    assert "in 1 of 1 rounds of messages no reply was good" in last
+    assert "the node config has no 'dataset-path': start this node with --node-config dataset-path=..." in last
+    assert "2 replies, 2 of them errors (2 CLIENT_APP_RAISED_EXCEPTION)" in last
+
+
+@pytest.mark.parametrize(("flower", "app"), [("1.42", "path-app")], indirect=True)
+def test_a_call_that_outlives_the_run_is_named_and_left(flower: Path, app: Path, domain: int, tmp_path: Path) -> None:
+    """The ServerApp ends while its nodes are inside calls of five minutes."""
+    (tmp_path / "file").write_text("1\n")
+    options = ["--run-config", "num-nodes=1 push-at-the-end=true"]
+    node = ["node", str(app), "--node-config", f"dataset-path='{tmp_path / 'file'}'"]
+    server, first = ends(start(flower, domain, ["run", str(app), *options], node))
+    assert (server[0], first[0]) == (0, 0), (server, first)
+    events = [json.loads(line) for line in server[2].splitlines()]
+    assert "no reply" not in [event["event"] for event in events]
+    assert [e["messages"] for e in events if e["event"] == "messages without a reply at the end of the run"] == [1]
+    assert "the run has ended while a message is answered" in first[2]
+    assert "1 messages answered" in first[1]
+
+
 def test_payloads_grid_and_refusals_with_flower(flower: Path, root: Path, domain: int) -> None:
     script = root / "tests" / "support" / "flower_checks.py"
     command = [str(flower / "python"), str(script), str(domain)]
@@ -149,7 +219,9 @@ def test_without_flower_the_error_names_the_extra() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["node", "--partition", "2", "--of", "2"], "partitions count from 0, so give 0 to 1"),
+        (["node", "--partition", "2", "--of", "2"], "partitions count from 0, so give one of 0 to 1"),
+        (["node", "--partition", "1"], "--partition needs --of: give both, or neither"),
+        (["node", "--name", "a b"], "name 'a b': expected 1 to 64 of"),
         (["run", "--set", "flower.max_byte=5"], "max_bytes"),
     ],
 )

@@ -1,0 +1,1 @@
+"""A Flower app whose nodes count the lines of a file."""
