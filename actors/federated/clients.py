@@ -24,6 +24,7 @@ Compared = Literal["all", "trained", "shared"]
 MAX_MEMBERS = 65_536  # any process can send a Hello
 MAX_NEWCOMERS = 8  # processes with the id of one member that wait at the same time, each for an answer of its own
 FIRST_HOST = 0x8000_0000  # no client has such an id: a host has the lowest one of its clients, above this
+_RELEASES = {3: ", as gradbus 0.1 does"}  # by the protocol that they speak
 DOUBT_S = 5.0  # so long a client that may be gone is waited for
 BUSY_PHASES = frozenset(
     {"preparing", "training", "evaluating"}
@@ -317,7 +318,11 @@ class ClientRegistry:
     def _unusable(self, hello: Hello) -> str | None:
         """Why a process that says this cannot take part; None: it can."""
         if hello.protocol != PROTOCOL:
-            return f"it speaks protocol {hello.protocol}, this controller {PROTOCOL}: use one version"
+            known = _RELEASES.get(hello.protocol, "")
+            return (
+                f"it speaks protocol {hello.protocol}{known}, this controller {PROTOCOL}: use one version of gradbus "
+                f"on all nodes"
+            )
         if (detail := self._mismatch(hello)) is not None:
             return f"its model is not the same as the controller's ({detail}): set the same model"
         return None

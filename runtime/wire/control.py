@@ -13,7 +13,7 @@ from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
-PROTOCOL = 3
+PROTOCOL = 4
 BEFORE_FIRST_ROUND = 0  # in a TrainingFailure: a client cannot get ready, and leaves
 NOT_WELCOMED = 0  # no run has this id: in such a TrainingFailure, of a client that knows of no run yet
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes

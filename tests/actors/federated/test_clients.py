@@ -118,6 +118,10 @@ def test_ready_clients_are_named_in_ascending_order() -> None:
     ("changes", "words"),
     [
         ({"protocol": PROTOCOL + 1}, f"protocol {PROTOCOL + 1}, this controller {PROTOCOL}"),
+        (
+            {"protocol": 3},
+            f"it speaks protocol 3, as gradbus 0.1 does, this controller {PROTOCOL}: use one version of gradbus",
+        ),
         ({"dim": 1000}, "1,000 values, here 1,199,882"),
         ({"layout": LAYOUT + 1}, "other names or shapes"),
     ],
