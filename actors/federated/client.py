@@ -23,6 +23,7 @@ from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.local_training import LocalTraining, NothingToTrain, RoundInputs, reason_of
+from gradbus.actors.federated.packets_out import PacketRoute, PacketSender
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import SAT_OUT
 from gradbus.actors.federated.session import (
@@ -61,6 +62,8 @@ from gradbus.runtime.wire.control import (
     MaskShares,
     MaskSurvivors,
     ModelAvailable,
+    PacketRequest,
+    PacketsMissing,
     Receipt,
     Refused,
     RoundTerms,
@@ -113,6 +116,8 @@ class Client:
         self._shape = Shape(0, 0, 0)  # of what the present run exchanges
         self._probe = Probe(f"client-{client_id}", self._config.history.dir)
         self._sender = UpdateSender(bus, self._identity, self._probe)
+        self._packets = PacketSender(self._sender, self._transfers, self._probe)
+        self._route: PacketRoute | None = None  # by which packets of the training leave
         self._masking = ClientMasking(bus, self._identity, least_members=self._config.least_members)
         self._rounds = self._refused = 0
         self._waiting = WaitLog(log, bus.reach, client=client_id)
@@ -334,6 +339,8 @@ class Client:
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
                 self._sender.on_answer(body, group)
+            case PacketsMissing() if (body.to, body.incarnation) == me:
+                self._packets.on_missing(body)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
                 self._take_terms(body, group)
             case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
@@ -418,7 +425,7 @@ class Client:
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
             terms=self._session.terms, commanded_s=self._session.commanded_s,
-            spent=self._masking.turn_to(welcome.run_id, command.round_id),
+            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route,
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
 
@@ -472,6 +479,7 @@ class Client:
         self._status.set("training")
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
         group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
+        self._route = self._packets.begin(group, lambda: self._context.is_same_session(session))
         try:
             update = await self._make_update(welcome, command, base)
         except Exception as error:
@@ -479,6 +487,7 @@ class Client:
             self._models.check_frozen_again()
         finally:
             self._status.set("idle")
+            await self._packets.stop()
         # Training that was called off may have ended half way: its result is not used, also where the same command has
         # been repeated meanwhile, as by a restarted controller.
         if session != current.incarnation or current.superseded(command) or self._is_called_off():
@@ -521,7 +530,9 @@ class Client:
         """
         current, session = self._session, self._session.incarnation
         if not welcome.masked:
-            receipt = await self._sender.deliver(update, check=lambda: self._context.is_same_session(session))
+            in_packets = isinstance(update.request, PacketRequest)
+            deliver = self._packets.deliver if in_packets else self._sender.deliver
+            receipt = await deliver(update, check=lambda: self._context.is_same_session(session))
             return None if receipt is None else (update, receipt)
 
         def is_wanted() -> bool:

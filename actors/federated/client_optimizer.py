@@ -90,6 +90,16 @@ def steps_argument(task: Any, steps: int) -> dict[str, int]:
     return {"steps": steps}
 
 
+def packets_argument(task: Any, packets: Any) -> dict[str, Any]:
+    """Return what ``task.train`` is called with beside the command: ``round``, where it has an argument of this name.
+    One that takes any keyword is not meant: it may hand them on to a function that does not."""
+    try:
+        parameters = inspect.signature(task.train).parameters
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return {}
+    return {"round": packets} if "round" in parameters else {}
+
+
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a keyword argument of this name."""
     try:

@@ -15,7 +15,13 @@ from gradbus import codecs
 from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
-from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
+from gradbus.actors.federated.client_optimizer import (
+    optimizer_argument,
+    packets_argument,
+    split_options,
+    split_terms,
+    steps_argument,
+)
 from gradbus.actors.federated.client_state import (
     OWN_MODEL,
     PERSONAL,
@@ -28,6 +34,7 @@ from gradbus.actors.federated.client_state import (
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.local_evaluation import as_floats, described, sendable
+from gradbus.actors.federated.packets_out import PacketRoute, RoundPackets
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL, SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart, make_rule
 from gradbus.actors.federated.sharing import Sharing
@@ -105,6 +112,7 @@ class RoundInputs:
         commanded_s: when the command came, by ``time.perf_counter``.
         spent: with secure aggregation: rounds whose sum may be known, with this client's update in it, and the terms on
             which it was masked.
+        route: by which packets of the update leave while it is trained; None: they are added here.
     """
 
     welcome: Welcome
@@ -114,6 +122,7 @@ class RoundInputs:
     terms: RoundTerms | None = None
     commanded_s: float = 0.0
     spent: Mapping[int, Hashable] = field(default_factory=dict)
+    route: PacketRoute | None = None
 
     def options(self) -> dict[str, object]:
         """Options of the rule and of the optimizer in this round."""
@@ -206,12 +215,7 @@ class LocalTraining:
     def _train(self, inputs: RoundInputs, transfer: int, should_stop: Callable[[], bool]) -> EncodedUpdate:
         identity, welcome, command, base = self._identity, inputs.welcome, inputs.command, inputs.base
         self._probe.reached("before_training", command.round_id)
-        self.arrange(welcome)
-        if welcome.frozen and self._model.frozen != welcome.frozen:
-            raise RuntimeError(
-                "the frozen parameters are not those of the controller: an earlier training has changed the module, "
-                "which was built again. They come with the next round"
-            )
+        self._arrange_to_train(welcome)
         self._kept.start_run(welcome.run_id, self._model.dim)
         privacy = privacy_of(welcome.options)  # what comes with a round does not change it
         sent, terms = split_terms(without_privacy(inputs.options()))
@@ -223,9 +227,13 @@ class LocalTraining:
         options, chosen = split_options(sent)
         rule = make_rule(welcome.rule, options, allowed=self._allowed_rule)
         training = _Training(inputs, rule, chosen, terms, should_stop)
+        key = FrameKey(
+            Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
+        )  # fmt: skip
+        packets = self._packets_of(inputs, key, rule, is_private=privacy is not None)
         own = self._train_own(training, rule.personal(), kept)
         self._begin(base, kept)
-        outcome, optimizer_state = self._run(training, kept)
+        outcome, optimizer_state = self._run(training, kept, packets)
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
         self._check_loss(outcome.loss)
@@ -236,22 +244,19 @@ class LocalTraining:
         codec = codec_of(welcome, terms)
         self._feeds_back = welcome.masked and not codec.lossless
         residual_before = self._residual_before(inputs, kept)
-        change, facts = None, _finite(end.metrics)
+        change, facts = _change_of(packets), _finite(end.metrics)
         num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, rule.steps
         if privacy is not None:
-            change, noted = self._protected(privacy, inputs, end)
+            change, noted = self._protected(privacy, inputs, end, change)
             facts |= noted
         facts = _announced(self._task, outcome, others=len(facts)) | facts
-        encoded, residual, change = self._encode(codec, base, residual_before, change)
+        encoded, residual, change = self._encode(codec, base, residual_before, change, packets)
         update_norm = self._update_norm = l2_norm(change)
         self._check(encoded, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
         sections, residuals = self._encode_sections(end.sections, section_codec_of(terms), kept)
         payload = updates.join([(updates.MODEL, encoded), *sections])
-        key = FrameKey(
-            Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
-        )  # fmt: skip
         encoded_s = time.perf_counter()
         request = UploadRequest(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
@@ -266,17 +271,44 @@ class LocalTraining:
         update = EncodedUpdate(key, request, payload, state)
         # One that is to be masked stays in this process alone until it is.
         self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
+        if packets.leaves:
+            return self._last_packet(packets, update)
         return update if welcome.masked else self._offered(update)
 
-    def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
-        """The update as it is offered to the controller: where that reads this process's memory, from there."""
-        request, payload = update.request, update.payload
-        sealed = self._memory.put(payload) if self._shared_memory else None
+    def _last_packet(self, packets: RoundPackets, whole: EncodedUpdate) -> EncodedUpdate:
+        """The packet that completes an update, which counts as ``whole``."""
+        last = packets.last(whole)
+        self._note_offered(replace(last.request, total_bytes=len(whole.payload)), whole.payload)
+        return last
+
+    def _arrange_to_train(self, welcome: Welcome) -> None:
+        """Arrange the module. Raises RuntimeError: its frozen parameters have to come first."""
+        self.arrange(welcome)
+        if welcome.frozen and self._model.frozen != welcome.frozen:
+            raise RuntimeError(
+                "the frozen parameters are not those of the controller: an earlier training has changed the module, "
+                "which was built again. They come with the next round"
+            )
+
+    def _packets_of(self, inputs: RoundInputs, key: FrameKey, rule: ClientRule, *, is_private: bool) -> RoundPackets:
+        """No packet yet. They leave by themselves only where nothing has to be done with the whole update before."""
+        in_one_piece = inputs.welcome.masked or is_private or bool(rule.sections)
+        route = None if in_one_piece else inputs.route
+        return RoundPackets(inputs.base, self._model.layers, self._model.read, key, route)
+
+    def _note_offered(self, request: UploadRequest, payload: bytes | memoryview) -> None:
+        """Note in the journal what the controller is to count, just before it is offered."""
         self._probe.note(
             "offered", run=f"{request.run_id:016x}", round=request.round_id, transfer=request.transfer,
             bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", request.round_id)
+
+    def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
+        """The update as it is offered to the controller: where that reads this process's memory, from there."""
+        request, payload = update.request, update.payload
+        sealed = self._memory.put(payload) if self._shared_memory else None
+        self._note_offered(request, payload)
         if sealed is None:
             return update
         # From now on it is in one place only, also for frames.
@@ -337,15 +369,16 @@ class LocalTraining:
         self._model.write_personal(part_of(kept, PERSONAL))
 
     def _run(
-        self, training: _Training, kept: Mapping[str, Tensor], optimizer_part: str = _OF_OPTIMIZER
-    ) -> tuple[TrainOutcome, dict[str, Tensor]]:
+        self, training: _Training, kept: Mapping[str, Tensor], packets: RoundPackets,
+        optimizer_part: str = _OF_OPTIMIZER,
+    ) -> tuple[TrainOutcome, dict[str, Tensor]]:  # fmt: skip
         """Train the module as it is, by the task and with the rule. Returns what the task does, and the state of an
         optimizer that is kept, by its names there, which begin with ``optimizer_part``."""
         command, rule, inputs = training.inputs.command, training.rule, training.inputs
         made, optimizer = optimizer_argument(self._task, training.chosen, command.lr), None
         if training.terms.get("keep_optimizer") and made:
             optimizer = made["make_optimizer"] = KeptOptimizer(made["make_optimizer"], part_of(kept, optimizer_part))
-        own = {**made, **steps_argument(self._task, training.steps)}
+        own = {**made, **steps_argument(self._task, training.steps), **packets_argument(self._task, packets)}
         begin = RoundStart(
             round_id=command.round_id, lr=command.lr, model=self._model.module, base=inputs.base,
             parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
@@ -357,6 +390,7 @@ class LocalTraining:
                 lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
                 **own,
             )  # fmt: skip
+            outcome = packets.take(outcome, training.should_stop)
             self._check_result(outcome)  # before the rule misses the steps of a training that there was not
         return outcome, {} if optimizer is None else _named(optimizer_part, optimizer.state())
 
@@ -399,8 +433,9 @@ class LocalTraining:
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
         inputs = replace(training.inputs, command=command, broadcast=torch.empty(0, dtype=torch.float32))
+        unsent = RoundPackets(inputs.base, self._model.layers, self._model.read, FrameKey(Kind.UPDATE, 0, 0, 0, 0))
         outcome, optimizer_state = self._run(
-            replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE), _OF_OWN_OPTIMIZER
+            replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE), unsent, _OF_OWN_OPTIMIZER
         )
         self._model.check_frozen()
         try:
@@ -473,10 +508,12 @@ class LocalTraining:
             ) from None
 
     @torch.no_grad()
-    def _protected(self, privacy: ClientPrivacy, inputs: RoundInputs, end: RoundEnd) -> tuple[Tensor, dict[str, float]]:
+    def _protected(
+        self, privacy: ClientPrivacy, inputs: RoundInputs, end: RoundEnd, change: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
         """What training has changed, clipped and with noise, and the metrics to announce. A round that is done again
-        gives what it has given before, which tells no more than once. Raises ConfigError: the rule sends more than the
-        model, which would have no noise."""
+        gives what it has given before, which tells no more than once. ``change``: in place of the trained model.
+        Raises ConfigError: the rule sends more than the model, which would have no noise."""
         if privacy.is_local and end.sections:
             raise ConfigError(
                 f"the training rule {inputs.welcome.rule} sends {', '.join(end.sections)} without noise: with local "
@@ -485,17 +522,21 @@ class LocalTraining:
         round_id = inputs.command.round_id
         if privacy.is_local and (released := self._kept.released(round_id)) is not None:
             return released, {}
-        change, facts = privacy.protected(self._model.read() - inputs.base, inputs.broadcast)
+        change = self._model.read() - inputs.base if change is None else change
+        change, facts = privacy.protected(change, inputs.broadcast)
         if privacy.is_local and bool(torch.isfinite(change).all()):  # else nothing leaves
             self._kept.release(round_id, change)
         return change, facts
 
     @torch.no_grad()
     def _encode(
-        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None
+        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None, packets: RoundPackets
     ) -> tuple[bytes | memoryview, Tensor | None, Tensor]:
         """The update's bytes, with a lossy codec the residual, and what training has changed. ``change``: in place of
-        that."""
+        that. Of an update that leaves in ``packets``: their sum, and the residual as it was, as their codecs are the
+        task's."""
+        if change is not None and packets.leaves:
+            return packets.sum(), residual, change
         try:
             if change is None and isinstance(codec, Fp32) and codec.version > 1 and not self._feeds_back:
                 message, change = codec.difference(self._model.read(), base)
@@ -569,6 +610,14 @@ class LocalTraining:
     def close(self) -> None:
         """Let another process use the directory of the state."""
         self._kept.close()
+
+
+def _change_of(packets: RoundPackets) -> Tensor | None:
+    """What the packets come to; None: there are none. Raises NonFiniteResult: their sum is not finite."""
+    try:
+        return packets.change()
+    except NonFiniteError as error:
+        raise NonFiniteResult(NON_FINITE_MODEL, f"the sum of the packets is not finite: {error}") from None
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

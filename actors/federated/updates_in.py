@@ -5,6 +5,9 @@ clients there are. An update is added when all its bytes are there and checked: 
 
 The update of a client of this machine may lie in frozen shared memory. It needs no grant, no copy and nothing of the
 budget: it is added from there. Where it cannot be read, it is granted and sent like all others.
+
+An update may come in packets (``packets_in.py``), each of which is requested and granted by itself. When all are here
+they are added to one vector, which counts as any other update does: as weights or a difference, within all limits.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
+from gradbus.actors.aggregation.packet_sum import sum_packets
 from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
@@ -30,6 +34,7 @@ from gradbus.actors.aggregation.updates import Facts
 from gradbus.actors.aggregation.updates import parse as parse_update
 from gradbus.actors.federated.asynchronous import BaseGone, Bases
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
+from gradbus.actors.federated.packets_in import PacketCollector
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.report import RoundTiming
 from gradbus.actors.federated.rounds import REPEATED, STALE, SURPLUS, Round, RoundTotals
@@ -43,7 +48,7 @@ from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.journal import update_name
-from gradbus.runtime.wire.control import Body, UploadRequest
+from gradbus.runtime.wire.control import Body, PacketRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate
 
@@ -129,14 +134,14 @@ class UpdateAdmission:
             text = f"{request.steps} steps on {request.num_samples} samples: at most {self.steps_per_sample} for each"
             asked = f"{request.steps} steps, which is not what was asked for"
             return UpdateRefusal("steps", text if self.steps_per_sample else asked, True)
-        if not 0 < request.total_bytes <= self._max_bytes:
+        if not 0 < request.total_bytes <= self._max_bytes and not isinstance(request, PacketRequest):
             text = f"{request.total_bytes} bytes, at most {self._max_bytes} with this codec and model"
             return UpdateRefusal("oversized", text, True)
         return None
 
-    def has_room(self, request: UploadRequest, granted: Iterable[UploadRequest]) -> bool:
-        """Whether an update may be granted beside the granted ones."""
-        in_flight = sum(other.total_bytes for other in granted)
+    def has_room(self, request: UploadRequest, granted: Iterable[UploadRequest], kept_bytes: int = 0) -> bool:
+        """Whether an update may be granted beside the granted ones. ``kept_bytes``: of packets that are here."""
+        in_flight = kept_bytes + sum(other.total_bytes for other in granted)
         return not in_flight or in_flight + request.total_bytes <= self.budget_bytes
 
     def settle(self, round_: Round, announced: Mapping[int, int], now_s: float) -> Settling:
@@ -156,15 +161,17 @@ class _IncomingUpdate(IncomingUpload):
 
     Attributes:
         adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
+        packets: payloads of all its packets, where it came in such, until they are added.
     """
 
     adding: bool = False
     crc32: int = 0
+    packets: Sequence[memoryview] = ()
 
     @property
     def is_complete(self) -> bool:
         """Whether all of it is here, and will count or be refused in a moment."""
-        return self.adding or self.payload is not None
+        return self.adding or self.payload is not None or bool(self.packets)
 
 
 class _MaskedUpdate(NamedTuple):
@@ -210,6 +217,7 @@ class UpdateReceiver:
         self._to_begin: tuple[int, Tensor] | None = None  # a round that the strategy has not begun yet, and its base
         self._requests: dict[int, RequestedUpload] = {}  # by client, in order of arrival
         self._transfers: dict[FrameKey, _IncomingUpdate] = {}
+        self._packets = PacketCollector(dim)
         self._complete: deque[_IncomingUpdate] = deque()
         self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
         self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
@@ -243,6 +251,7 @@ class UpdateReceiver:
             self._to_begin = round_.round_id, base
         self._work.set()
         self._round = round_
+        self._packets.keep(lambda round_id: 0 <= round_.staleness(round_id) <= self._admission.max_staleness)
         if self.bases is None:
             self._requests.clear()
 
@@ -259,6 +268,7 @@ class UpdateReceiver:
         self._round = None
         if self.bases is None:
             self._requests.clear()
+            self._packets.keep(lambda _: False)
             for key in list(self._transfers):
                 self._drop(key)
         async with self._folding:
@@ -267,7 +277,7 @@ class UpdateReceiver:
     async def on_request(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
         """A client requests an upload."""
         update = RequestedUpload(client_id, incarnation, request)
-        if self._counted.get(client_id) == update.key:  # the receipt was lost
+        if self._counted.get(client_id) == update.whole_key:  # the receipt was lost
             await self._send_receipt(update)
             return
         if self.masked is not None and self._is_put_off(self.masked, update):
@@ -275,18 +285,27 @@ class UpdateReceiver:
         if self._round is None and self.bases is not None:
             self._waiting[client_id] = update
             return
-        refusal = self._admission.refusal(update, self._round) or self._masked_refusal(update)
+        refusal = (
+            self._admission.refusal(update, self._round) or self._masked_refusal(update) or self._packet_refusal(update)
+        )
         if refusal is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
         granted = next((t for t in self._transfers.values() if t.source.client_id == client_id), None)
         if granted is not None and granted.is_complete:
             return  # only then another one may come
-        self.timing.offered(client_id, incarnation, request)
+        if self._packets.is_outdated(update):
+            return
+        self._packets.follow(update)
+        if self._packets.has(update):
+            await self._answer_packet(update)
+            return
+        if update.is_announced:
+            self.timing.offered(client_id, incarnation, request)
         if granted is not None and not granted.source.repeats(update):
             self._drop(granted.key)  # its client trained again: only the newest update counts
             granted = None
-        if granted is None and not self._admission.cap.is_settled:
+        if granted is None and not self._admission.cap.is_settled and update.is_announced:
             self._requests[client_id] = update
             await self._settle()
             return
@@ -313,6 +332,17 @@ class UpdateReceiver:
         if not self.masked.takes(update.client_id):
             return UpdateRefusal("unexpected", f"the attempt goes on without client {update.client_id}")
         return None
+
+    def _packet_refusal(self, update: RequestedUpload) -> UpdateRefusal | None:
+        """The reason why an update is refused because of this packet; None: there is none, or it is no packet."""
+        if not isinstance(update.request, PacketRequest):
+            return None
+        if self.masked is not None or self._context.config.clients.kind == "sites":
+            return UpdateRefusal("packets", "this run takes masked updates, or sums of sites, each in one piece", True)
+        if self._packets.is_outdated(update) or not (fault := self._packets.fault(update)):
+            return None
+        self._packets.forget(update.client_id, update.incarnation)
+        return UpdateRefusal("packets", fault, True)
 
     async def settle_masked(self, partial: PartialSum | None) -> None:
         """End an attempt with secure aggregation: with its sum all of its updates count; None: it has failed.
@@ -342,7 +372,8 @@ class UpdateReceiver:
         """Take in the updates of a first round, once their weights can be fixed."""
         round_ = self._round
         here = (transfer.source for transfer in self._transfers.values())  # of asynchronous rounds, from the one before
-        announced = {update.client_id: update.request.num_samples for update in (*here, *self._requests.values())}
+        updates = (update for update in (*here, *self._requests.values()) if update.is_announced)
+        announced = {update.client_id: update.request.num_samples for update in updates}
         if self._admission.cap.is_settled or round_ is None or not announced:
             return
         match self._admission.settle(round_, announced, time.monotonic()):
@@ -380,11 +411,34 @@ class UpdateReceiver:
             return
         if complete is not None:
             self.timing.note(complete.source.client_id, "received")
+            if isinstance(complete.request, PacketRequest):
+                await self._on_packet(complete)
+                return
             self._complete.append(complete)
             self._work.set()
 
+    async def _on_packet(self, transfer: _IncomingUpdate) -> None:
+        """A packet is here: its update is complete, or its client is told so."""
+        update, payload = transfer.source, transfer.payload
+        assert payload is not None
+        self._transfers.pop(transfer.key, None)
+        whole = self._packets.add(update, payload)
+        if whole is not None:
+            self._begin(whole.source).packets = whole.packets
+            self._complete.append(self._transfers[whole.source.key])
+            self._work.set()
+        if whole is None or not update.is_announced:
+            await self._answer_packet(update)
+        await self._grant_more()
+
+    async def _answer_packet(self, update: RequestedUpload) -> None:
+        """Tell a client that a packet is here, and with the last one which others are not."""
+        await self._send(self._packets.missing(update) or update.receipt())
+
     def forget(self, client_id: int, incarnation: int) -> None:
         """Drop the incomplete update of a client that is gone."""
+        if self._packets.forget(client_id, incarnation):
+            self.dropped["cut short"] += 1
         if client_id in self._waiting and self._waiting[client_id].incarnation == incarnation:
             del self._waiting[client_id]
         offered = self._requests.get(client_id)
@@ -472,13 +526,13 @@ class UpdateReceiver:
             if self.masked is not None:
                 self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32)
             else:
-                self._counted[update.client_id] = update.key
+                self._counted[update.client_id] = update.whole_key
                 receipts.create_task(self._send_receipt(update), name="receipt")
         finally:
             self._transfers.pop(transfer.key, None)
             if transfer.in_memory and transfer.payload is not None:
                 self._context.bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(transfer.payload)
-            transfer.payload = None  # also where an error's traceback holds the transfer
+            transfer.payload, transfer.packets = None, ()  # also where an error's traceback holds the transfer
 
     def _count(
         self, round_: Round, update: RequestedUpload, weight: int, *, from_memory: bool, partial: SumSummary | None
@@ -504,7 +558,9 @@ class UpdateReceiver:
         base. Returns what a site has reported of its clients; None: it is the update of a client."""
         key, request, history = transfer.key, transfer.source.request, self._context.history
         payload = transfer.payload
-        if payload is None:
+        if transfer.packets:
+            payload = transfer.payload = sum_packets(transfer.packets, dim=self._dim)
+        elif payload is None:
             payload = transfer.payload = read(request.memory, request.total_bytes)
         summary = None
         if self.masked is not None:
@@ -549,14 +605,24 @@ class UpdateReceiver:
     async def _grant_more(self) -> None:
         """Grant requests in order of arrival while the budget lasts."""
         # Evaluated anew after each grant: while it is sent, requests come and go.
-        while self._requests and self._admission.cap.is_settled:
-            client_id, update = next(iter(self._requests.items()))
-            on_their_way = (other.request for other in self._transfers.values() if not other.in_memory)
-            if not self._admission.has_room(update.request, on_their_way):
-                return
-            del self._requests[client_id]
-            self.timing.note(client_id, "granted")
+        while (update := self._next_to_grant()) is not None:
+            del self._requests[update.client_id]
+            self.timing.note(update.client_id, "granted")
             await self._uploads.grant(self._begin(update))
+
+    def _next_to_grant(self) -> RequestedUpload | None:
+        """The request that is granted next; None: there is none, or no room for it. Beyond the budget there is room for
+        the oldest update in packets: else those of several clients could wait for each other."""
+        waiting = self._requests
+        if not self._admission.cap.is_settled:
+            waiting = {client_id: update for client_id, update in waiting.items() if not update.is_announced}
+        if (first := next(iter(waiting.values()), None)) is None:
+            return None
+        on_their_way = (other.request for other in self._transfers.values() if not other.in_memory)
+        if self._admission.has_room(first.request, on_their_way, self._packets.num_bytes):
+            return first
+        oldest = self._packets.oldest
+        return None if oldest is None else waiting.get(oldest)
 
     async def _repair_if_due(self) -> None:
         """Request missing frames also where :meth:`run` never waits for long: with many updates in memory, or with ones

@@ -113,6 +113,11 @@ class UpdateSender:
             case RetransmitRequest():
                 self._start(update, body.seqs, group)
 
+    def is_sending(self, round_id: int, transfer: int) -> bool:
+        """Whether this is the update that it sends."""
+        key = None if self._update is None else self._update.key
+        return key is not None and (key.round_id, key.transfer) == (round_id, transfer)
+
     def interrupt(self) -> None:
         """Check at once whether the update is still wanted."""
         self._answered.set()

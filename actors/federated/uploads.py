@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire.assembler import Assembler, Verdict
-from gradbus.runtime.wire.control import Body, Grant, Receipt, RetransmitRequest, UploadRequest
+from gradbus.runtime.wire.control import Body, Grant, PacketRequest, Receipt, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate
 
@@ -41,6 +41,18 @@ class RequestedUpload(NamedTuple):
         return FrameKey(
             Kind.UPDATE, request.run_id, request.round_id, self.client_id, self.incarnation, request.transfer
         )  # fmt: skip
+
+    @property
+    def whole_key(self) -> FrameKey:
+        """The key by which the whole update is known: that of its first packet; of one that is no packet, its own."""
+        request = self.request
+        return self.key._replace(transfer=request.update) if isinstance(request, PacketRequest) else self.key
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the request has the figures of the training: those of a packet before the last do not count."""
+        request = self.request
+        return request.last if isinstance(request, PacketRequest) else True
 
     def repeats(self, other: RequestedUpload) -> bool:
         """Whether the other is a repeated request. The figures of training, which may be NaN, are not compared."""
