@@ -487,10 +487,12 @@ class Client:
             self._models.check_frozen_again()
         finally:
             self._status.set("idle")
-            await self._packets.stop()
         # Training that was called off may have ended half way: its result is not used, also where the same command has
         # been repeated meanwhile, as by a restarted controller.
-        if session != current.incarnation or current.superseded(command) or self._is_called_off():
+        is_called_off = session != current.incarnation or current.superseded(command) or self._is_called_off()
+        if is_called_off or failure is not None:
+            await self._packets.stop()
+        if is_called_off:
             log.info("training given up", round=round_id, newer=current.command.round_id if current.command else None)
             return
         if failure is not None:

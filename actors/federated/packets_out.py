@@ -195,6 +195,7 @@ class _Outgoing:
         self.next = 0
         self.changed = asyncio.Event()
         self.refused: Receipt | None = None
+        self.is_done = False  # the training has ended
         self.task: asyncio.Task[None] | None = None
 
     def of_number(self, number: int) -> EncodedUpdate | None:
@@ -203,7 +204,8 @@ class _Outgoing:
 
 
 class PacketSender:
-    """Sends the packets of one update at a time, those before the last beside the training. Used on the loop."""
+    """Sends the packets of one update at a time, those before the last beside the training. Used on the loop. After
+    :meth:`begin`, either :meth:`deliver` or :meth:`stop` has to be called."""
 
     def __init__(self, sender: UpdateSender, transfers: Iterator[int], probe: Probe | None = None) -> None:
         """``sender``: sends each of them, and nothing else meanwhile. ``transfers``: numbers of uploads."""
@@ -214,7 +216,7 @@ class PacketSender:
         self._asked: PacketsMissing | None = None
 
     def begin(self, group: asyncio.TaskGroup, check: Callable[[], bool]) -> PacketRoute:
-        """Return the way out for the packets of a training that is about to begin. :meth:`stop` has to follow.
+        """Return the way out for the packets of a training that is about to begin.
 
         Args:
             group: the task that sends them belongs to it. check: whether the update is still wanted.
@@ -238,7 +240,7 @@ class PacketSender:
     async def _send(self, outgoing: _Outgoing, check: Callable[[], bool]) -> None:
         """Deliver packets as they are made, until cancelled, or the update is of no use."""
         while True:
-            while outgoing.next < len(outgoing.made):
+            while outgoing.next < len(outgoing.made) and not outgoing.is_done:
                 packet = outgoing.made[outgoing.next]
                 receipt = await self._sender.deliver(packet, check=check)
                 if receipt is None or not receipt.accepted:
@@ -246,15 +248,29 @@ class PacketSender:
                     return
                 outgoing.next += 1
                 self._probe.reached("between_packets", packet.key.round_id)
+            if outgoing.is_done:
+                return
             outgoing.changed.clear()
             await outgoing.changed.wait()
 
     async def stop(self) -> None:
-        """Send no more beside the training, which has ended."""
+        """Send nothing more of the training, which was given up, or has failed."""
         task = self._outgoing.task
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+
+    async def _settle(self, outgoing: _Outgoing) -> None:
+        """Let the packet that is on its way arrive. One that waits for its grant can wait behind the last one, without
+        which the controller may not know enough to grant any."""
+        outgoing.is_done = True
+        outgoing.changed.set()
+        if outgoing.task is None:
+            return
+        if self._sender.is_granted:
+            await asyncio.wait([outgoing.task])
+        else:
+            await self.stop()
 
     async def deliver(self, last: EncodedUpdate, *, check: Callable[[], bool]) -> Receipt | None:
         """Deliver the last packet, and those before it that the controller lacks, until there is a receipt for the
@@ -264,6 +280,7 @@ class PacketSender:
             The receipt; None: there will be none.
         """
         outgoing = self._outgoing
+        await self._settle(outgoing)
         if outgoing.refused is not None:
             return outgoing.refused
         while True:

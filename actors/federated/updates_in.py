@@ -291,8 +291,8 @@ class UpdateReceiver:
         if refusal is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
-        granted = next((t for t in self._transfers.values() if t.source.client_id == client_id), None)
-        if granted is not None and granted.is_complete:
+        granted = [t for t in self._transfers.values() if t.source.client_id == client_id]
+        if any(transfer.is_complete for transfer in granted):
             return  # only then another one may come
         if self._packets.is_outdated(update):
             return
@@ -302,16 +302,20 @@ class UpdateReceiver:
             return
         if update.is_announced:
             self.timing.offered(client_id, incarnation, request)
-        if granted is not None and not granted.source.repeats(update):
-            self._drop(granted.key)  # its client trained again: only the newest update counts
-            granted = None
-        if granted is None and not self._admission.cap.is_settled and update.is_announced:
-            self._requests[client_id] = update
-            await self._settle()
-            return
-        if granted is None:
-            self._take_in(update)
+        for transfer in granted:
+            if not transfer.source.goes_with(update):
+                self._drop(transfer.key)  # its client trained again: only the newest update counts
+        if not any(transfer.source.repeats(update) for transfer in granted):
+            await self._wait_or_take_in(update)
         await self._grant_more()
+
+    async def _wait_or_take_in(self, update: RequestedUpload) -> None:
+        """Take in an update that may be sent now, or let it wait for what is not known yet of a first round."""
+        if not self._admission.cap.is_settled and update.is_announced:
+            self._requests[update.client_id] = update
+            await self._settle()
+        else:
+            self._take_in(update)
 
     def _is_put_off(self, masked: MaskedAttempt, update: RequestedUpload) -> bool:
         """Whether the answer to a request has to wait, with secure aggregation: it is repeated."""
@@ -422,6 +426,9 @@ class UpdateReceiver:
         update, payload = transfer.source, transfer.payload
         assert payload is not None
         self._transfers.pop(transfer.key, None)
+        if (refusal := self._packet_refusal(update)) is not None:  # of packets that came meanwhile
+            await self._reject(update, refusal)
+            return
         whole = self._packets.add(update, payload)
         if whole is not None:
             self._begin(whole.source).packets = whole.packets
@@ -622,7 +629,9 @@ class UpdateReceiver:
         if self._admission.has_room(first.request, on_their_way, self._packets.num_bytes):
             return first
         oldest = self._packets.oldest
-        return None if oldest is None else waiting.get(oldest)
+        if oldest is None or any(other.source.client_id == oldest for other in self._transfers.values()):
+            return None
+        return waiting.get(oldest)
 
     async def _repair_if_due(self) -> None:
         """Request missing frames also where :meth:`run` never waits for long: with many updates in memory, or with ones

@@ -59,6 +59,10 @@ class RequestedUpload(NamedTuple):
         names = ("run_id", "round_id", "transfer", "total_bytes", "num_samples", "memory")
         return self.key == other.key and all(getattr(self.request, n) == getattr(other.request, n) for n in names)
 
+    def goes_with(self, other: RequestedUpload) -> bool:
+        """Whether both may be on their way: as one request, or as two packets of one update."""
+        return self.repeats(other) or (self.whole_key == other.whole_key and self.key != other.key)
+
     def receipt(self, refusal: str = "") -> Receipt:
         """The answer that ends it. ``refusal``: the reason why it does not count; empty: it does."""
         client_id, incarnation, request = self
