@@ -116,7 +116,9 @@ class Client:
         self._shape = Shape(0, 0, 0)  # of what the present run exchanges
         self._probe = Probe(f"client-{client_id}", self._config.history.dir)
         self._sender = UpdateSender(bus, self._identity, self._probe)
-        self._packets = PacketSender(self._sender, self._transfers, self._probe)
+        self._packets = PacketSender(
+            UpdateSender(bus, self._identity, self._probe), self._sender, self._transfers, self._probe
+        )  # fmt: skip
         self._route: PacketRoute | None = None  # by which packets of the training leave
         self._masking = ClientMasking(bus, self._identity, least_members=self._config.least_members)
         self._rounds = self._refused = 0
@@ -140,7 +142,12 @@ class Client:
     def summary(self) -> ClientSummary:
         """Return what it did so far."""
         train_s = self._training.train_s if hasattr(self, "_training") else 0.0
-        return ClientSummary(self._rounds, self._refused, self._sender.bytes_up, train_s)
+        return ClientSummary(self._rounds, self._refused, self._bytes_up, train_s)
+
+    @property
+    def _bytes_up(self) -> int:
+        """Bytes of updates that it has sent so far."""
+        return self._sender.bytes_up + self._packets.bytes_up
 
     def _open(self) -> None:
         """Build the model and open the directory of the state, off the loop."""
@@ -309,6 +316,7 @@ class Client:
     def _interrupt_sending(self) -> None:
         """Have the sender check whether its update, sent or waiting for masks, is still wanted."""
         self._sender.interrupt()
+        self._packets.interrupt()
         self._masking.interrupt()
 
     def _check_terms(self, welcome: Welcome) -> None:
@@ -339,6 +347,7 @@ class Client:
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
                 self._sender.on_answer(body, group)
+                self._packets.on_answer(body, group)
             case PacketsMissing() if (body.to, body.incarnation) == me:
                 self._packets.on_missing(body)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
@@ -475,7 +484,7 @@ class Client:
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         current, round_id, session = self._session, command.round_id, self._session.incarnation
         failure: Exception | None = None
-        began_s, sent_before = time.monotonic(), self._sender.bytes_up
+        began_s, sent_before = time.monotonic(), self._bytes_up
         self._status.set("training")
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
         group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
@@ -513,7 +522,7 @@ class Client:
             log.info(
                 "round done", client=self.client_id, round=round_id, samples=request.num_samples,
                 loss=round(request.loss, 6) if math.isfinite(request.loss) else None,
-                seconds=round(time.monotonic() - began_s, 3), bytes=self._sender.bytes_up - sent_before,
+                seconds=round(time.monotonic() - began_s, 3), bytes=self._bytes_up - sent_before,
             )  # fmt: skip
         else:
             self._refused += 1

@@ -26,7 +26,7 @@ from gradbus.actors.aggregation.packet_sum import MAX_PACKETS, max_packet_bytes,
 from gradbus.actors.federated.updates_out import EncodedUpdate, UpdateSender
 from gradbus.codecs import CodecError
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
-from gradbus.runtime.wire.control import PacketRequest, PacketsMissing, Receipt, UploadRequest
+from gradbus.runtime.wire.control import Grant, PacketRequest, PacketsMissing, Receipt, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 
 
@@ -195,8 +195,12 @@ class _Outgoing:
         self.next = 0
         self.changed = asyncio.Event()
         self.refused: Receipt | None = None
-        self.is_done = False  # the training has ended
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_through(self) -> bool:
+        """Whether none of them is on its way."""
+        return self.task is None or self.next == len(self.made) or self.task.done()
 
     def of_number(self, number: int) -> EncodedUpdate | None:
         """The packet of this number; None: it is the last, or there is none."""
@@ -205,15 +209,27 @@ class _Outgoing:
 
 class PacketSender:
     """Sends the packets of one update at a time, those before the last beside the training. Used on the loop. After
-    :meth:`begin`, either :meth:`deliver` or :meth:`stop` has to be called."""
+    :meth:`begin`, either :meth:`deliver` or :meth:`stop` has to be called.
 
-    def __init__(self, sender: UpdateSender, transfers: Iterator[int], probe: Probe | None = None) -> None:
-        """``sender``: sends each of them, and nothing else meanwhile. ``transfers``: numbers of uploads."""
-        self._sender = sender
-        self._transfers = transfers
+    The last packet does not wait for those before it: it has the figures of the training, which the controller of a
+    first round has to know of all clients before it adds an update of any.
+    """
+
+    def __init__(
+        self, early: UpdateSender, last: UpdateSender, transfers: Iterator[int], probe: Probe | None = None
+    ) -> None:
+        """``early``: sends packets before the last. ``last``: sends the last. ``transfers``: numbers of uploads."""
         self._probe = probe or no_probe()
+        self._early = early
+        self._last = last
+        self._transfers = transfers
         self._outgoing = _Outgoing()
-        self._asked: PacketsMissing | None = None
+        self._missing: PacketsMissing | None = None
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of packets before the last that were sent so far, repairs included."""
+        return self._early.bytes_up
 
     def begin(self, group: asyncio.TaskGroup, check: Callable[[], bool]) -> PacketRoute:
         """Return the way out for the packets of a training that is about to begin.
@@ -239,65 +255,67 @@ class PacketSender:
 
     async def _send(self, outgoing: _Outgoing, check: Callable[[], bool]) -> None:
         """Deliver packets as they are made, until cancelled, or the update is of no use."""
-        while True:
-            while outgoing.next < len(outgoing.made) and not outgoing.is_done:
-                packet = outgoing.made[outgoing.next]
-                receipt = await self._sender.deliver(packet, check=check)
-                if receipt is None or not receipt.accepted:
-                    outgoing.refused = receipt
-                    return
-                outgoing.next += 1
-                self._probe.reached("between_packets", packet.key.round_id)
-            if outgoing.is_done:
-                return
-            outgoing.changed.clear()
-            await outgoing.changed.wait()
+        try:
+            while True:
+                while outgoing.next < len(outgoing.made):
+                    packet = outgoing.made[outgoing.next]
+                    receipt = await self._early.deliver(packet, check=check)
+                    if receipt is None or not receipt.accepted:
+                        outgoing.refused = receipt
+                        return
+                    outgoing.next += 1
+                    self._probe.reached("between_packets", packet.key.round_id)
+                self._last.interrupt()
+                outgoing.changed.clear()
+                await outgoing.changed.wait()
+        finally:
+            self._last.interrupt()
 
     async def stop(self) -> None:
-        """Send nothing more of the training, which was given up, or has failed."""
+        """Send nothing more before the last packet."""
         task = self._outgoing.task
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _settle(self, outgoing: _Outgoing) -> None:
-        """Let the packet that is on its way arrive. One that waits for its grant can wait behind the last one, without
-        which the controller may not know enough to grant any."""
-        outgoing.is_done = True
-        outgoing.changed.set()
-        if outgoing.task is None:
-            return
-        if self._sender.is_granted:
-            await asyncio.wait([outgoing.task])
-        else:
-            await self.stop()
-
     async def deliver(self, last: EncodedUpdate, *, check: Callable[[], bool]) -> Receipt | None:
         """Deliver the last packet, and those before it that the controller lacks, until there is a receipt for the
-        update. The last one is requested first, as it has the figures of the training.
+        update.
 
         Returns:
             The receipt; None: there will be none.
         """
         outgoing = self._outgoing
-        await self._settle(outgoing)
-        if outgoing.refused is not None:
+        try:
+            while outgoing.refused is None:
+                self._missing = None
+                receipt = await self._last.deliver(
+                    last, check=lambda: self._missing is None and outgoing.refused is None and check()
+                )
+                if receipt is not None or self._missing is None:
+                    return receipt or outgoing.refused
+                await self.stop()
+                missing = [one for number in self._missing.packets if (one := outgoing.of_number(number)) is not None]
+                if not missing:
+                    return None  # no controller lacks what was never made
+                for packet in missing:
+                    receipt = await self._early.deliver(packet, check=check)
+                    if receipt is None or not receipt.accepted:
+                        return receipt
             return outgoing.refused
-        while True:
-            self._asked = None
-            receipt = await self._sender.deliver(last, check=lambda: self._asked is None and check())
-            if receipt is not None or self._asked is None:
-                return receipt
-            missing = [one for number in self._asked.packets if (one := outgoing.of_number(number)) is not None]
-            if not missing:
-                return None  # no controller asks for what was never made
-            for packet in missing:
-                receipt = await self._sender.deliver(packet, check=check)
-                if receipt is None or not receipt.accepted:
-                    return receipt
+        finally:
+            await self.stop()
+
+    def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> None:
+        """The controller has answered, perhaps about a packet before the last."""
+        self._early.on_answer(body, group)
 
     def on_missing(self, body: PacketsMissing) -> None:
-        """The controller lacks packets."""
-        if self._sender.is_sending(body.round_id, body.transfer):
-            self._asked = body
-            self._sender.interrupt()
+        """The controller has the last packet, and lacks others. Those that are on their way still will come."""
+        if self._outgoing.is_through and self._last.is_sending(body.round_id, body.transfer):
+            self._missing = body
+            self._last.interrupt()
+
+    def interrupt(self) -> None:
+        """Check at once whether the update is still wanted."""
+        self._early.interrupt()

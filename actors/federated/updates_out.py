@@ -113,11 +113,6 @@ class UpdateSender:
             case RetransmitRequest():
                 self._start(update, body.seqs, group)
 
-    @property
-    def is_granted(self) -> bool:
-        """Whether the update that it sends may be on its way."""
-        return self._update is not None and self._has_sent
-
     def is_sending(self, round_id: int, transfer: int) -> bool:
         """Whether this is the update that it sends."""
         key = None if self._update is None else self._update.key
