@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -116,10 +117,9 @@ class Client:
         self._shape = Shape(0, 0, 0)  # of what the present run exchanges
         self._probe = Probe(f"client-{client_id}", self._config.history.dir)
         self._sender = UpdateSender(bus, self._identity, self._probe)
-        self._packets = PacketSender(
-            UpdateSender(bus, self._identity, self._probe), self._sender, self._transfers, self._probe
-        )  # fmt: skip
-        self._route: PacketRoute | None = None  # by which packets of the training leave
+        self._early_packets = UpdateSender(bus, self._identity, self._probe)
+        self._packets = PacketSender(self._early_packets, self._sender, self._transfers, self._probe)
+        self._route: Callable[[], PacketRoute] | None = None  # opens the way for packets of the training
         self._masking = ClientMasking(bus, self._identity, least_members=self._config.least_members)
         self._rounds = self._refused = 0
         self._waiting = WaitLog(log, bus.reach, client=client_id)
@@ -147,7 +147,7 @@ class Client:
     @property
     def _bytes_up(self) -> int:
         """Bytes of updates that it has sent so far."""
-        return self._sender.bytes_up + self._packets.bytes_up
+        return self._sender.bytes_up + self._early_packets.bytes_up
 
     def _open(self) -> None:
         """Build the model and open the directory of the state, off the loop."""
@@ -316,7 +316,7 @@ class Client:
     def _interrupt_sending(self) -> None:
         """Have the sender check whether its update, sent or waiting for masks, is still wanted."""
         self._sender.interrupt()
-        self._packets.interrupt()
+        self._early_packets.interrupt()
         self._masking.interrupt()
 
     def _check_terms(self, welcome: Welcome) -> None:
@@ -345,11 +345,8 @@ class Client:
             case Status() if session != current.incarnation and current.welcome is not None:
                 current.welcome = None  # another start of the controller: be welcomed anew
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
-            case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
-                self._sender.on_answer(body, group)
-                self._packets.on_answer(body, group)
-            case PacketsMissing() if (body.to, body.incarnation) == me:
-                self._packets.on_missing(body)
+            case _ if isinstance(body, (*ANSWERS, PacketsMissing)) and (body.to, body.incarnation) == me:
+                self._on_answer(body, group)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
                 self._take_terms(body, group)
             case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
@@ -367,6 +364,13 @@ class Client:
                 raise self._ended_by_failure(body)
             case _:
                 pass
+
+    def _on_answer(self, body: Any, group: TaskGroup) -> None:
+        """The controller has answered about an update, or a packet of one."""
+        if isinstance(body, PacketsMissing):
+            self._packets.on_missing(body)
+        elif not self._sender.on_answer(body, group):
+            self._early_packets.on_answer(body, group)
 
     def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
         current = self._session
@@ -488,7 +492,9 @@ class Client:
         self._status.set("training")
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
         group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
-        self._route = self._packets.begin(group, lambda: self._context.is_same_session(session))
+        self._route = partial(
+            self._packets.begin, asyncio.get_running_loop(), group, partial(self._context.is_same_session, session)
+        )
         try:
             update = await self._make_update(welcome, command, base)
         except Exception as error:

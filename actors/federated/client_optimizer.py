@@ -90,14 +90,13 @@ def steps_argument(task: Any, steps: int) -> dict[str, int]:
     return {"steps": steps}
 
 
-def packets_argument(task: Any, packets: Any) -> dict[str, Any]:
-    """Return what ``task.train`` is called with beside the command: ``round``, where it has an argument of this name.
-    One that takes any keyword is not meant: it may hand them on to a function that does not."""
+def takes_round(task: Any) -> bool:
+    """Whether ``task.train`` has an argument ``round``. One that takes any keyword is not meant: it may hand them on to
+    a function that does not."""
     try:
-        parameters = inspect.signature(task.train).parameters
+        return "round" in inspect.signature(task.train).parameters
     except (TypeError, ValueError):  # of a builtin nothing is known
-        return {}
-    return {"round": packets} if "round" in parameters else {}
+        return False
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.client_optimizer import (
     optimizer_argument,
-    packets_argument,
     split_options,
     split_terms,
     steps_argument,
+    takes_round,
 )
 from gradbus.actors.federated.client_state import (
     OWN_MODEL,
@@ -112,7 +113,7 @@ class RoundInputs:
         commanded_s: when the command came, by ``time.perf_counter``.
         spent: with secure aggregation: rounds whose sum may be known, with this client's update in it, and the terms on
             which it was masked.
-        route: by which packets of the update leave while it is trained; None: they are added here.
+        route: opens the way by which packets of the update leave while it is trained; None: they are added here.
     """
 
     welcome: Welcome
@@ -122,7 +123,7 @@ class RoundInputs:
     terms: RoundTerms | None = None
     commanded_s: float = 0.0
     spent: Mapping[int, Hashable] = field(default_factory=dict)
-    route: PacketRoute | None = None
+    route: Callable[[], PacketRoute] | None = None
 
     def options(self) -> dict[str, object]:
         """Options of the rule and of the optimizer in this round."""
@@ -230,10 +231,12 @@ class LocalTraining:
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
-        packets = self._packets_of(inputs, key, rule, is_private=privacy is not None)
+        in_one_piece = welcome.masked or privacy is not None or bool(rule.sections)
         own = self._train_own(training, rule.personal(), kept)
         self._begin(base, kept)
-        outcome, optimizer_state = self._run(training, kept, packets)
+        outcome, packets, optimizer_state = self._run(
+            training, kept, partial(self._open_packets, inputs, key, in_one_piece)
+        )
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
         self._check_loss(outcome.loss)
@@ -244,7 +247,7 @@ class LocalTraining:
         codec = codec_of(welcome, terms)
         self._feeds_back = welcome.masked and not codec.lossless
         residual_before = self._residual_before(inputs, kept)
-        change, facts = _change_of(packets), _finite(end.metrics)
+        change, facts = None if packets is None else _change_of(packets), _finite(end.metrics)
         num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, rule.steps
         if privacy is not None:
             change, noted = self._protected(privacy, inputs, end, change)
@@ -271,7 +274,7 @@ class LocalTraining:
         update = EncodedUpdate(key, request, payload, state)
         # One that is to be masked stays in this process alone until it is.
         self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
-        if packets.leaves:
+        if packets is not None and packets.leaves:
             return self._last_packet(packets, update)
         return update if welcome.masked else self._offered(update)
 
@@ -290,10 +293,9 @@ class LocalTraining:
                 "which was built again. They come with the next round"
             )
 
-    def _packets_of(self, inputs: RoundInputs, key: FrameKey, rule: ClientRule, *, is_private: bool) -> RoundPackets:
-        """No packet yet. They leave by themselves only where nothing has to be done with the whole update before."""
-        in_one_piece = inputs.welcome.masked or is_private or bool(rule.sections)
-        route = None if in_one_piece else inputs.route
+    def _open_packets(self, inputs: RoundInputs, key: FrameKey, in_one_piece: bool) -> RoundPackets:
+        """No packet yet. They leave by themselves, unless something has to be done with the whole update before."""
+        route = None if in_one_piece or inputs.route is None else inputs.route()
         return RoundPackets(inputs.base, self._model.layers, self._model.read, key, route)
 
     def _note_offered(self, request: UploadRequest, payload: bytes | memoryview) -> None:
@@ -369,16 +371,20 @@ class LocalTraining:
         self._model.write_personal(part_of(kept, PERSONAL))
 
     def _run(
-        self, training: _Training, kept: Mapping[str, Tensor], packets: RoundPackets,
+        self, training: _Training, kept: Mapping[str, Tensor], open_packets: Callable[[], RoundPackets],
         optimizer_part: str = _OF_OPTIMIZER,
-    ) -> tuple[TrainOutcome, dict[str, Tensor]]:  # fmt: skip
-        """Train the module as it is, by the task and with the rule. Returns what the task does, and the state of an
-        optimizer that is kept, by its names there, which begin with ``optimizer_part``."""
+    ) -> tuple[TrainOutcome, RoundPackets | None, dict[str, Tensor]]:  # fmt: skip
+        """Train the module as it is, by the task and with the rule. Returns what the task does, its packets, None: it
+        has made none, and the state of an optimizer that is kept, by its names there, which begin with
+        ``optimizer_part``."""
         command, rule, inputs = training.inputs.command, training.rule, training.inputs
         made, optimizer = optimizer_argument(self._task, training.chosen, command.lr), None
         if training.terms.get("keep_optimizer") and made:
             optimizer = made["make_optimizer"] = KeptOptimizer(made["make_optimizer"], part_of(kept, optimizer_part))
-        own = {**made, **steps_argument(self._task, training.steps), **packets_argument(self._task, packets)}
+        own: dict[str, Any] = {**made, **steps_argument(self._task, training.steps)}
+        packets: RoundPackets | None = None
+        if takes_round(self._task):
+            packets = own["round"] = open_packets()
         begin = RoundStart(
             round_id=command.round_id, lr=command.lr, model=self._model.module, base=inputs.base,
             parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
@@ -390,9 +396,13 @@ class LocalTraining:
                 lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
                 **own,
             )  # fmt: skip
-            outcome = packets.take(outcome, training.should_stop)
+            if packets is None and getattr(outcome, "parts", None) is not None:
+                packets = open_packets()
+            if packets is not None:
+                outcome = packets.take(outcome, training.should_stop)
             self._check_result(outcome)  # before the rule misses the steps of a training that there was not
-        return outcome, {} if optimizer is None else _named(optimizer_part, optimizer.state())
+        packets = packets if packets is not None and packets.count else None
+        return outcome, packets, {} if optimizer is None else _named(optimizer_part, optimizer.state())
 
     def _check_result(self, outcome: TrainOutcome) -> None:
         """Raises WrongResult: the task has returned no result of a training, or a module whose tensors cannot be
@@ -433,10 +443,11 @@ class LocalTraining:
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
         inputs = replace(training.inputs, command=command, broadcast=torch.empty(0, dtype=torch.float32))
-        unsent = RoundPackets(inputs.base, self._model.layers, self._model.read, FrameKey(Kind.UPDATE, 0, 0, 0, 0))
-        outcome, optimizer_state = self._run(
-            replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE), unsent, _OF_OWN_OPTIMIZER
-        )
+        key = FrameKey(Kind.UPDATE, 0, command.round_id, 0, 0)
+        outcome, _, optimizer_state = self._run(
+            replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE),
+            partial(self._open_packets, inputs, key, True), _OF_OWN_OPTIMIZER,
+        )  # fmt: skip
         self._model.check_frozen()
         try:
             self._check_loss(outcome.loss)
@@ -530,12 +541,17 @@ class LocalTraining:
 
     @torch.no_grad()
     def _encode(
-        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None, packets: RoundPackets
+        self,
+        codec: Codec,
+        base: Tensor,
+        residual: Tensor | None,
+        change: Tensor | None,
+        packets: RoundPackets | None,
     ) -> tuple[bytes | memoryview, Tensor | None, Tensor]:
         """The update's bytes, with a lossy codec the residual, and what training has changed. ``change``: in place of
         that. Of an update that leaves in ``packets``: their sum, and the residual as it was, as their codecs are the
         task's."""
-        if change is not None and packets.leaves:
+        if change is not None and packets is not None and packets.leaves:
             return packets.sum(), residual, change
         try:
             if change is None and isinstance(codec, Fp32) and codec.version > 1 and not self._feeds_back:

@@ -26,7 +26,7 @@ from gradbus.actors.aggregation.packet_sum import MAX_PACKETS, max_packet_bytes,
 from gradbus.actors.federated.updates_out import EncodedUpdate, UpdateSender
 from gradbus.codecs import CodecError
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
-from gradbus.runtime.wire.control import Grant, PacketRequest, PacketsMissing, Receipt, RetransmitRequest, UploadRequest
+from gradbus.runtime.wire.control import PacketRequest, PacketsMissing, Receipt, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 
 
@@ -226,19 +226,16 @@ class PacketSender:
         self._outgoing = _Outgoing()
         self._missing: PacketsMissing | None = None
 
-    @property
-    def bytes_up(self) -> int:
-        """Bytes of packets before the last that were sent so far, repairs included."""
-        return self._early.bytes_up
-
-    def begin(self, group: asyncio.TaskGroup, check: Callable[[], bool]) -> PacketRoute:
-        """Return the way out for the packets of a training that is about to begin.
+    def begin(
+        self, loop: asyncio.AbstractEventLoop, group: asyncio.TaskGroup, check: Callable[[], bool]
+    ) -> PacketRoute:
+        """Return the way out for the packets of a training, which may be called on its thread.
 
         Args:
-            group: the task that sends them belongs to it. check: whether the update is still wanted.
+            loop: of this sender. group: the task that sends them belongs to it.
+            check: whether the update is still wanted.
         """
-        outgoing, loop = _Outgoing(), asyncio.get_running_loop()
-        self._outgoing = outgoing
+        outgoing = self._outgoing = _Outgoing()
 
         def take(packet: EncodedUpdate) -> None:
             if self._outgoing is not outgoing:
@@ -306,16 +303,8 @@ class PacketSender:
         finally:
             await self.stop()
 
-    def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> None:
-        """The controller has answered, perhaps about a packet before the last."""
-        self._early.on_answer(body, group)
-
     def on_missing(self, body: PacketsMissing) -> None:
         """The controller has the last packet, and lacks others. Those that are on their way still will come."""
         if self._outgoing.is_through and self._last.is_sending(body.round_id, body.transfer):
             self._missing = body
             self._last.interrupt()
-
-    def interrupt(self) -> None:
-        """Check at once whether the update is still wanted."""
-        self._early.interrupt()

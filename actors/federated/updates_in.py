@@ -217,7 +217,7 @@ class UpdateReceiver:
         self._to_begin: tuple[int, Tensor] | None = None  # a round that the strategy has not begun yet, and its base
         self._requests: dict[int, RequestedUpload] = {}  # by client, in order of arrival
         self._transfers: dict[FrameKey, _IncomingUpdate] = {}
-        self._packets = PacketCollector(dim)
+        self._packets: PacketCollector | None = None  # made with the first packet
         self._complete: deque[_IncomingUpdate] = deque()
         self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
         self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
@@ -251,7 +251,8 @@ class UpdateReceiver:
             self._to_begin = round_.round_id, base
         self._work.set()
         self._round = round_
-        self._packets.keep(lambda round_id: 0 <= round_.staleness(round_id) <= self._admission.max_staleness)
+        if self._packets is not None:
+            self._packets.keep(lambda round_id: 0 <= round_.staleness(round_id) <= self._admission.max_staleness)
         if self.bases is None:
             self._requests.clear()
 
@@ -268,7 +269,7 @@ class UpdateReceiver:
         self._round = None
         if self.bases is None:
             self._requests.clear()
-            self._packets.keep(lambda _: False)
+            self._packets = None
             for key in list(self._transfers):
                 self._drop(key)
         async with self._folding:
@@ -294,11 +295,7 @@ class UpdateReceiver:
         granted = [t for t in self._transfers.values() if t.source.client_id == client_id]
         if any(transfer.is_complete for transfer in granted):
             return  # only then another one may come
-        if self._packets.is_outdated(update):
-            return
-        self._packets.follow(update)
-        if self._packets.has(update):
-            await self._answer_packet(update)
+        if self._packets is not None and await self._is_answered(self._packets, update):
             return
         if update.is_announced:
             self.timing.offered(client_id, incarnation, request)
@@ -308,6 +305,16 @@ class UpdateReceiver:
         if not any(transfer.source.repeats(update) for transfer in granted):
             await self._wait_or_take_in(update)
         await self._grant_more()
+
+    async def _is_answered(self, packets: PacketCollector, update: RequestedUpload) -> bool:
+        """Whether packets that are here leave nothing to do for this request."""
+        if packets.is_outdated(update):
+            return True
+        packets.follow(update)
+        if packets.has(update):
+            await self._answer_packet(packets, update)
+            return True
+        return False
 
     async def _wait_or_take_in(self, update: RequestedUpload) -> None:
         """Take in an update that may be sent now, or let it wait for what is not known yet of a first round."""
@@ -343,6 +350,8 @@ class UpdateReceiver:
             return None
         if self.masked is not None or self._context.config.clients.kind == "sites":
             return UpdateRefusal("packets", "this run takes masked updates, or sums of sites, each in one piece", True)
+        if self._packets is None:
+            self._packets = PacketCollector(self._dim)
         if self._packets.is_outdated(update) or not (fault := self._packets.fault(update)):
             return None
         self._packets.forget(update.client_id, update.incarnation)
@@ -429,22 +438,23 @@ class UpdateReceiver:
         if (refusal := self._packet_refusal(update)) is not None:  # of packets that came meanwhile
             await self._reject(update, refusal)
             return
+        assert self._packets is not None, "made with the refusal"
         whole = self._packets.add(update, payload)
         if whole is not None:
             self._begin(whole.source).packets = whole.packets
             self._complete.append(self._transfers[whole.source.key])
             self._work.set()
         if whole is None or not update.is_announced:
-            await self._answer_packet(update)
+            await self._answer_packet(self._packets, update)
         await self._grant_more()
 
-    async def _answer_packet(self, update: RequestedUpload) -> None:
+    async def _answer_packet(self, packets: PacketCollector, update: RequestedUpload) -> None:
         """Tell a client that a packet is here, and with the last one which others are not."""
-        await self._send(self._packets.missing(update) or update.receipt())
+        await self._send(packets.missing(update) or update.receipt())
 
     def forget(self, client_id: int, incarnation: int) -> None:
         """Drop the incomplete update of a client that is gone."""
-        if self._packets.forget(client_id, incarnation):
+        if self._packets is not None and self._packets.forget(client_id, incarnation):
             self.dropped["cut short"] += 1
         if client_id in self._waiting and self._waiting[client_id].incarnation == incarnation:
             del self._waiting[client_id]
@@ -626,9 +636,10 @@ class UpdateReceiver:
         if (first := next(iter(waiting.values()), None)) is None:
             return None
         on_their_way = (other.request for other in self._transfers.values() if not other.in_memory)
-        if self._admission.has_room(first.request, on_their_way, self._packets.num_bytes):
+        packets = self._packets
+        if self._admission.has_room(first.request, on_their_way, 0 if packets is None else packets.num_bytes):
             return first
-        oldest = self._packets.oldest
+        oldest = None if packets is None else packets.oldest
         if oldest is None or any(other.source.client_id == oldest for other in self._transfers.values()):
             return None
         return waiting.get(oldest)
