@@ -142,10 +142,10 @@ class Client:
     def summary(self) -> ClientSummary:
         """Return what it did so far."""
         train_s = self._training.train_s if hasattr(self, "_training") else 0.0
-        return ClientSummary(self._rounds, self._refused, self._bytes_up, train_s)
+        return ClientSummary(self._rounds, self._refused, self._uploaded_bytes, train_s)
 
     @property
-    def _bytes_up(self) -> int:
+    def _uploaded_bytes(self) -> int:
         """Bytes of updates that it has sent so far."""
         return self._sender.bytes_up + self._early_packets.bytes_up
 
@@ -488,7 +488,7 @@ class Client:
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         current, round_id, session = self._session, command.round_id, self._session.incarnation
         failure: Exception | None = None
-        began_s, sent_before = time.monotonic(), self._bytes_up
+        began_s, sent_before = time.monotonic(), self._uploaded_bytes
         self._status.set("training")
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
         group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
@@ -528,7 +528,7 @@ class Client:
             log.info(
                 "round done", client=self.client_id, round=round_id, samples=request.num_samples,
                 loss=round(request.loss, 6) if math.isfinite(request.loss) else None,
-                seconds=round(time.monotonic() - began_s, 3), bytes=self._bytes_up - sent_before,
+                seconds=round(time.monotonic() - began_s, 3), bytes=self._uploaded_bytes - sent_before,
             )  # fmt: skip
         else:
             self._refused += 1

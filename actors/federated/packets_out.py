@@ -289,12 +289,10 @@ class PacketSender:
                 receipt = await self._last.deliver(
                     last, check=lambda: self._missing is None and outgoing.refused is None and check()
                 )
-                if receipt is not None or self._missing is None:
+                missing = self._lacked(outgoing)
+                if receipt is not None or not missing:
                     return receipt or outgoing.refused
                 await self.stop()
-                missing = [one for number in self._missing.packets if (one := outgoing.of_number(number)) is not None]
-                if not missing:
-                    return None  # no controller lacks what was never made
                 for packet in missing:
                     receipt = await self._early.deliver(packet, check=check)
                     if receipt is None or not receipt.accepted:
@@ -302,6 +300,11 @@ class PacketSender:
             return outgoing.refused
         finally:
             await self.stop()
+
+    def _lacked(self, outgoing: _Outgoing) -> list[EncodedUpdate]:
+        """The packets before the last that the controller has asked for; no honest one lacks what was never made."""
+        numbers = [] if self._missing is None else self._missing.packets
+        return [packet for number in numbers if (packet := outgoing.of_number(number)) is not None]
 
     def on_missing(self, body: PacketsMissing) -> None:
         """The controller has the last packet, and lacks others. Those that are on their way still will come."""
