@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.federated.packets_in import PacketCollector
 from gradbus.experiments.history.invariants import check
 from gradbus.experiments.history.reader import read_history
 from gradbus.models import NoopTask, TrainResult
@@ -236,3 +238,45 @@ def test_the_journal_of_the_controller_says_that_it_has_counted_what_the_client_
     run([Sending(), Sending("result")], client=gradbus.ClientConfig(**{"history": {"dir": str(tmp_path)}}), **history)
     findings = check(read_history(tmp_path))
     assert {finding.name: finding.violations for finding in findings if finding.violations} == {}
+
+
+def test_a_rule_with_sections_of_its_own_has_the_packets_added_at_the_client() -> None:
+    class Stepping(Sending):
+        def train(self, model: Any, *, round: Any, **command: Any) -> TrainResult:  # type: ignore[override]
+            result = super().train(model, round=round, **command)
+            optimizer = torch.optim.SGD(model.parameters(), lr=command["lr"])
+            model.vector.square().sum().backward()
+            optimizer.step()  # without a step the rule would have no effect
+            return result
+
+    training = {"lr": 0.1, "rule": "scaffold"}
+    controller, requests = run([Stepping(), Stepping("result")], rounds=1, strategy="scaffold", training=training)
+    assert {type(request) for request in requests} == {UploadRequest}
+    assert torch.equal(controller.weights, expected(2, 1))
+
+
+def test_virtual_clients_add_their_packets_where_they_train() -> None:
+    rules = gradbus.FederatedConfig(rounds=1, eval_every=0, clients={"dead_after_s": 30.0})
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=2)
+    result = gradbus.simulate(Sending("result"), 3, config=rules, options=options)
+    (weights,) = result.model.parameters()
+    plain = gradbus.simulate(Plain(DIM), 3, config=rules, options=options)
+    assert torch.equal(weights, next(plain.model.parameters()))
+
+
+def test_a_controller_that_has_lost_packets_asks_for_them_and_the_update_counts_once() -> None:
+    lost = threading.Event()
+    add = PacketCollector.add
+
+    def add_and_lose(self: PacketCollector, update: Any, payload: memoryview) -> Any:
+        whole = add(self, update, payload)
+        if update.request.packet == 2 and not lost.is_set():
+            lost.set()
+            assert self.forget(update.client_id, update.incarnation)  # as of a client that is taken for dead
+        return whole
+
+    with mock.patch.object(PacketCollector, "add", add_and_lose):
+        controller, _ = run([Sending()], rounds=1)
+    assert lost.is_set()
+    assert torch.equal(controller.weights, expected(1, 1))
+    assert controller.progress.reports[0].num_samples == SAMPLES

@@ -36,7 +36,7 @@ def unbroken() -> list[int]:
     return [report["weights_crc32"] for report in reports]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_whoever_is_killed_between_two_packets_each_update_counts_once_and_in_full(
     seed: int, unbroken: list[int], tmp_path: Path
 ) -> None:
