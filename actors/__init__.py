@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradbus.actors.aggregation.adaptive import FedAdam
+    from gradbus.actors.aggregation.orders import ClientOrder, RoundOrder
     from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
     from gradbus.actors.aggregation.strategies import FedAvg, FedAvgM, Strategy
     from gradbus.actors.data_parallel.elastic import ElasticPlace, ElasticWorker
+    from gradbus.actors.data_parallel.evaluation import Evaluation, sum_counts
     from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
     from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
     from gradbus.actors.data_parallel.worker import Worker
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Client": "federated.client",
+    "ClientOrder": "aggregation.orders",
     "ClientSummary": "federated.report",
     "Controller": "federated.controller",
     "CoordinateMedian": "aggregation.robust",
@@ -34,6 +37,7 @@ _WHERE = {
     "ElasticWorker": "data_parallel.elastic",
     "EpochReport": "data_parallel.report",
     "EvalOutcome": "federated.task",
+    "Evaluation": "data_parallel.evaluation",
     "FedAdam": "aggregation.adaptive",
     "FedAvg": "aggregation.strategies",
     "FedAvgM": "aggregation.strategies",
@@ -43,6 +47,7 @@ _WHERE = {
     "ParameterServer": "parameter_server.server",
     "ParameterServerWorker": "parameter_server.worker",
     "Progress": "federated.report",
+    "RoundOrder": "aggregation.orders",
     "RoundReport": "federated.report",
     "ServerSummary": "parameter_server.server",
     "ShardCounts": "data_parallel.task",
@@ -52,10 +57,12 @@ _WHERE = {
     "TrimmedMean": "aggregation.robust",
     "Worker": "data_parallel.worker",
     "WorkerSummary": "data_parallel.report",
+    "sum_counts": "data_parallel.evaluation",
 }
 
 __all__ = [
     "Client",
+    "ClientOrder",
     "ClientSummary",
     "Controller",
     "CoordinateMedian",
@@ -64,6 +71,7 @@ __all__ = [
     "ElasticWorker",
     "EpochReport",
     "EvalOutcome",
+    "Evaluation",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
@@ -73,6 +81,7 @@ __all__ = [
     "ParameterServer",
     "ParameterServerWorker",
     "Progress",
+    "RoundOrder",
     "RoundReport",
     "ServerSummary",
     "ShardCounts",
@@ -82,6 +91,7 @@ __all__ = [
     "TrimmedMean",
     "Worker",
     "WorkerSummary",
+    "sum_counts",
 ]
 
 

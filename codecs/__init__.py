@@ -4,11 +4,12 @@
     payload = codec.encode(delta)                         # bytes
     decode(payload, expected_dim=delta.numel()).vector    # what the receiver sees
 
-``docs/codecs.md`` describes every byte. Deep gradient compression, which has a state and one message for all tensors,
-is apart: :func:`dgc_step`, ``docs/dgc.md``.
+``docs/codecs.md`` describes every byte. A codec of your own inherits :class:`CustomCodec`. Deep gradient compression,
+which has a state and one message for all tensors, is apart: :func:`dgc_step`, ``docs/dgc.md``.
 """
 
-from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed, SparseBlock
+from gradbus.codecs.base import Codec, CodecOptions, Decoded, DenseBlock, Parsed, SparseBlock
+from gradbus.codecs.custom import CustomCodec
 from gradbus.codecs.dgc.config import PAPER_WARMUP, DgcConfig, DgcLayout, geometric_warmup, warmup_density
 from gradbus.codecs.dgc.sgd import DenseMomentum, DgcSgd, dense_momentum_step
 from gradbus.codecs.dgc.step import DgcState, dgc_step, undo_step
@@ -16,7 +17,7 @@ from gradbus.codecs.dgc.wire import DgcMean, DgcMessage, combine_dgc, decode_dgc
 from gradbus.codecs.errors import CodecError, DimMismatchError, NonFiniteError
 from gradbus.codecs.feedback import add_into, residual_step
 from gradbus.codecs.index_coding import Coding, decode_indices, encode_indices
-from gradbus.codecs.registry import ALL, decode, get, parse
+from gradbus.codecs.registry import ALL, check_codec_class, decode, get, parse
 from gradbus.codecs.sparse import SparseVector, random_k, top_k
 
 __all__ = [
@@ -24,7 +25,9 @@ __all__ = [
     "PAPER_WARMUP",
     "Codec",
     "CodecError",
+    "CodecOptions",
     "Coding",
+    "CustomCodec",
     "Decoded",
     "DenseBlock",
     "DenseMomentum",
@@ -40,6 +43,7 @@ __all__ = [
     "SparseBlock",
     "SparseVector",
     "add_into",
+    "check_codec_class",
     "combine_dgc",
     "decode",
     "decode_dgc",

@@ -77,12 +77,23 @@ class Decoded:
     codec: str
 
 
+Parser: TypeAlias = Callable[[memoryview, int], Parsed]
+"""Checks a message that begins with the parser's magic; the second argument is the expected number of elements."""
+
+
 class CodecOptions(BaseModel):
-    """Options of every codec, as a configuration has them."""
+    """Options of every codec, as a configuration has them. A codec with more of them inherits this, and adds fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    version: Literal[1, 2] = 2
+    version: Literal[2] = 2
+    """Version of the codec's format."""
+
+
+class BothVersions(CodecOptions):
+    """Options of fp32."""
+
+    version: Literal[1, 2] = 2  # type: ignore[assignment]  # wider than a codec without the original bytes has it
     """Version of the codec's format. 1: the original bytes."""
 
 
@@ -90,8 +101,17 @@ class CodecOptions(BaseModel):
 class Codec(ABC):
     """A wire format with its options fixed, without state. :func:`gradbus.codecs.get` makes one.
 
+    A built-in codec is a class with a ``choice``, in any module of this package: the table finds it by looking. For a
+    codec of your own :class:`gradbus.codecs.CustomCodec` is the shorter way.
+
     Attributes:
-        versions: of the format.
+        choice: its name in a configuration. Classes without one are not in the table.
+        name: the codec's name in messages that have been parsed, in logs and reports.
+        lossless: whether a receiver gets the bits of the vector, so that there is no residual.
+        versions: of the format, that :meth:`encode` writes.
+        v1_is_delta: what version 1 always carries, as it has no flag: a difference, else weights.
+        formats: the magic of each kind of message, its first four bytes, and the function that parses it.
+        Options: what a configuration may set; the constructor takes them as keywords.
 
     Bytes of any codec are read by :func:`gradbus.codecs.decode`, which needs no options: a message describes itself.
     """
@@ -99,10 +119,12 @@ class Codec(ABC):
     version: int = 2
 
     Options: ClassVar[type[BaseModel]] = CodecOptions
+    choice: ClassVar[str]
     name: ClassVar[str]
-    lossless: ClassVar[bool]
-    versions: ClassVar[tuple[int, ...]] = VERSIONS
-    v1_is_delta: ClassVar[bool]  # version 1 has no flag: each format always means the same
+    lossless: ClassVar[bool] = False
+    versions: ClassVar[tuple[int, ...]] = (2,)
+    v1_is_delta: ClassVar[bool]
+    formats: ClassVar[tuple[tuple[bytes, Parser], ...]] = ()
 
     def __post_init__(self) -> None:
         self._check_version(self.version)

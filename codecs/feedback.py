@@ -6,6 +6,7 @@ ICML 2019 (arXiv:1901.09847). The state is one vector, kept and saved by the cal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def residual_step(
     payload = codec.encode(p, is_delta=is_delta)
     if codec.lossless:
         return payload, p.zero_()
-    for block in parse(payload, expected_dim=p.numel()).blocks():
+    for block in parse(payload, expected_dim=p.numel(), own=(type(codec),)).blocks():
         values = block.values.to(p.device)
         if isinstance(block, DenseBlock):
             p[block.start : block.start + values.numel()] -= values
@@ -52,13 +53,15 @@ def residual_step(
 
 
 @torch.no_grad()
-def add_into(vector: Tensor, payload: Any) -> None:
+def add_into(vector: Tensor, payload: Any, own: Sequence[type[Codec]] = ()) -> None:
     """``vector += decode(payload)``, block by block; the same operations on every node, so that copies stay bit-equal.
+
+    ``own``: as of :func:`gradbus.codecs.parse`.
 
     Raises:
         CodecError: bad bytes; the vector is as it was.
     """
-    parsed = parse(payload, expected_dim=vector.numel())
+    parsed = parse(payload, expected_dim=vector.numel(), own=own)
     if not parsed.is_delta:
         raise CodecError(f"a difference is expected, this {parsed.codec} message holds weights")
     for block in parsed.blocks(30 * 1024):

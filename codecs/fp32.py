@@ -12,18 +12,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, DenseBlock, Parsed, check_finite
+from gradbus.codecs.base import VERSIONS, BothVersions, Codec, DenseBlock, Parsed, check_finite
 from gradbus.codecs.wire import V2_HEADER, check_length, pack_header, tensor_bytes, tensor_view, unpack_header
 
 MAGIC_V2 = b"F4\x00\x02"
+
+
+def parse_fp32_v1(view: memoryview, expected_dim: int) -> Parsed:
+    """``view`` is exactly ``4 * expected_dim`` bytes: nothing else tells this format from any other bytes."""
+    check_length("FP32 v1", view, 4 * expected_dim, f"{expected_dim} elements without a header")
+    return _parsed(view, 0, version=1, is_delta=False, dim=expected_dim)
+
+
+def parse_fp32_v2(view: memoryview, expected_dim: int) -> Parsed:
+    """Header, then ``dim`` float32."""
+    header = unpack_header(view, "FP32", expected_dim)
+    check_length("FP32", view, V2_HEADER.size + 4 * header.dim, f"{header.dim} elements")
+    return _parsed(view, V2_HEADER.size, version=2, is_delta=header.is_delta, dim=header.dim)
+
+
+def _parsed(view: memoryview, offset: int, *, version: int, is_delta: bool, dim: int) -> Parsed:
+    values = tensor_view(view, torch.float32, offset, dim)
+    max_abs = check_finite(values, "FP32 payload")
+
+    def blocks(block_elems: int) -> Iterator[DenseBlock]:
+        for start in range(0, dim, block_elems):
+            yield DenseBlock(start, values[start : start + block_elems])
+
+    return Parsed("fp32", version, is_delta, dim, False, blocks, max_abs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32(Codec):
     """Four bytes per element, exact."""
 
+    Options = BothVersions
     name = choice = "fp32"
     lossless = True
+    versions = VERSIONS
+    formats = ((MAGIC_V2, parse_fp32_v2),)
     v1_is_delta = False
 
     def max_bytes(self, dim: int) -> int:
@@ -55,27 +82,3 @@ class Fp32(Codec):
         torch.sub(vector, base, out=difference)
         check_finite(difference, "vector")
         return message.data, difference
-
-
-def parse_fp32_v1(view: memoryview, expected_dim: int) -> Parsed:
-    """``view`` is exactly ``4 * expected_dim`` bytes: nothing else tells this format from any other bytes."""
-    check_length("FP32 v1", view, 4 * expected_dim, f"{expected_dim} elements without a header")
-    return _parsed(view, 0, version=1, is_delta=False, dim=expected_dim)
-
-
-def parse_fp32_v2(view: memoryview, expected_dim: int) -> Parsed:
-    """Header, then ``dim`` float32."""
-    header = unpack_header(view, "FP32", expected_dim)
-    check_length("FP32", view, V2_HEADER.size + 4 * header.dim, f"{header.dim} elements")
-    return _parsed(view, V2_HEADER.size, version=2, is_delta=header.is_delta, dim=header.dim)
-
-
-def _parsed(view: memoryview, offset: int, *, version: int, is_delta: bool, dim: int) -> Parsed:
-    values = tensor_view(view, torch.float32, offset, dim)
-    max_abs = check_finite(values, "FP32 payload")
-
-    def blocks(block_elems: int) -> Iterator[DenseBlock]:
-        for start in range(0, dim, block_elems):
-            yield DenseBlock(start, values[start : start + block_elems])
-
-    return Parsed("fp32", version, is_delta, dim, False, blocks, max_abs)

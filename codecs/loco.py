@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, CodecOptions, Parsed, SparseBlock, check_finite
+from gradbus.codecs.base import Codec, Parsed, SparseBlock, check_finite
 from gradbus.codecs.errors import CodecError
 from gradbus.codecs.two_levels import level_bytes, pack_codes, read_levels, two_levels, unpack_codes, values_of
 from gradbus.codecs.wire import V2_HEADER, check_length, pack_header, unpack_header
@@ -40,43 +39,6 @@ def _sizes(dim: int) -> tuple[int, int, int]:
     """Bytes of levels, values and indices."""
     count = count_sent(dim)
     return 4 * -(-dim // BLOCK), -(-count // 4), -(-count * _INDEX_BITS // 8)
-
-
-class LocoOptions(CodecOptions):
-    """Options of loco."""
-
-    version: Literal[2] = 2
-    """Version of the codec's format."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loco(Codec):
-    """The largest 1/64 of each block, coarsely; for differences with error feedback, at the lowest rates."""
-
-    Options = LocoOptions
-
-    name = choice = "loco"
-    lossless = False
-    versions = (2,)
-
-    def max_bytes(self, dim: int) -> int:
-        return V2_HEADER.size + sum(_sizes(dim))
-
-    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
-        check_finite(vector, "vector")
-        vector = vector.cpu()
-        levels, codes, places = [], [], []
-        for rows in _in_blocks(vector):
-            indices = _largest(rows.numpy(), -(-rows.shape[1] * LARGEST // BLOCK))
-            of_rows, of_values = two_levels(rows.gather(1, torch.from_numpy(indices)))
-            levels.append(of_rows)
-            codes.append(of_values.view(-1))
-            places.append(indices.reshape(-1))
-        header = pack_header(MAGIC, is_delta=is_delta, dim=vector.numel())
-        if not levels:
-            return header
-        indices_sent = _pack_indices(np.concatenate(places))
-        return b"".join((header, level_bytes(torch.cat(levels)), pack_codes(torch.cat(codes)), indices_sent))
 
 
 def _in_blocks(vector: Tensor) -> Iterator[Tensor]:
@@ -147,3 +109,30 @@ def parse_loco(view: memoryview, expected_dim: int) -> Parsed:
             yield SparseBlock(places[start : start + block_elems], values[start : start + block_elems])
 
     return Parsed("loco", 2, header.is_delta, dim, True, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loco(Codec):
+    """The largest 1/64 of each block, coarsely; for differences with error feedback, at the lowest rates."""
+
+    name = choice = "loco"
+    formats = ((MAGIC, parse_loco),)
+
+    def max_bytes(self, dim: int) -> int:
+        return V2_HEADER.size + sum(_sizes(dim))
+
+    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
+        check_finite(vector, "vector")
+        vector = vector.cpu()
+        levels, codes, places = [], [], []
+        for rows in _in_blocks(vector):
+            indices = _largest(rows.numpy(), -(-rows.shape[1] * LARGEST // BLOCK))
+            of_rows, of_values = two_levels(rows.gather(1, torch.from_numpy(indices)))
+            levels.append(of_rows)
+            codes.append(of_values.view(-1))
+            places.append(indices.reshape(-1))
+        header = pack_header(MAGIC, is_delta=is_delta, dim=vector.numel())
+        if not levels:
+            return header
+        indices_sent = _pack_indices(np.concatenate(places))
+        return b"".join((header, level_bytes(torch.cat(levels)), pack_codes(torch.cat(codes)), indices_sent))

@@ -24,37 +24,6 @@ _EXTRA = struct.Struct("<I")  # chunk_elems
 _BLOCK_ELEMS = 1 << 18  # 1 MiB of float32: the temporaries of a block stay in the cache
 
 
-@dataclass(frozen=True, kw_only=True)
-class Q2(Codec):
-    """Sign and one of two magnitudes for each element; what is left out is shorter than the vector."""
-
-    chunk_elems: int = 1024
-
-    Options = SmallChunkOptions
-
-    name = choice = "q2"
-    lossless = False
-    versions = (2,)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_chunk_elems(self.chunk_elems)
-
-    def max_bytes(self, dim: int) -> int:
-        return V2_HEADER.size + _EXTRA.size + 4 * num_chunks(dim, self.chunk_elems) + -(-dim // 4)
-
-    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
-        check_finite(vector, "vector")
-        dim = vector.numel()
-        levels = torch.empty(num_chunks(dim, self.chunk_elems), 2, dtype=torch.bfloat16, device=vector.device)
-        codes = torch.empty(dim, dtype=torch.uint8, device=vector.device)
-        for elems, chunks in chunk_spans(dim, self.chunk_elems, _BLOCK_ELEMS):
-            of_rows, of_values = two_levels(vector[elems].view(chunks.stop - chunks.start, -1))
-            levels[chunks], codes[elems] = of_rows, of_values.view(-1)
-        header = pack_header(MAGIC, is_delta=is_delta, dim=dim) + _EXTRA.pack(self.chunk_elems)
-        return b"".join((header, level_bytes(levels), pack_codes(codes)))
-
-
 def parse_q2(view: memoryview, expected_dim: int) -> Parsed:
     """20 bytes of header, levels, four values to a byte."""
     header = unpack_header(view, "Q2", expected_dim)
@@ -74,3 +43,33 @@ def parse_q2(view: memoryview, expected_dim: int) -> Parsed:
                 yield DenseBlock(start, values_of(levels[of], part).view(-1))
 
     return Parsed("q2", 2, header.is_delta, dim, False, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Q2(Codec):
+    """Sign and one of two magnitudes for each element; what is left out is shorter than the vector."""
+
+    chunk_elems: int = 1024
+
+    Options = SmallChunkOptions
+
+    name = choice = "q2"
+    formats = ((MAGIC, parse_q2),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_chunk_elems(self.chunk_elems)
+
+    def max_bytes(self, dim: int) -> int:
+        return V2_HEADER.size + _EXTRA.size + 4 * num_chunks(dim, self.chunk_elems) + -(-dim // 4)
+
+    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
+        check_finite(vector, "vector")
+        dim = vector.numel()
+        levels = torch.empty(num_chunks(dim, self.chunk_elems), 2, dtype=torch.bfloat16, device=vector.device)
+        codes = torch.empty(dim, dtype=torch.uint8, device=vector.device)
+        for elems, chunks in chunk_spans(dim, self.chunk_elems, _BLOCK_ELEMS):
+            of_rows, of_values = two_levels(vector[elems].view(chunks.stop - chunks.start, -1))
+            levels[chunks], codes[elems] = of_rows, of_values.view(-1)
+        header = pack_header(MAGIC, is_delta=is_delta, dim=dim) + _EXTRA.pack(self.chunk_elems)
+        return b"".join((header, level_bytes(levels), pack_codes(codes)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -43,35 +43,8 @@ _MASK = np.uint64((1 << _BITS) - 1)
 class SmallChunkOptions(CodecOptions):
     """Options of q4 and q2."""
 
-    version: Literal[2] = 2
-    """Version of the codec's format."""
     chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)] = 1024
     """Number of values that share a scale."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Q4(Codec):
-    """Each element within half a scale of the original, where a scale is ``max|x| / 7`` of its chunk."""
-
-    chunk_elems: int = 1024
-
-    Options = SmallChunkOptions
-
-    name = choice = "q4"
-    lossless = False
-    versions = (2,)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_chunk_elems(self.chunk_elems)
-
-    def max_bytes(self, dim: int) -> int:
-        return V2_HEADER.size + _EXTRA.size + 4 * num_chunks(dim, self.chunk_elems) + _packed_bytes(dim)
-
-    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
-        q, scales = quantize(vector, self.chunk_elems, Q_MAX)
-        header = pack_header(MAGIC, is_delta=is_delta, dim=vector.numel()) + _EXTRA.pack(self.chunk_elems)
-        return b"".join((header, tensor_bytes(scales), _pack((q + Q_MAX).cpu().numpy())))
 
 
 def _packed_bytes(count: int) -> int:
@@ -139,3 +112,27 @@ def parse_q4(view: memoryview, expected_dim: int) -> Parsed:
         return dequantized_blocks(q, scales, chunk_elems, block_elems)
 
     return Parsed("q4", 2, header.is_delta, dim, False, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Q4(Codec):
+    """Each element within half a scale of the original, where a scale is ``max|x| / 7`` of its chunk."""
+
+    chunk_elems: int = 1024
+
+    Options = SmallChunkOptions
+
+    name = choice = "q4"
+    formats = ((MAGIC, parse_q4),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_chunk_elems(self.chunk_elems)
+
+    def max_bytes(self, dim: int) -> int:
+        return V2_HEADER.size + _EXTRA.size + 4 * num_chunks(dim, self.chunk_elems) + _packed_bytes(dim)
+
+    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
+        q, scales = quantize(vector, self.chunk_elems, Q_MAX)
+        header = pack_header(MAGIC, is_delta=is_delta, dim=vector.numel()) + _EXTRA.pack(self.chunk_elems)
+        return b"".join((header, tensor_bytes(scales), _pack((q + Q_MAX).cpu().numpy())))

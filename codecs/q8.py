@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from pydantic import Field
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, CodecOptions, DenseBlock, Parsed
+from gradbus.codecs.base import VERSIONS, BothVersions, Codec, DenseBlock, Parsed
 from gradbus.codecs.quantize import check_chunk_elems, dequantized_blocks, num_chunks, quantize, quantized_views
 from gradbus.codecs.wire import (
     V2_HEADER,
@@ -30,39 +30,14 @@ _V1_HEADER = struct.Struct("<4sIQI")  # magic, chunk_elems, dim, number of chunk
 _V2_EXTRA = struct.Struct("<I")  # chunk_elems
 
 
-class ChunkOptions(CodecOptions):
+ChunkElems: TypeAlias = Annotated[int, Field(ge=1, le=1 << 30)]
+
+
+class ChunkOptions(BothVersions):
     """Options of q8."""
 
-    chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
+    chunk_elems: ChunkElems = 8192
     """Number of values that share a scale."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Q8(Codec):
-    """Each element within half a scale of the original, where a scale is ``max|x| / 127`` of its chunk."""
-
-    chunk_elems: int = 8192
-
-    Options = ChunkOptions
-
-    name = choice = "q8"
-    lossless = False
-    v1_is_delta = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_chunk_elems(self.chunk_elems)
-
-    def max_bytes(self, dim: int) -> int:
-        return V2_HEADER.size + _V2_EXTRA.size + dim + 4 * num_chunks(dim, self.chunk_elems)
-
-    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
-        q, scales = quantize(vector, self.chunk_elems)
-        if version == 1:
-            header = _V1_HEADER.pack(MAGIC_V1, self.chunk_elems, vector.numel(), scales.numel())
-        else:
-            header = pack_header(MAGIC_V2, is_delta=is_delta, dim=vector.numel()) + _V2_EXTRA.pack(self.chunk_elems)
-        return b"".join((header, tensor_bytes(scales), tensor_bytes(q)))
 
 
 def parse_q8_v1(view: memoryview, expected_dim: int) -> Parsed:
@@ -90,3 +65,32 @@ def _parsed(view: memoryview, offset: int, chunk_elems: int, *, version: int, is
         return dequantized_blocks(q, scales, chunk_elems, block_elems)
 
     return Parsed("q8", version, is_delta, dim, False, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Q8(Codec):
+    """Each element within half a scale of the original, where a scale is ``max|x| / 127`` of its chunk."""
+
+    chunk_elems: int = 8192
+
+    Options = ChunkOptions
+
+    name = choice = "q8"
+    versions = VERSIONS
+    formats = ((MAGIC_V1, parse_q8_v1), (MAGIC_V2, parse_q8_v2))
+    v1_is_delta = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_chunk_elems(self.chunk_elems)
+
+    def max_bytes(self, dim: int) -> int:
+        return V2_HEADER.size + _V2_EXTRA.size + dim + 4 * num_chunks(dim, self.chunk_elems)
+
+    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
+        q, scales = quantize(vector, self.chunk_elems)
+        if version == 1:
+            header = _V1_HEADER.pack(MAGIC_V1, self.chunk_elems, vector.numel(), scales.numel())
+        else:
+            header = pack_header(MAGIC_V2, is_delta=is_delta, dim=vector.numel()) + _V2_EXTRA.pack(self.chunk_elems)
+        return b"".join((header, tensor_bytes(scales), tensor_bytes(q)))

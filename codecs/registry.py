@@ -1,55 +1,42 @@
-"""Codecs by name, and messages by their first four bytes."""
+"""The table of codecs: by name, and by the first four bytes of a message.
+
+A codec is a file in this package with a class that has a ``choice``: it is found by looking, and nothing else is
+edited. Codecs from elsewhere are classes that a caller hands over: they are in no table, so that the bytes of a peer
+reach a parser that is not built in only where the caller names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradbus.codecs import fp32, loco, q2, q4, q8, s4, sq8
-from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed
+from gradbus.codecs import fp32
+from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed, Parser
 from gradbus.codecs.errors import CodecError, DimMismatchError
 from gradbus.codecs.wire import Payload, as_view
 
-_CODECS: dict[str, type[Codec]] = {
-    "fp32": fp32.Fp32, "loco": loco.Loco, "q2": q2.Q2, "q4": q4.Q4, "q8": q8.Q8, "s4": s4.S4, "sq8": sq8.SQ8,
-}  # fmt: skip
+MAGIC_BYTES = 4
+
 _ALIASES = {"chunk": "chunk_elems"}
-
-ALL: tuple[str, ...] = tuple(_CODECS)
-
-_PARSERS: dict[bytes, Callable[[memoryview, int], Parsed]] = {
-    fp32.MAGIC_V2: fp32.parse_fp32_v2,
-    q8.MAGIC_V1: q8.parse_q8_v1,
-    q8.MAGIC_V2: q8.parse_q8_v2,
-    q4.MAGIC: q4.parse_q4,
-    q2.MAGIC: q2.parse_q2,
-    loco.MAGIC: loco.parse_loco,
-    s4.MAGIC_V1: partial(s4.parse_sparse_v1, "s4", s4.FLOAT32_VALUES),
-    s4.MAGIC_V2: partial(s4.parse_sparse_v2, "s4", s4.FLOAT32_VALUES),
-    sq8.MAGIC_S8: partial(s4.parse_sparse_v1, "s8", sq8.S8_VALUES),
-    sq8.MAGIC_V1: partial(s4.parse_sparse_v1, "sq8", sq8.INT8_VALUES_V1),
-    sq8.MAGIC_V2: partial(s4.parse_sparse_v2, "sq8", sq8.INT8_VALUES),
-}
 
 
 def get(name: str, **options: float) -> Codec:
-    """The codec ``name`` (one of :data:`ALL`) with its options.
-
-    Options: ``version`` 1 or 2 (default), of q4, q2 and loco 2 alone; ``chunk_elems`` (or ``chunk``) for q8, q4, q2 and
-    sq8; ``density`` for s4 and sq8.
+    """The built-in codec ``name`` (one of :data:`ALL`) with its options, which ``docs/codecs.md`` lists.
 
     Raises:
         ValueError: no such codec or option (the text names a near one), or a value out of range.
     """
-    if name not in _CODECS:
+    if name not in TABLE:
         raise ValueError(f"no codec {name!r}{_nearest(name, ALL)}; there are {', '.join(ALL)}")
-    codec = _CODECS[name]
+    codec = TABLE[name]
     known = [field.name for field in fields(codec)]
     arguments: dict[str, Any] = {_ALIASES.get(option, option): value for option, value in options.items()}
     for option in arguments:
@@ -63,7 +50,7 @@ def get(name: str, **options: float) -> Codec:
     return codec(**arguments)
 
 
-def parse(payload: Payload, *, expected_dim: int) -> Parsed:
+def parse(payload: Payload, *, expected_dim: int, own: Sequence[type[Codec]] = ()) -> Parsed:
     """Check every byte of a message of any codec and version, and make its content readable block by block.
 
     A known magic followed by ``expected_dim`` decides: from there on every fault is an error. Other bytes of exactly
@@ -73,6 +60,7 @@ def parse(payload: Payload, *, expected_dim: int) -> Parsed:
     Args:
         payload: any contiguous buffer; kept alive by the result, and not to be changed while that is used.
         expected_dim: elements of our own model: a limit on what is allocated, whatever the message claims.
+        own: codecs that are not built in, whose messages are read, too.
 
     Raises:
         NonFiniteError: well-formed, but with NaN or infinity.
@@ -83,7 +71,8 @@ def parse(payload: Payload, *, expected_dim: int) -> Parsed:
         raise ValueError(f"expected_dim must be >= 0, got {expected_dim}")
     view = as_view(payload)
     is_headerless_length = len(view) == 4 * expected_dim
-    parser = _PARSERS.get(bytes(view[:4]))
+    magic = bytes(view[:MAGIC_BYTES])
+    parser = _PARSERS.get(magic) or (_parser_of(magic, own) if own else None)
     if parser is not None:
         try:
             return parser(view, expected_dim)
@@ -93,12 +82,14 @@ def parse(payload: Payload, *, expected_dim: int) -> Parsed:
     if is_headerless_length:
         return fp32.parse_fp32_v1(view, expected_dim)
     raise CodecError(
-        f"payload of {len(view)} bytes starts with {bytes(view[:4])!r}, expected a known magic, "
+        f"payload of {len(view)} bytes starts with {magic!r}, expected a known magic, "
         f"or headerless FP32 of exactly {4 * expected_dim} bytes for {expected_dim} elements"
     )
 
 
-def decode(payload: Payload, *, expected_dim: int, out: Tensor | None = None) -> Decoded:
+def decode(
+    payload: Payload, *, expected_dim: int, out: Tensor | None = None, own: Sequence[type[Codec]] = ()
+) -> Decoded:
     """The whole vector of a message of any codec and version; see :func:`parse`.
 
     Args:
@@ -110,7 +101,7 @@ def decode(payload: Payload, *, expected_dim: int, out: Tensor | None = None) ->
     """
     if out is not None and (out.shape != (expected_dim,) or out.dtype != torch.float32):
         raise ValueError(f"out must be float32 of shape ({expected_dim},), got {out.dtype} of {tuple(out.shape)}")
-    parsed = parse(payload, expected_dim=expected_dim)
+    parsed = parse(payload, expected_dim=expected_dim, own=own)
     vector = torch.empty(expected_dim, dtype=torch.float32) if out is None else out
     with torch.no_grad():
         if parsed.is_sparse:
@@ -123,6 +114,70 @@ def decode(payload: Payload, *, expected_dim: int, out: Tensor | None = None) ->
     return Decoded(vector, parsed.is_delta, parsed.codec)
 
 
+def check_codec_class(kind: type) -> None:
+    """Look whether a class can be used as a codec beside the built-in ones.
+
+    Raises:
+        ValueError: it is no codec, cannot be made, or has no magic of its own; the text says what to change.
+    """
+    if not (inspect.isclass(kind) and issubclass(kind, Codec)):
+        raise ValueError(f"{getattr(kind, '__name__', kind)} is no codec: inherit from gradbus.codecs.CustomCodec")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ValueError(f"codec {kind.__name__} has no {', '.join(missing)}: write it")
+    if not isinstance(getattr(kind, "name", None), str) or not kind.name:
+        raise ValueError(f"codec {kind.__name__} has no name: set the class attribute name to a text")
+    if not kind.formats:
+        raise ValueError(
+            f"codec {kind.__name__} has no magic: set the class attribute magic to {MAGIC_BYTES} bytes that no other "
+            f"codec's messages begin with"
+        )
+    for magic, parser in kind.formats:
+        if not isinstance(magic, bytes) or len(magic) != MAGIC_BYTES:
+            raise ValueError(f"codec {kind.__name__}: magic is {magic!r}, expected {MAGIC_BYTES} bytes")
+        if _PARSERS.get(magic, parser) is not parser:
+            raise ValueError(f"codec {kind.__name__}: messages of a built-in codec begin with {magic!r}; take another")
+
+
+def _parser_of(magic: bytes, own: Sequence[type[Codec]]) -> Parser | None:
+    """The parser of a codec that is not built in. Whatever goes wrong in it concerns this message alone."""
+    found = next((parser for kind in own for known, parser in kind.formats if known == magic), None)
+    if found is None:
+        return None
+    parser = found
+
+    def guarded(view: memoryview, expected_dim: int) -> Parsed:
+        try:
+            return parser(view, expected_dim)
+        except CodecError:
+            raise
+        except Exception as error:
+            raise CodecError(
+                f"{magic!r} message of {len(view)} bytes: its codec failed with {type(error).__name__}: {error}"
+            ) from error
+
+    return guarded
+
+
 def _nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     near = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _built_in() -> dict[str, type[Codec]]:
+    """The classes of this package that have a ``choice``, by it, in the order of their names."""
+    found: dict[str, type[Codec]] = {}
+    package = importlib.import_module("gradbus.codecs")
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        for kind in vars(module).values():
+            is_here = isinstance(kind, type) and kind.__module__ == module.__name__
+            if is_here and issubclass(kind, Codec) and "choice" in vars(kind):
+                found[kind.choice] = kind
+    return dict(sorted(found.items()))
+
+
+# At the end: modules that are looked at may import this one.
+TABLE: Mapping[str, type[Codec]] = _built_in()
+"""The built-in codecs by name."""
+ALL: tuple[str, ...] = tuple(TABLE)
+_PARSERS: dict[bytes, Parser] = {magic: parser for kind in TABLE.values() for magic, parser in kind.formats}

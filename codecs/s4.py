@@ -10,14 +10,15 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from functools import partial
+from typing import Annotated, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, CodecOptions, Parsed, SparseBlock, check_finite
+from gradbus.codecs.base import VERSIONS, BothVersions, Codec, Parsed, SparseBlock, check_finite
 from gradbus.codecs.index_coding import check_ascending, decode_indices, encode_indices, max_index_bytes
 from gradbus.codecs.sparse import top_k
 from gradbus.codecs.wire import (
@@ -39,10 +40,13 @@ _V1_HEADER = struct.Struct("<4sii")  # magic, dim, k; then the fields of the val
 _V2_EXTRA = struct.Struct("<II")  # k, bytes of the coded indices; then the fields of the values
 
 
-class TopKOptions(CodecOptions):
+Density: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+
+
+class TopKOptions(BothVersions):
     """Options of s4."""
 
-    density: Annotated[float, Field(gt=0, le=1)] = 0.1
+    density: Density = 0.1
     """Share of the values that is sent."""
 
 
@@ -54,7 +58,7 @@ class TopKCodec(Codec):
 
     Options = TopKOptions
     magics: ClassVar[tuple[bytes, bytes]]  # of version 1 and of version 2
-    lossless = False
+    versions = VERSIONS
     v1_is_delta = True
 
     def __post_init__(self) -> None:
@@ -101,20 +105,6 @@ class TopKCodec(Codec):
     @abstractmethod
     def _pack(self, values: Tensor, version: int) -> tuple[bytes, Sequence[memoryview]]:
         """The fields of the header that belong to the values, and the section of the values."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class S4(TopKCodec):
-    """Exact values for the entries that are sent; the rest is for the caller's residual."""
-
-    name = choice = "s4"
-    magics = (MAGIC_V1, MAGIC_V2)
-
-    def _value_bytes(self, k: int, version: int) -> int:
-        return 4 * k
-
-    def _pack(self, values: Tensor, version: int) -> tuple[bytes, Sequence[memoryview]]:
-        return b"", [tensor_bytes(values)]
 
 
 class ValueFormat(NamedTuple):
@@ -177,3 +167,21 @@ def _parsed(codec: str, indices: Tensor, values: Tensor, *, version: int, is_del
             yield SparseBlock(indices[start : start + block_elems], values[start : start + block_elems])
 
     return Parsed(codec, version, is_delta, dim, True, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class S4(TopKCodec):
+    """Exact values for the entries that are sent; the rest is for the caller's residual."""
+
+    name = choice = "s4"
+    magics = (MAGIC_V1, MAGIC_V2)
+    formats = (
+        (MAGIC_V1, partial(parse_sparse_v1, "s4", FLOAT32_VALUES)),
+        (MAGIC_V2, partial(parse_sparse_v2, "s4", FLOAT32_VALUES)),
+    )
+
+    def _value_bytes(self, k: int, version: int) -> int:
+        return 4 * k
+
+    def _pack(self, values: Tensor, version: int) -> tuple[bytes, Sequence[memoryview]]:
+        return b"", [tensor_bytes(values)]

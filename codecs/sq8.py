@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from gradbus.codecs.quantize import (
     quantize,
     quantized_views,
 )
-from gradbus.codecs.s4 import TopKCodec, TopKOptions, ValueFormat
+from gradbus.codecs.s4 import TopKCodec, TopKOptions, ValueFormat, parse_sparse_v1, parse_sparse_v2
 from gradbus.codecs.wire import count_chunks, tensor_bytes, tensor_view
 
 MAGIC_V1 = b"SQ\x00\x01"
@@ -34,31 +35,6 @@ _V2_FIELDS = struct.Struct("<I")  # chunk_elems
 
 class ChunkedTopKOptions(TopKOptions, ChunkOptions):
     """Options of sq8."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SQ8(TopKCodec):
-    """Sent entries within half a scale of the original; the rest is for the caller's residual."""
-
-    chunk_elems: int = 8192
-
-    Options = ChunkedTopKOptions
-    name = choice = "sq8"
-    magics = (MAGIC_V1, MAGIC_V2)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_chunk_elems(self.chunk_elems)
-
-    def _value_bytes(self, k: int, version: int) -> int:
-        fields = _V1_FIELDS if version == 1 else _V2_FIELDS
-        return fields.size + k + 4 * num_chunks(k, self.chunk_elems)
-
-    def _pack(self, values: Tensor, version: int) -> tuple[bytes, Sequence[memoryview]]:
-        q, scales = quantize(values, self.chunk_elems)
-        v1 = version == 1
-        fields = _V1_FIELDS.pack(self.chunk_elems, scales.numel()) if v1 else _V2_FIELDS.pack(self.chunk_elems)
-        return fields, [tensor_bytes(scales), tensor_bytes(q)]
 
 
 def _int8_bytes(name: str, k: int, chunk_elems: int, claimed: int | None = None) -> int:
@@ -83,3 +59,33 @@ def _read_one_scale(name: str, view: memoryview, start: int, k: int, scale: floa
 INT8_VALUES_V1 = ValueFormat(_V1_FIELDS, _int8_bytes, _read_int8)
 INT8_VALUES = ValueFormat(_V2_FIELDS, _int8_bytes, _read_int8)
 S8_VALUES = ValueFormat(struct.Struct("<f"), lambda name, k, scale: k, _read_one_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SQ8(TopKCodec):
+    """Sent entries within half a scale of the original; the rest is for the caller's residual."""
+
+    chunk_elems: int = 8192
+
+    Options = ChunkedTopKOptions
+    name = choice = "sq8"
+    magics = (MAGIC_V1, MAGIC_V2)
+    formats = (
+        (MAGIC_S8, partial(parse_sparse_v1, "s8", S8_VALUES)),
+        (MAGIC_V1, partial(parse_sparse_v1, "sq8", INT8_VALUES_V1)),
+        (MAGIC_V2, partial(parse_sparse_v2, "sq8", INT8_VALUES)),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_chunk_elems(self.chunk_elems)
+
+    def _value_bytes(self, k: int, version: int) -> int:
+        fields = _V1_FIELDS if version == 1 else _V2_FIELDS
+        return fields.size + k + 4 * num_chunks(k, self.chunk_elems)
+
+    def _pack(self, values: Tensor, version: int) -> tuple[bytes, Sequence[memoryview]]:
+        q, scales = quantize(values, self.chunk_elems)
+        v1 = version == 1
+        fields = _V1_FIELDS.pack(self.chunk_elems, scales.numel()) if v1 else _V2_FIELDS.pack(self.chunk_elems)
+        return fields, [tensor_bytes(scales), tensor_bytes(q)]

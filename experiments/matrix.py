@@ -70,6 +70,7 @@ def dimensions() -> list[Dimension]:
         Dimension("rule", _by_name(CLIENT_RULES)),
         Dimension("mode", {name: {"mode": name} for name in ("synchronous", "asynchronous")}),
         Dimension("clients", {name: {"clients": {"kind": name}} for name in ("clients", "sites")}),
+        Dimension("trust", {name: {"limits": {"trust": name}} for name in ("cooperative", "adversarial")}),
         Dimension("privacy", _by_name(PRIVACY, central=enough, local=enough)),
         Dimension("share", {"everything": {}, "a part": {"share": {"exclude": ["*.bias"]}}}),
         Dimension(

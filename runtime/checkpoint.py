@@ -282,6 +282,41 @@ class CheckpointStore:
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}. Restore it from a backup") from None
 
+    def save_document(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a small JSON object beside the checkpoints, atomically and durably.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        path = self.directory / f"{name}.json"
+        try:
+            with _replacing(path) as temporary:
+                temporary.write_text(json.dumps({**values, "sha256": _digest_of(values)}), encoding="utf-8")
+            _sync(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}. Make room and start again") from None
+
+    def load_document(self, name: str, max_bytes: int) -> dict[str, Any] | None:
+        """Return what :meth:`save_document` has written; None: there is nothing of this name.
+
+        Raises:
+            CheckpointError: it is damaged, or cannot be read.
+        """
+        file = f"{name}.json"
+        try:
+            document = parse_json(text_inside(self.place.root, self.place.below / file, max_bytes))
+            if not isinstance(document, dict) or document.pop("sha256", None) != _digest_of(document):
+                raise ValueError("it does not match its checksum")
+            return document
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.directory / file} is damaged: {error}. Restore it from a backup") from None
+
+    def remove_document(self, name: str) -> None:
+        """Delete what :meth:`save_document` has written under this name."""
+        (self.directory / f"{name}.json").unlink(missing_ok=True)
+
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, ascending. Raises CheckpointError: the directory cannot be listed."""
         most = None if self.place.is_foreign else 1 << 62

@@ -20,11 +20,15 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import count_values, parse_json
 from gradbus.runtime.nearest import nearest
 
 T = TypeVar("T")
 
 _MAX_NAME_CHARS = 256
+MAX_OPTIONS_CHARS = 4096
+"""Length of the options of a codec as JSON, which travel to the clients."""
+_MAX_OPTION_VALUES = 256
 _TABLES: list[Choices[Any]] = []
 """The tables of all settings. Only an error looks a name up in the others, as that imports their packages."""
 
@@ -211,6 +215,67 @@ class Choices(Generic[T]):
         return {"anyOf": [*names, *objects]}
 
 
+class CodecChoices(Choices[T]):
+    """Codecs: the built-in ones are those of :data:`gradbus.codecs.registry.TABLE`. Options travel as JSON."""
+
+    @cached_property
+    def table(self) -> Mapping[str, type[T]]:
+        return cast("Mapping[str, type[T]]", importlib.import_module("gradbus.codecs.registry").TABLE)
+
+    def find(self, name: str) -> type[T]:
+        kind = super().find(name)
+        if ":" in name:
+            try:
+                importlib.import_module("gradbus.codecs.registry").check_codec_class(kind)
+            except ValueError as error:
+                raise ConfigError(f"{self.key} {name[:200]!r}: {error}") from None
+        return kind
+
+    def make(self, choice: Choice, *arguments: Any) -> T:
+        try:
+            return super().make(choice, *arguments)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:  # a check of the class itself, beyond those of its Options
+            raise ConfigError(f"{self.key} {choice.name!r}: {error}") from None
+
+    def to_json(self, choice: Choice) -> str:
+        """All options of a codec, with their defaults, as they travel. Raises ConfigError: as :meth:`options`, or they
+        are no JSON, or too long."""
+        return options_as_json(self.checked(choice), f"{self.key} {choice.name!r}")
+
+    def from_json(self, name: str, text: str) -> Choice:
+        """The codec that a peer has named, with the options that it has sent: :meth:`make` checks these.
+
+        Raises:
+            ValueError: the text is no JSON object, too long, or has too many values.
+        """
+        if len(text) > MAX_OPTIONS_CHARS:
+            raise ValueError(f"options of {len(text)} characters, at most {MAX_OPTIONS_CHARS} are read")
+        options = parse_json(text, max_values=_MAX_OPTION_VALUES)
+        if not isinstance(options, dict):
+            raise ValueError(f"options are a JSON {type(options).__name__}, expected an object")
+        return Choice.model_validate({**options, "name": name})
+
+
+def options_as_json(options: BaseModel, what: str) -> str:
+    """All options of a codec as JSON text. ``what`` they are of, for the error.
+
+    Raises:
+        ConfigError: one cannot be JSON, or they are longer than a message has room for.
+    """
+    try:
+        text = options.model_dump_json()
+    except ValueError as error:  # PydanticSerializationError, too
+        raise ConfigError(f"{what}: options travel as JSON: {error}") from None
+    if len(text) > MAX_OPTIONS_CHARS or count_values(text) > _MAX_OPTION_VALUES:
+        raise ConfigError(
+            f"{what}: options travel as JSON text: these have {len(text)} characters and {count_values(text)} values, "
+            f"at most {MAX_OPTIONS_CHARS} and {_MAX_OPTION_VALUES} are read. Name a file instead, that all have"
+        )
+    return text
+
+
 class LibraryChoices(Choices[T]):
     """Classes of a library by name, beside those of a module of ours that says which these are.
 
@@ -278,7 +343,7 @@ SELECTORS: Choices[Any] = Choices(
 PRIVACY: Choices[Any] = Choices(
     "gradbus.actors.privacy", key="federated.privacy", what="privacy mechanism", default="none", own=False
 )
-CODECS: Choices[Any] = Choices("gradbus.codecs", key="federated.codec", what="codec", default="fp32", own=False)
+CODECS: CodecChoices[Any] = CodecChoices("gradbus.codecs", key="federated.codec", what="codec", default="fp32")
 ALGORITHMS: Choices[Any] = Choices(
     "gradbus.runtime.algorithms",
     key="parallel.algorithm",

@@ -98,6 +98,10 @@ class RunAborted(TrainingFailed):
     controller's words."""
 
 
+class RunOver(GradbusError):
+    """There is no round left to order: all are done, or the run has ended early; the text says why."""
+
+
 class BarrierTimeout(GradbusError, TimeoutError):
     """Not everybody was there in time.
 

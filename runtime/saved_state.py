@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradbus.runtime.checkpoint import Count, Meta
+from gradbus.runtime.complex_pairs import restored, shape_in_floats
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.safetensors_header import MAX_DIMENSIONS, is_shape
 
@@ -24,7 +25,8 @@ MAX_TENSORS = 1_000_000  # of a model
 MAX_NAME_CHARS = 4096
 MAX_COPIES = 4  # times the tensors of a checkpoint: what names of tied weights may add, each with a copy
 MAX_COPIED_BYTES = 1 << 30  # if that is more: one layer may have a hundred names
-_FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_COMPLEX = ("complex32", "complex64", "complex128")
+_FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", *_COMPLEX)
 _FLOAT_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _FLOATS}
 
 Row = tuple[str, str, Annotated[list[Count], Field(max_length=MAX_DIMENSIONS)]]
@@ -85,14 +87,16 @@ class SavedState:
         self.tensors[name] = tensor
 
     def add_vector(self, vector: Tensor, table: Iterable[Row]) -> None:
-        """Take the tensors that a table cuts a vector into. Raises CheckpointError: it has another length, or another
-        tensor than one of floats is in it."""
+        """Take the tensors that a table cuts a vector into, complex numbers as two values. Raises CheckpointError: it
+        has another length, or another tensor than one of floats is in it."""
         rows = list(table)
-        sizes = [size_of(name, shape) for name, _, shape in rows]
+        sizes = [size_of(name, shape) * (2 if dtype in _COMPLEX else 1) for name, dtype, shape in rows]
         if sum(sizes) != vector.numel():
             raise CheckpointError(f"{vector.numel():,} values, but the table has {sum(sizes):,}: it is damaged")
         for (name, dtype, shape), part in zip(rows, torch.split(vector.reshape(-1), sizes), strict=True):
-            self.add(name, part.view(shape).to(float_dtype(name, dtype), copy=True))
+            found = float_dtype(name, dtype)
+            values = restored(part.view(shape_in_floats(found, shape)), found)
+            self.add(name, values.to(found, copy=True))
 
     def finish(self, names: StateNames) -> None:
         """Rename as ``model.state_dict()`` does, at the end.

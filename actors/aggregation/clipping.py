@@ -1,13 +1,8 @@
-"""Limits on the norm and the weight of one update, in front of any strategy.
+"""Fixed limits on the norm and the weight of one update, in front of any strategy.
 
 With a limit on the norm a hostile client moves the model no further than an honest one (Sun et al., Can You Really
-Backdoor Federated Learning?, arXiv:1911.07963), and with a limit on the samples it has no more weight.
-
-The number of samples that a client announces cannot be checked, so by default it counts up to a multiple of the median:
-that of all clients that have counted in the run so far, each with its newest number. It is known before a round begins,
-independent of the order of updates, and the same after a restart. In the first round, and while only one client has
-counted, updates wait until all expected clients have announced theirs, and the median is that of these. Of an even
-number it is the lower of the two in the middle, so two numbers are enough against one hostile client.
+Backdoor Federated Learning?, arXiv:1911.07963), and with a limit on the samples it has no more weight. Those of
+:mod:`.bounds` follow what is typical.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.codecs import DenseBlock, Parsed, SparseBlock
 from gradbus.codecs.base import Block
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.errors import ConfigError
 
 _BLOCK_ELEMS = 30 * 1024  # stays in the cache, and torch computes so few on the calling thread
 
@@ -39,57 +33,6 @@ def l2_norm(vector: Tensor) -> float:
 
 
 CAPPED = "samples capped"  # in the marks of a round's report
-ENOUGH = 2  # clients whose samples are known, to say what is typical
-
-
-class SampleCap:
-    """The cap of one round at a time. Without ``times`` there is none.
-
-    Attributes:
-        cap: most samples that an update counts as; None: there is no limit, or it is not known yet.
-    """
-
-    def __init__(self, times: float | None) -> None:
-        """``times``: the cap as a multiple of the median, 1 or more."""
-        self._times = times
-        self._round_id = -1
-        self._known: Mapping[int, int] = {}
-        self._is_waived = False
-        self.cap: int | None = None
-
-    def begin(self, round_id: int, known: Mapping[int, int]) -> None:
-        """Begin a round; another attempt at it changes nothing. ``known``: samples of each client that has counted."""
-        if round_id != self._round_id:
-            self._round_id, self._known, self.cap = round_id, known, None
-            self._is_waived = False
-            if len(known) >= ENOUGH:
-                self.settle({})
-
-    def waive(self) -> None:
-        """Do without a cap in this round where those of earlier ones do not give one: with secure aggregation, whose
-        clients weigh their updates before they announce their samples."""
-        self._is_waived = True
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the cap is known, so that updates can be weighted."""
-        return self._times is None or self._is_waived or self.cap is not None
-
-    def clients(self, announced: Mapping[int, int]) -> int:
-        """Return the number of clients whose samples are known, the announced ones included."""
-        return len(self._known.keys() | announced.keys())
-
-    def settle(self, announced: Mapping[int, int]) -> None:
-        """Set the cap where earlier rounds do not suffice, with the ``announced`` samples of each client."""
-        ordered = sorted({**self._known, **announced}.values())
-        if not self.is_settled and self._times is not None and ordered:
-            self.cap = max(1, int(self._times * ordered[(len(ordered) - 1) // 2]))
-
-    def weight(self, num_samples: int) -> int:
-        """Return the weight of an update of ``num_samples``: that number, at most the cap."""
-        return num_samples if self.cap is None else min(num_samples, self.cap)
-
-
 CLIPPED = "clipped"
 
 
@@ -100,7 +43,8 @@ class LimitedStrategy(WrappedStrategy):
         """Limits in front of ``inner``; None: no limit.
 
         Args:
-            clip_norm: an update with a larger L2 norm, as a difference to the base, is scaled down to it.
+            clip_norm: an update with a larger L2 norm, as a difference to the base, is scaled down to it. Sections
+                beside the model's stay as they are: SCAFFOLD's control variate is a gradient, however long the step.
             cap_samples: an update with more samples counts as one of so many.
         """
         super().__init__(inner)
@@ -108,14 +52,6 @@ class LimitedStrategy(WrappedStrategy):
         self._cap_samples = cap_samples
         self._base: Tensor | None = None
         self._marks: dict[str, set[int]] = {}
-
-    def check(self, config: FederatedConfig) -> None:
-        if self._clip_norm is not None and self.sections:
-            raise ConfigError(
-                f"limits.clip_norm limits the model's section alone, and strategy {self.name} takes "
-                f"{', '.join(self.sections)} as well: leave it out, or use another strategy"
-            )
-        self._inner.check(config)
 
     def begin(self, round_id: int, base: Tensor) -> None:
         self._base = base
@@ -186,16 +122,8 @@ def differences(update: Parsed, base: Tensor, block_elems: int = _BLOCK_ELEMS) -
 
 
 def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
-    """The strategy behind the configured limits, if there are any; :func:`sample_cap` has the cap by the median."""
+    """The strategy behind the configured limits, if there are any."""
     limits = config.limits
-    fixed = None if limits.cap_samples == "median" else limits.cap_samples
-    if limits.clip_norm is None and fixed is None:
+    if limits.clip_norm is None and limits.cap_samples is None:
         return strategy
-    return LimitedStrategy(strategy, clip_norm=limits.clip_norm, cap_samples=fixed)
-
-
-def sample_cap(strategy: Strategy, config: FederatedConfig) -> SampleCap:
-    """The cap on samples by the median, where it is configured and the strategy weighs samples."""
-    of_clients = config.clients.kind == "clients"  # the weight of a sum is not this Controller's to change
-    by_median = config.limits.cap_samples == "median" and strategy.weighs_samples and of_clients
-    return SampleCap(config.limits.cap_times_median if by_median else None)
+    return LimitedStrategy(strategy, clip_norm=limits.clip_norm, cap_samples=limits.cap_samples)

@@ -61,15 +61,12 @@ _FAR_TOO_FAR = 3  # bits
 class CommonSteps(WrappedStrategy):
     """Chooses the common grid of each round in front of a strategy that takes sums."""
 
-    def __init__(
-        self, inner: Strategy, dim: int, *, block_elems: int = 0, sent: int = 0, cap_times: float | None = None
-    ) -> None:
+    def __init__(self, inner: Strategy, dim: int, *, block_elems: int = 0, sent: int = 0) -> None:
         """A first round without steps.
 
         Args:
             dim: of the model. block_elems: neighbouring values that share a step; 0: no value is rounded to small
                 integers. sent: values of a round; 0: all.
-            cap_times: samples count as so many times the median at most, but in a first round; None: without a limit.
 
         Raises:
             ConfigError: that makes more steps than can be sent.
@@ -85,7 +82,6 @@ class CommonSteps(WrappedStrategy):
             )
         self._exponents = np.zeros(0, np.int8)  # none: the round is exact
         self._next = self._exponents
-        self._cap_times, self._has_waited = cap_times, False
 
     @property
     def masked_grid(self) -> CommonGrid:
@@ -99,7 +95,7 @@ class CommonSteps(WrappedStrategy):
 
     def add_masked(self, partial: PartialSum, facts: Sequence[Facts]) -> None:
         super().add_masked(partial, facts)
-        if self._block_elems and not self._is_uncapped(facts):
+        if self._block_elems:
             self._next = next_exponents(self._exponents, self._peaks(partial.low), len(facts))
             self._note(self._next)
 
@@ -113,15 +109,6 @@ class CommonSteps(WrappedStrategy):
                 "values reach further than the common grid", blocks=len(found), made_coarser=risen,
                 at_the_largest_step=largest, effect="what was clamped comes in later rounds",
             )  # fmt: skip
-
-    def _is_uncapped(self, facts: Sequence[Facts]) -> bool:
-        """Return whether the first round has counted a client for more than it will from now on. One more is exact
-        then: with what that client has sent all would round to steps that are too coarse by far."""
-        if self._cap_times is None or len(self._exponents) or self._has_waited:
-            return False
-        samples = sorted(one.num_samples for one in facts)
-        self._has_waited = samples[-1] > self._cap_times * samples[(len(samples) - 1) // 2]
-        return self._has_waited
 
     def _peaks(self, total: Integers) -> NDArray[np.float64]:
         """The largest absolute value of each block of the sum, of samples times value."""
@@ -170,12 +157,11 @@ def shape_of(codec: Codec, dim: int) -> tuple[int, int]:
 
 def on_common_grid(strategy: Strategy, config: FederatedConfig, dim: int) -> Strategy:
     """The strategy, behind the grid of its rounds where updates are masked, with a codec that compresses them."""
-    codec, limits = CODECS.make(config.codec), config.limits
+    codec = CODECS.make(config.codec)
     if not config.secure_aggregation.enabled or codec.lossless or codec.name not in MASKED_CODECS:
         return strategy
     sent, block_elems = shape_of(codec, dim)
-    times = limits.cap_times_median if limits.cap_samples == "median" and strategy.weighs_samples else None
-    return CommonSteps(strategy, dim, block_elems=block_elems, sent=sent, cap_times=times)
+    return CommonSteps(strategy, dim, block_elems=block_elems, sent=sent)
 
 
 def next_exponents(before: NDArray[np.int8], peaks: NDArray[np.float64], clients: int) -> NDArray[np.int8]:

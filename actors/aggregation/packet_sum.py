@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from gradbus import codecs
-from gradbus.codecs import CodecError
+from gradbus.codecs import Codec, CodecError
 from gradbus.codecs.fp32 import MAGIC_V2
 from gradbus.codecs.wire import V2_HEADER, Payload, pack_header
 
@@ -33,11 +33,12 @@ def max_update_bytes(dim: int) -> int:
     return 16 * (4 * dim + _HEAD_BYTES)
 
 
-def sum_packets(packets: Sequence[Payload], *, dim: int) -> memoryview:
+def sum_packets(packets: Sequence[Payload], *, dim: int, own: Sequence[type[Codec]] = ()) -> memoryview:
     """Add the vectors of all packets, in this order.
 
     Args:
         packets: at least one, by their numbers. dim: elements of the model.
+        own: codecs that are not built in, in which packets may be.
 
     Returns:
         The sum as a message of ``fp32``, version 2. It may hold values that are not finite, where it has overflowed.
@@ -51,7 +52,7 @@ def sum_packets(packets: Sequence[Payload], *, dim: int) -> memoryview:
     is_delta = True
     for number, packet in enumerate(packets, start=1):
         try:
-            decoded = codecs.decode(packet, expected_dim=dim, out=total if number == 1 else part)
+            decoded = codecs.decode(packet, expected_dim=dim, out=total if number == 1 else part, own=own)
         except CodecError as error:
             raise type(error)(f"packet {number} of {len(packets)}: {error}") from None
         is_delta &= decoded.is_delta

@@ -5,6 +5,9 @@ Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020 (arXiv:1905
 ``F_k`` the loss of client k before it trains. Differs from the paper: clients are not drawn in proportion to their
 samples, which therefore do not count, and as in the authors' program a loss counts as 1e-10 more than it is, so that
 one of 0 has a power as well.
+
+A loss is the client's word, and where clients may lie it is bounded: by ``F^q``, and with q below 1 by ``F^(q-1)`` as
+well, which a loss near 0 makes so large that the model stands still.
 """
 
 from __future__ import annotations
@@ -61,11 +64,22 @@ class QFedAvg(FedAvg):
         super().begin(round_id, base)
         self._h = []
 
+    def weights(self, facts: Facts) -> tuple[float, ...]:
+        if not (q := self._q):
+            return ()
+        loss = _loss_of(facts)
+        return (loss**q, loss ** (q - 1)) if q < 1 else (loss**q,)
+
+    def believed(self, facts: Facts, most: tuple[float, ...]) -> Facts:
+        if not (q := self._q):
+            return facts
+        loss = _loss_of(facts)
+        least = most[1] ** (1 / (q - 1)) if q < 1 else 0.0
+        loss = min(max(loss, least), most[0] ** (1 / q))
+        return dataclasses.replace(facts, metrics={**facts.metrics, LOSS_BEFORE: max(0.0, loss - _LEAST_LOSS)})
+
     def add(self, update: Update, facts: Facts) -> None:
-        loss = facts.metrics.get(LOSS_BEFORE, math.nan)
-        if not 0 <= loss < 1e6:
-            raise ValueError(f"its {LOSS_BEFORE} is {loss}: expected one of 0 or more, and below 1e6")
-        loss += _LEAST_LOSS
+        loss = _loss_of(facts)
         assert self._base is not None, "begin() comes first"
         q, ell = self._q, self._lipschitz or 1.0
         weight, length = loss**q, ell * norm_of(update.model, self._base)  # F^q, ||Delta||
@@ -82,3 +96,11 @@ class QFedAvg(FedAvg):
 
     def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
         weights.copy_(delta.mul_(self._factor).add_(weights))
+
+
+def _loss_of(facts: Facts) -> float:
+    """The loss before training, above 0. Raises ValueError: it is out of range."""
+    loss = facts.metrics.get(LOSS_BEFORE, math.nan)
+    if not 0 <= loss < 1e6:
+        raise ValueError(f"its {LOSS_BEFORE} is {loss}: expected one of 0 or more, and below 1e6")
+    return loss + _LEAST_LOSS

@@ -107,6 +107,7 @@ class Robust(Strategy):
     """
 
     weighs_samples = False
+    buffer_rule = "median"  # one hostile client alone would decide over a maximum
     takes_repeats = False
     chosen: tuple[int, ...] = ()
     Options: ClassVar[type[Options]] = RobustOptions

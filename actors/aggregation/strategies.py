@@ -6,15 +6,16 @@ Those here see the exact weighted mean ``delta`` of the clients' differences and
     FedAvgM   v <- beta v + delta;  w <- w + eta v            Hsu et al., arXiv:1909.06335
               w <- w + eta (delta + beta v) with nesterov     Douillard et al., DiLoCo, arXiv:2311.08105, Algorithm 1
 
-Differs from the paper: the mean is a sum of integers, so that the order in which updates arrive changes no bit, and
-`limits.cap_samples` bounds the weight of a client. docs/strategies.md has all strategies.
+Differs from the paper: the mean is a sum of integers, so that the order in which updates arrive changes no bit.
+docs/strategies.md has all strategies.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, Field
@@ -22,12 +23,16 @@ from torch import Tensor
 
 from gradbus.actors.aggregation.common_grid import EXACT, CommonGrid
 from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.runtime.choices import STRATEGIES, Options
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.settings import Positive
 from gradbus.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gradbus.actors.aggregation.bounds import Bounds
 
 
 def summing_strategies() -> str:
@@ -49,8 +54,10 @@ class Strategy(ABC):
         metrics: names of metrics that the clients' training rule has to announce.
         takes_repeats: several updates of one client may count in a round.
         uses_steps: it needs the number of optimizer steps that a client announces.
+        buffer_rule: how buffers of integers and booleans are merged, unless the configuration says otherwise.
         epsilon: what the run has spent of differential privacy so far; None: it gives none. epsilon_budget: what it may
             spend; None: there is no limit.
+        bounds: on the updates of a round, with `limits.trust` = `adversarial`; None: it takes them as they are.
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
@@ -60,8 +67,10 @@ class Strategy(ABC):
     metrics: tuple[str, ...] = ()
     takes_repeats = True
     uses_steps = False
+    buffer_rule: ClassVar[str] = "max"
     epsilon: float | None = None
     epsilon_budget: float | None = None
+    bounds: Bounds | None = None
 
     @property
     def masked_grid(self) -> CommonGrid:
@@ -86,6 +95,26 @@ class Strategy(ABC):
         """Return what the clients' training rule needs beside the model, float32, shape (E,), of a length that never
         changes: it is sent behind the model, after each round. None: nothing."""
         return None
+
+    def weights(self, facts: Facts) -> tuple[float, ...]:
+        """Return the numbers above 0 by which an update counts, as many for each: a client gains by a larger one. Where
+        clients may lie they are bounded. Empty: all updates count alike.
+
+        Raises:
+            ValueError: the update cannot be used.
+        """
+        return (float(facts.num_samples),) if self.weighs_samples else ()
+
+    def believed(self, facts: Facts, most: tuple[float, ...]) -> Facts:
+        """Return what may be believed of these facts: those of which no :meth:`weights` is more than ``most``, up to
+        the rounding to whole samples, at least one, and to whole steps. Here weights are in proportion to samples.
+
+        Raises:
+            ValueError: the update cannot be used.
+        """
+        samples = facts.num_samples
+        within = (int(samples * limit / weight) for weight, limit in zip(self.weights(facts), most, strict=True))
+        return dataclasses.replace(facts, num_samples=max(1, min(samples, *within)))
 
     @abstractmethod
     def add(self, update: Update, facts: Facts) -> None:
@@ -126,6 +155,22 @@ class Strategy(ABC):
     def terms(self) -> Mapping[str, Any]:
         """Options that its clients are sent beside those of their training rule."""
         return {}
+
+    def order(self, round_id: int, clients: Sequence[int]) -> RoundOrder | None:
+        """Return how the clients are to train in a round that begins, where that differs from the configuration; None:
+        it does not. The controller sends it, after it has written it to the disk: a round that is repeated after a
+        crash has the same order, and this is not asked again. What the caller of the round orders is over it.
+
+        Args:
+            round_id: the round.
+            clients: ids of those that are ready, ascending.
+        """
+        return None
+
+    @property
+    def gives_orders(self) -> bool:
+        """Whether :meth:`order` may return orders."""
+        return type(self).order is not Strategy.order
 
     def undone(self, rounds: int) -> None:  # noqa: B027 - most strategies need not know
         """Note that so many rounds were committed, and are done again, as no checkpoint has them any more."""
@@ -168,6 +213,11 @@ class WrappedStrategy(Strategy):
         self._inner = inner
         self.weighs_samples, self.adds_sums, self.metrics = inner.weighs_samples, inner.adds_sums, inner.metrics
         self.takes_repeats, self.uses_steps = inner.takes_repeats, inner.uses_steps
+        self.epsilon_budget = inner.epsilon_budget
+
+    @property
+    def epsilon(self) -> float | None:  # type: ignore[override]
+        return self._inner.epsilon
 
     @property
     def name(self) -> str:
@@ -193,6 +243,12 @@ class WrappedStrategy(Strategy):
     def begin(self, round_id: int, base: Tensor) -> None:
         self._inner.begin(round_id, base)
 
+    def weights(self, facts: Facts) -> tuple[float, ...]:
+        return self._inner.weights(facts)
+
+    def believed(self, facts: Facts, most: tuple[float, ...]) -> Facts:
+        return self._inner.believed(facts, most)
+
     def add(self, update: Update, facts: Facts) -> None:
         self._inner.add(update, facts)
 
@@ -204,6 +260,13 @@ class WrappedStrategy(Strategy):
 
     def terms(self) -> Mapping[str, Any]:
         return self._inner.terms()
+
+    def order(self, round_id: int, clients: Sequence[int]) -> RoundOrder | None:
+        return self._inner.order(round_id, clients)
+
+    @property
+    def gives_orders(self) -> bool:
+        return self._inner.gives_orders
 
     def undone(self, rounds: int) -> None:
         self._inner.undone(rounds)

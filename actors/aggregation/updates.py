@@ -91,18 +91,19 @@ def overhead_bytes(others: Mapping[str, int], codec: Codec | None = None) -> int
     return _HEADER.size + (1 + len(others)) * _ENTRY.size + bodies
 
 
-def parse(payload: Payload, *, expected_dim: int, others: Mapping[str, int]) -> Update:
+def parse(payload: Payload, *, expected_dim: int, others: Mapping[str, int], own: Sequence[type[Codec]] = ()) -> Update:
     """Check an update and make it readable.
 
     Args:
         payload: any contiguous buffer; kept alive by the result, and not to be changed while that is used.
         expected_dim: values of the model. others: name and number of values of each other section, in their order.
+        own: codecs that are not built in, which sections may be in.
 
     Raises:
         CodecError: other sections than these, lengths that do not add up, or what :func:`gradbus.codecs.parse` raises.
     """
     if not others:
-        return Update(codecs.parse(payload, expected_dim=expected_dim))
+        return Update(codecs.parse(payload, expected_dim=expected_dim, own=own))
     view, expected = as_view(payload), {MODEL: expected_dim, **others}
     first = _HEADER.size + len(expected) * _ENTRY.size
     if len(view) < first or view[:4] != MAGIC:
@@ -121,7 +122,7 @@ def parse(payload: Payload, *, expected_dim: int, others: Mapping[str, int]) -> 
             raise CodecError(f"section {number} is named {named.rstrip(bytes(1))!r}, expected {name!r}")
         if size > len(view) - position:
             raise CodecError(f"section {name!r} of {size} bytes: {len(view) - position} are left")
-        found[name] = codecs.parse(view[position : position + size], expected_dim=dim)
+        found[name] = codecs.parse(view[position : position + size], expected_dim=dim, own=own)
         if name != MODEL and not found[name].is_delta:
             raise CodecError(f"section {name!r} holds weights: expected a difference, of version 2 of its codec")
         position += size

@@ -33,7 +33,6 @@ import json
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,7 +69,7 @@ from gradbus.actors.data_parallel.worker import Worker
 from gradbus.runtime.algorithms.base import Step
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import Checkpoint
-from gradbus.runtime.collectives import Group, GroupStats
+from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.generations import (
     LOST,
     ElasticLimits,
@@ -119,14 +118,10 @@ class ElasticPlace:
 class _BeforeGroup:
     """The place of a process that is in no group yet: the only one that it knows of."""
 
+    bus: Bus
     rank: int
     world: int
     members: tuple[()] = ()
-
-    @property
-    def stats(self) -> GroupStats:
-        """No traffic."""
-        return GroupStats(0, 0, Counter(), 0, 0)
 
 
 class ElasticWorker(Worker):
@@ -150,7 +145,7 @@ class ElasticWorker(Worker):
         """
         if not config.elastic.is_on:
             raise ConfigError("an ElasticWorker needs elastic.min_world, the ranks that training goes on with at least")
-        before = cast(Group, _BeforeGroup(place.number, place.number + 1))
+        before = cast(Group, _BeforeGroup(place.bus, place.number, place.number + 1))
         super().__init__(
             before, task, config, on_open=on_open, make_algorithm=make_algorithm, callbacks=callbacks, fail_at=fail_at
         )
@@ -417,6 +412,7 @@ class ElasticWorker(Worker):
         if group.rank not in self._follows:
             self._synced = generation
             await compute.run(training.begin)  # what was loaded may lack it
+        await compute.run(self.profile.begin_run, f"{self._run_id:016x}")
         self._stepper = self._make_stepper()
         self._probe.note(
             "started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step,

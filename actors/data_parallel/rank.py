@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from gradbus.actors.data_parallel.algorithm import MakeAlgorithm
+from gradbus.actors.data_parallel.evaluation import Evaluation
 from gradbus.actors.data_parallel.metrics import combined, tally
 from gradbus.actors.data_parallel.report import EpochReport, StepProgress, WorkerSummary
 from gradbus.actors.data_parallel.state import Position, check_same_batches
@@ -58,7 +59,7 @@ class Rank(ABC):
         self._is_resting = False  # the ranks stop between two steps, as others want to join or to leave
         self._training = ShardTraining(config, group, task, self._compute.should_stop, make_algorithm=make_algorithm)
         jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{rank}.jsonl"
-        self.profile = Profile(rank, window_steps=config.profile.window_steps, jsonl=jsonl)
+        self.profile = Profile(rank, window_steps=config.profile.window_steps, jsonl=jsonl, traffic=group.bus.traffic)
         self.skipped_steps = 0
         self.on_progress: Callable[[StepProgress], object] = lambda report: None
         self._position = Position()
@@ -91,7 +92,7 @@ class Rank(ABC):
     @property
     @abstractmethod
     def _group_and_world(self) -> tuple[Group, int]:
-        """The group whose traffic counts as this rank's, and the number of those that train."""
+        """The group that this rank is in, and the number of those that train."""
 
     @property
     def step(self) -> int:
@@ -107,11 +108,12 @@ class Rank(ABC):
     def summary(self) -> WorkerSummary:
         """Return what was done so far."""
         (group, world), report = self._group_and_world, self._report
+        sent_bytes, received_bytes = self.profile.exchanged
         return WorkerSummary(
             rank=group.rank, world=world, epochs=self._position.epoch, steps=self._position.step,
             accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
             metrics={} if report is None else report.metrics, params_hash=self._params_hash,
-            skipped_steps=self.skipped_steps, bytes_out=group.stats.bytes_out, bytes_in=group.stats.bytes_in,
+            skipped_steps=self.skipped_steps, bytes_out=sent_bytes, bytes_in=received_bytes,
             seconds=self._seconds, profile=self.profile.summary(), algorithm=self.algorithm,
         )  # fmt: skip
 
@@ -244,14 +246,13 @@ class Rank(ABC):
             tallies: of all ranks, as of :meth:`_evaluate`.
             train_metrics: beside those of the task. own: what else this rank reports.
         """
-        loss_sums, batches, trained, totals, eval_losses, corrects, metrics, skipped = list(zip(*tallies, strict=True))
-        total, correct = sum(totals), None if None in corrects else sum(corrects)
+        loss_sums, batches, trained, *counts, skipped = list(zip(*tallies, strict=True))
+        evaluation = Evaluation.of(list(zip(*counts, strict=True)))
         report = EpochReport(
             epoch=self._position.epoch, step=self._position.step, finished=finished,
             loss=sum(loss_sums) / sum(batches) if sum(batches) else math.nan,
-            accuracy=correct / total if total and correct is not None else None,
-            eval_loss=sum(eval_losses) / total if total else None, metrics=combined(metrics),
-            train_metrics={**combined(trained), **(train_metrics or {})}, test_samples=total,
+            accuracy=evaluation.accuracy, eval_loss=evaluation.loss, metrics=evaluation.metrics,
+            train_metrics={**combined(trained), **(train_metrics or {})}, test_samples=evaluation.test_samples,
             params_hash=self._params_hash, skipped_steps=max(skipped), **own,
         )  # fmt: skip
         unequal_only = ("model", "consensus_distance") if report.model == "equal" else ()

@@ -98,7 +98,11 @@ class WorkerSummary:
         metrics: of the test set, at the end.
         params_hash: of the parameters at the end.
         skipped_steps: by this rank, since this process started.
-        bytes_out, bytes_in: payload of this rank, all collectives included. seconds: of this process.
+        bytes_out, bytes_in: payload that this process has sent and received for the run, all collectives of all its
+            groups included (:mod:`gradbus.runtime.traffic` says what counts): equal to those of ``profile``, in steps,
+            outside of them and earlier. Earlier starts of the run are in it as far as the profile's file in
+            ``profile.dir`` has them: of one that was killed, up to its last window. What other processes have
+            exchanged, as elastic ranks that are gone, is in their profiles. seconds: of this process.
         profile: where the time went. algorithm: name of what the ranks exchange.
     """
 

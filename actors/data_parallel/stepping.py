@@ -47,7 +47,7 @@ class Stepper(ABC):
         skipped_exchanges: those of them that were dropped.
         is_diverged: whether a rank has announced with an exchange of weights that it had skipped as many steps in a row
             as it may; equal on all ranks.
-        wait_s, bytes_out: seconds that this rank waited for others, and payload handed to DDS, so far.
+        wait_s: seconds that this rank waited for others, so far.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class Stepper(ABC):
         self.skipped_exchanges = 0
         self.is_diverged = False
         self.wait_s = 0.0
-        self.bytes_out = 0
 
     @abstractmethod
     async def step(self, plan: EpochPlan, position: Position, profile: StepProfile) -> list[TrainingStep]:
@@ -132,21 +131,16 @@ class Stepper(ABC):
     def _opened(self, exchange: StepExchange) -> None:
         self._exchanges.append(exchange)
 
-    def _ended(self, exchange: StepExchange, profile: Profile | StepProfile) -> None:
-        """Count what an exchange took."""
+    def _ended(self, exchange: StepExchange) -> None:
+        """An exchange is over."""
         self._exchanges.remove(exchange)
-        self._count_bytes(exchange, profile)
+        self._add_spans(exchange)
 
-    def _count_bytes(self, exchange: StepExchange, profile: Profile | StepProfile) -> None:
-        """Count the bytes of the phases that have ended since the last call."""
-        ended = exchange.take_ended()
-        for handle in ended:
+    def _add_spans(self, exchange: StepExchange) -> None:
+        """Add the phases that have ended since the last call to the trace."""
+        for handle in exchange.take_ended():
             if handle.finished_s is not None:
                 self._profile.add_span(handle.name, handle.started_s, handle.finished_s)
-        sent = sum(handle.sent_bytes for handle in ended)
-        self.bytes_out += sent
-        profile.count("bytes_out", sent)
-        profile.count("bytes_in", sum(handle.received_bytes for handle in ended))
 
     def _waited(self, start_s: float, end_s: float, profile: Profile | StepProfile) -> None:
         profile.add_span("wait", start_s, end_s)
@@ -206,7 +200,7 @@ class Stepper(ABC):
     ) -> None:
         """A step can be applied."""
         self._waited(waited_since_s, time.perf_counter(), profile)
-        self._ended(step.exchange, profile)
+        self._ended(step.exchange)
 
 
 class GradientStepper(Stepper):
@@ -233,7 +227,7 @@ class GradientStepper(Stepper):
             goes_on = await self._compute.run(self._resume, step, results, profile)
         for start_s, end_s in step.exchange.waits:
             self._waited(start_s, end_s, profile)
-        self._ended(step.exchange, profile)
+        self._ended(step.exchange)
         return [step]
 
     def _compute_gradients(self, step: TrainingStep, profile: StepProfile) -> None:

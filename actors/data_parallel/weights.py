@@ -148,7 +148,7 @@ class WeightStepper(Stepper):
         else:  # to code messages is no wait
             for start_s, end_s in step.exchange.take_waits():
                 self._waited(max(start_s, min(waited_since_s, end_s)), end_s, profile)
-        self._count_bytes(step.exchange, profile)
+        self._add_spans(step.exchange)
         self._unsettled.append((step, task))
 
     def _look_at_unsettled(self) -> None:
@@ -167,7 +167,7 @@ class WeightStepper(Stepper):
             await task
             self._unsettled.popleft()
             self._waited(started_s, time.perf_counter(), profile)
-            self._ended(step.exchange, profile)
+            self._ended(step.exchange)
             self.is_diverged |= step.verdict is not None and bool(step.verdict[1])
             if not step.counts:
                 await self._compute.run(self._take_back, step)
@@ -183,7 +183,7 @@ class WeightStepper(Stepper):
             exchange.resume([await handle for handle in exchange.handles])
         for start_s, end_s in exchange.waits:
             self._waited(start_s, end_s, profile)
-        self._ended(exchange, profile)
+        self._ended(exchange)
         self._note_loss(step)
 
     # On the compute thread

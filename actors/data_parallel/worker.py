@@ -52,10 +52,10 @@ from gradbus.runtime.testing.instrumentation import Probe
 
 @dataclass(slots=True)
 class EpochClock:
-    """Sums over the steps of an epoch, of this process. ``bytes_before``, ``wait_before_s``: of the epochs before.
-    ``step_s``: with the waits in between for what was on its way."""
+    """Sums over the steps of an epoch, of this process. ``wait_before_s``: of the epochs before. ``sent_bytes``,
+    ``step_s``: with what was on its way at the end of the last step."""
 
-    bytes_before: int = 0
+    sent_bytes: int = 0
     wait_before_s: float = 0.0
     started_s: float = field(default_factory=time.perf_counter)
     steps: int = 0
@@ -217,6 +217,7 @@ class Worker(Rank):
             await self._restore(checkpoint)
         if checkpoint is None or self._are_equal:
             await self._replicas.broadcast_model()
+        await self._compute.run(self.profile.begin_run, f"{self._run_id:016x}")
         shared = await self._replicas.broadcast_named("worker/shared", self._training.shared_state())
         await self._compute.run(self._training.load_shared_state, shared)
         await self._compute.run(self._training.begin)
@@ -304,7 +305,7 @@ class Worker(Rank):
 
     async def _begin_epoch(self) -> EpochPlan:
         stepper = self._stepper
-        self._clock = EpochClock(stepper.bytes_out, stepper.wait_s)
+        self._clock = EpochClock(wait_before_s=stepper.wait_s)
         self._skipped_before = stepper.skipped_exchanges - self._position.skipped_exchanges
         return await self._make_plan()
 
@@ -330,15 +331,15 @@ class Worker(Rank):
         if self._votes_after_steps:
             self._vote("step", position.step)
         clock.steps += 1
+        clock.sent_bytes += measured.sent_bytes
         clock.step_s += time.perf_counter() - started_s
         every = self._hash_every
         if every and (not self._checked or position.step % every == 0):
             await self._compare()
         wait_s = self._stepper.wait_s - clock.wait_before_s
         await self._report_progress_if_due(
-            steps=clock.steps, seconds=clock.step_s, wait_s=wait_s,
-            bytes_out=self._stepper.bytes_out - clock.bytes_before,
-        )  # fmt: skip
+            steps=clock.steps, seconds=clock.step_s, wait_s=wait_s, bytes_out=clock.sent_bytes
+        )
 
     def _note_step(self) -> None:
         """Note for observers in which step this rank is."""
@@ -350,8 +351,9 @@ class Worker(Rank):
 
     async def _drain(self) -> None:
         """Apply what is on its way."""
-        started_s = time.perf_counter()
+        started_s, (sent_before, _) = time.perf_counter(), self.profile.exchanged
         applied = await self._stepper.drain()
+        self._clock.sent_bytes += self.profile.exchanged[0] - sent_before
         await self._count(applied)
         await self._after_steps(applied)
         self._clock.step_s += time.perf_counter() - started_s
@@ -509,7 +511,7 @@ class Worker(Rank):
             consensus_distance=None if mean is None else mean.distance, skipped_exchanges=self._skipped_exchanges,
             density=self._training.algorithm.density, step_s_mean=clock.step_s / steps,
             wait_s_mean=(self._stepper.wait_s - clock.wait_before_s) / steps,
-            bytes_out_per_step=(self._stepper.bytes_out - clock.bytes_before) / steps,
+            bytes_out_per_step=clock.sent_bytes / steps,
             seconds=time.perf_counter() - clock.started_s,
         )  # fmt: skip
 

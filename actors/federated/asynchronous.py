@@ -98,8 +98,8 @@ class BufferRound(Round):
         self._first_at_s: float | None = None
         self._full_at_s: float | None = None
         self.updates = 0
-        # Half of the clients say what a typical number of samples is: the slowest one is not waited for.
-        self._quorum, self._grace_s = max(rules.minimum, (len(self.expected) + 1) // 2), 0.0
+        # Where clients may lie the first buffer is held until as many have announced an update as it can have.
+        self._quorum, self._grace_s = max(rules.minimum, min(settings.buffer, len(self.expected))), 0.0
 
     def go_on(self, last: RoundReport | None, *, updates: int) -> None:
         """Note what was before.

@@ -10,20 +10,24 @@ import asyncio
 import contextlib
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gradbus.actors.federated.chosen_codecs import check_allowed, own_codecs
 from gradbus.actors.federated.client_models import ClientModels, FrozenParameters
+from gradbus.actors.federated.client_names import MAX_CLIENT_ID
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.early_failures import EarlyFailures
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.id_request import request_id
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
-from gradbus.actors.federated.local_training import LocalTraining, NothingToTrain, RoundInputs, reason_of
+from gradbus.actors.federated.local_training import Allowed, LocalTraining, NothingToTrain, RoundInputs, reason_of
 from gradbus.actors.federated.packets_out import PacketRoute, PacketSender
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import SAT_OUT
@@ -34,7 +38,7 @@ from gradbus.actors.federated.session import (
     ControllerSession,
     listen,
 )
-from gradbus.actors.federated.sharing import Shape, Sharing, check_kept
+from gradbus.actors.federated.sharing import Shape, Sharing, check_buffers_sent, check_kept, layout_of
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.update_masks import ClientMasking
 from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, EncodedUpdate, UpdateSender
@@ -49,6 +53,7 @@ from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.errors import ConfigError, JoinDeclined, JoinRefused, RunAborted, TrainingFailed
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
+from gradbus.runtime.names import check_name
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.tasks import TaskGroup, single_error
 from gradbus.runtime.testing.instrumentation import Probe
@@ -73,7 +78,7 @@ from gradbus.runtime.wire.control import (
     TrainingFailure,
     Welcome,
 )
-from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
 from gradbus.runtime.wire.id_ranges import has_id, parse_ids
 from gradbus.runtime.wire.messages import (
     ClientUpdate,
@@ -87,51 +92,97 @@ from gradbus.runtime.wire.messages import (
 
 NO_ROOM = "its update has no room in the sum of all members: see its log"
 
+NO_ID = -1
+
 log = get_logger("client")
 
 
-class Client:
-    """Trains on its own data when commanded, and sends the update."""
+def checked_id(client_id: Any) -> int:
+    """Return a client id, which may be any integer as of NumPy.
 
-    def __init__(self, bus: Bus, task: FederatedTask, *, client_id: int, config: ClientConfig | None = None) -> None:
+    Raises:
+        TypeError: it is no integer. ValueError: it is out of range.
+    """
+    if isinstance(client_id, str):
+        raise TypeError(f"client_id is a number, got {client_id[:80]!r}: a name is given as name={client_id[:80]!r}")
+    try:
+        number = operator.index(client_id)
+    except TypeError:
+        raise TypeError(f"client_id is an integer, got {type(client_id).__name__}") from None
+    if not 0 <= number <= MAX_CLIENT_ID:
+        raise ValueError(f"client_id must be within 0 .. 2^31 - 2, got {number}")
+    return number
+
+
+class Client:
+    """Trains on its own data when commanded, and sends the update.
+
+    Attributes:
+        client_id: its id; -1 until the controller has assigned it. name: empty: it has none.
+    """
+
+    _codecs_setting: ClassVar[str] = "client.codecs"  # which names the codecs that a controller may choose
+
+    def __init__(
+        self, bus: Bus, task: FederatedTask, *, client_id: int | None = None, name: str = "",
+        config: ClientConfig | None = None,
+    ) -> None:  # fmt: skip
         """A client that has not started.
 
         Args:
             bus: joined to the job.
             task: model, data and training.
-            client_id: 0 or more, one for each client of the job.
+            client_id: 0 or more, one for each client of the job; None: the controller assigns one to the name.
+            name: one for each client of the job: letters, digits and ``. _ -``, 64 at most. With security that knows
+                single nodes it is that of the node, or begins with it and a dot, and may be left out.
             config: settings.
+
+        Raises:
+            TypeError: there is neither an id nor a name, or the id is not a number. ValueError: it is out of range.
+            ConfigError: the name is not one.
         """
-        if not 0 <= client_id < 0x7FFF_FFFF:
-            raise ValueError(f"client_id must be within 0 .. 2^31 - 2, got {client_id}")
-        self.client_id = client_id
+        self.client_id = NO_ID if client_id is None else checked_id(client_id)
+        self.name = check_name(name) if name else ""
+        if self.client_id == NO_ID and not name and not bus.access_policy.role:
+            raise TypeError("a client needs client_id= or name=, as in Client(bus, task, name='site-1')")
         self._bus = bus
         self._task = task
         self._config = config or ClientConfig()
-        self._identity = Identity(client_id, new_incarnation())
-        self._compute = ComputeThread(f"client-{client_id}")
         self._changed = asyncio.Event()
         self._session = ControllerSession(self._config.controller_timeout_s)
         self._status = ClientStatus()
         self._transfers = itertools.count(1)  # numbers of uploads
         self._shape = Shape(0, 0, 0)  # of what the present run exchanges
-        self._probe = Probe(f"client-{client_id}", self._config.history.dir)
-        self._sender = UpdateSender(bus, self._identity, self._probe)
-        self._early_packets = UpdateSender(bus, self._identity, self._probe)
-        self._packets = PacketSender(self._early_packets, self._sender, self._transfers, self._probe)
         self._route: Callable[[], PacketRoute] | None = None  # opens the way for packets of the training
-        self._masking = ClientMasking(bus, self._identity, least_members=self._config.least_members)
+        self._take_identity(Identity(UNASSIGNED if self.client_id == NO_ID else self.client_id, new_incarnation()))
         self._rounds = self._refused = 0
-        self._waiting = WaitLog(log, bus.reach, client=client_id)
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
-        self._early_failures = EarlyFailures(bus, self._identity, self._config)
         self._leaving = "stopped"  # why it leaves, unless the run has ended
         self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which
         self._context: ClientContext  # made by _open, as are models and answers
         self._models: ClientModels
         self._answers: EvaluationAnswers
         self._opened = contextlib.ExitStack()  # what _open has made
+
+    def _take_identity(self, identity: Identity) -> None:
+        """Make what sends as this client, and what is called after it."""
+        shown = "new" if identity.sender == UNASSIGNED else str(self.client_id)
+        self._identity = identity
+        self._compute = ComputeThread(f"client-{shown}")
+        self._probe = Probe(f"client-{shown}", self._config.history.dir)
+        self._sender = UpdateSender(self._bus, identity, self._probe)
+        self._early_packets = UpdateSender(self._bus, identity, self._probe)
+        self._packets = PacketSender(self._early_packets, self._sender, self._transfers, self._probe)
+        self._masking = ClientMasking(self._bus, identity, least_members=self._config.least_members)
+        self._early_failures = EarlyFailures(self._bus, identity, self._config)
+        self._waiting = WaitLog(log, self._bus.reach, **self._facts)
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """Return id and name for a log event."""
+        own = {} if self.client_id == NO_ID else {"client": self.client_id}
+        return {**own, "name": self.name} if self.name else own
 
     @property
     def from_round(self) -> int | None:
@@ -149,13 +200,31 @@ class Client:
         """Bytes of updates that it has sent so far."""
         return self._sender.bytes_up + self._early_packets.bytes_up
 
-    def _open(self) -> None:
-        """Build the model and open the directory of the state, off the loop."""
+    def _build(self) -> None:
+        """Build the model, off the loop: the Hello says what it is."""
         self._bus.access_policy.check_client()
         self._model = FlatModel(build_model(self._task), rebuild=partial(build_model, self._task))
+
+    async def _request_id(self) -> None:
+        """Have the controller assign an id, and become the client with that."""
+        hello = Hello(
+            protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1], ready=False, session=0,
+            phase="idle", round_id=-1, model_round=-1, host=process_name(), next_round=-1, masks=True, grids=True,
+            trained_dim=self._model.trained[0], trained_layout=self._model.trained[1], name=self.name,
+        )  # fmt: skip
+        incarnation = self._identity.incarnation
+        self.client_id, self.name = await request_id(self._bus, incarnation, hello, self._session, self._check_waiting)
+        self._compute.close()
+        self._masking.close()
+        self._take_identity(Identity(self.client_id, incarnation))
+        log.info("id assigned", **self._facts)
+
+    def _open(self) -> None:
+        """Open the directory of the state, and make the parts of this client, off the loop."""
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
-            self._task, self._identity, self._model, kept, self._bus.memory, self._probe, self._config.rule
+            self._task, self._identity, self._model, kept, self._bus.memory, self._probe,
+            Allowed(self._config.rule, self._config.codecs),
         )  # fmt: skip
         self._training.keeps_local_model = self._config.share_model
         self._opened.callback(self._training.close)
@@ -174,6 +243,7 @@ class Client:
             ConfigError: it is to keep tensors that the model does not have.
         """
         check_kept(self._model.specs, None, self._config.keep_personal)
+        own = own_codecs(self._config.codecs, self._codecs_setting)
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
         self._context = ClientContext(
             client_id=self.client_id, bus=self._bus, identity=self._identity, config=self._config,
@@ -181,7 +251,12 @@ class Client:
             compute=self._compute, probe=self._probe,
         )  # fmt: skip
         self._models = ClientModels(
-            self._context, self._model.dim, self._model.frozen_dim, frozen, wait=lambda timeout_s: self._wait(timeout_s)
+            self._context,
+            self._model.dim,
+            self._model.frozen_dim,
+            frozen,
+            own,
+            wait=lambda timeout_s: self._wait(timeout_s),
         )
         self._opened.callback(self._models.close)
 
@@ -197,6 +272,7 @@ class Client:
             next_round=-1 if current.from_round is None else current.from_round, masks=True, grids=True,
             trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
             shared_dim=self._shape.dim if is_chosen else 0, shared_layout=self._shape.layout if is_chosen else 0,
+            name=self.name,
         )  # fmt: skip
 
     @awaited("client.run()")
@@ -212,7 +288,11 @@ class Client:
                 clients, or a setting of the controller is wrong.
         """
         try:
-            await self._open_or_report()
+            await self._do_or_report(self._build)
+            self._session.begin()
+            if self.client_id == NO_ID:
+                await self._request_id()
+            await self._do_or_report(self._open)
             self._session.begin()
             with self._bus.subscribe(TrainCmd, Control, only=self._concerns) as inbox:
                 self._bus.open_writer(ClientUpdate)
@@ -245,9 +325,9 @@ class Client:
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
         return self.summary
 
-    async def _open_or_report(self) -> None:
+    async def _do_or_report(self, step: Callable[[], None]) -> None:
         try:
-            await self._compute.run(self._open)
+            await self._compute.run(step)
         except Exception as error:
             await self._report_unprepared(error, NOT_WELCOMED)
             raise
@@ -293,6 +373,7 @@ class Client:
             self._leaving = f"failed: {self._early_failures.summary(error)}"
             raise
         current.welcome = welcome
+        self.name = welcome.name or self.name  # with identities the allow list's
 
     def _start_session(self, session: int, welcome: Welcome) -> None:
         """Follow another controller, or another start of it: work for the one before is of no use."""
@@ -300,10 +381,13 @@ class Client:
         self._masking.forget()
         self._interrupt_sending()
         self._shape = self._shape_for(welcome)
-        self._models.start(welcome, self._shape)
+        self._models.start(welcome, self._shape, layout_of(self._model.specs, Sharing.of_welcome(welcome)).max_bytes)
         self._compute.stop_current()
-        self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
-        log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
+        named = {"name": welcome.name} if welcome.name else {}
+        self._probe.note(
+            "welcomed", **named, run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round
+        )
+        log.info("welcomed", **self._facts, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
     def _shape_for(self, welcome: Welcome) -> Shape:
         """Return the shape of what a run exchanges of this model. Raises JoinDeclined: its patterns do not fit it."""
@@ -321,7 +405,7 @@ class Client:
 
     def _check_terms(self, welcome: Welcome) -> None:
         """Raises JoinDeclined: the controller asks for less noise than this client insists on, for updates that are not
-        masked where it insists on that, or for tensors that it keeps."""
+        masked where it insists on that, for tensors that it keeps, or for a codec that it does not allow."""
         if self._config.least_members and not welcome.masked:
             raise JoinDeclined(
                 f"the controller takes updates that are not masked, and client.least_members is "
@@ -329,8 +413,11 @@ class Client:
                 f"controller"
             )
         try:
-            privacy_of(welcome.options, least_noise=self._config.least_noise)
+            check_allowed(welcome, self._config.codecs, self._codecs_setting)
+            privacy = privacy_of(welcome.options, least_noise=self._config.least_noise)
             check_kept(self._model.specs, Sharing.of_welcome(welcome), self._config.keep_personal)
+            insists = bool(self._config.least_members)
+            check_buffers_sent(self._model.specs, welcome, is_private=privacy is not None, insists_on_masks=insists)
         except ConfigError as error:
             raise JoinDeclined(str(error)) from None
 
@@ -437,7 +524,7 @@ class Client:
         """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
-            terms=self._session.terms, commanded_s=self._session.commanded_s,
+            buffers=self._models.replica.buffers, terms=self._session.terms, commanded_s=self._session.commanded_s,
             spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route,
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
@@ -460,6 +547,10 @@ class Client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(timeout_s, EVERY_S)):
                 await self._changed.wait()
+        self._check_waiting()
+
+    def _check_waiting(self) -> None:
+        """Log who is waited for, if that takes long. Raises BarrierTimeout: no controller for too long."""
         misconfiguration = self._bus.misconfiguration
         self._session.check_controller(misconfiguration, partial(self._bus.reach.advice, one=True))
         self._waiting.look(
@@ -526,14 +617,14 @@ class Client:
             current.counted(round_id, session)
             request = update.request
             log.info(
-                "round done", client=self.client_id, round=round_id, samples=request.num_samples,
+                "round done", **self._facts, round=round_id, samples=request.num_samples,
                 loss=round(request.loss, 6) if math.isfinite(request.loss) else None,
                 seconds=round(time.monotonic() - began_s, 3), bytes=self._uploaded_bytes - sent_before,
             )  # fmt: skip
         else:
             self._refused += 1
             current.mark_handled(command)
-            log.warning("update refused", client=self.client_id, round=round_id, reason=receipt.reason)
+            log.warning("update refused", **self._facts, round=round_id, reason=receipt.reason)
         await self._compute.run(self._training.on_receipt, update, receipt)
 
     async def _send_update(
@@ -580,14 +671,14 @@ class Client:
         current = self._session
         current.mark_handled(command)
         if isinstance(error, NothingToTrain):
-            log.info("nothing to train", client=self.client_id, round=command.round_id)
+            log.info("nothing to train", **self._facts, round=command.round_id)
             if current.command is command:
                 current.failure = TrainingFailure(welcome.run_id, command.round_id, SAT_OUT, SAT_OUT)
                 await self._heartbeat.send_hello()
             return
         text = plain_text(traceback_with_place(error, full=self._config.full_traceback))
         summary = plain_line(str(user_error(error)))
-        facts = {"client": self.client_id, "round": command.round_id, "error": summary}
+        facts = {**self._facts, "round": command.round_id, "error": summary}
         if summary == self._failure:  # in the next attempt, or in the next round
             log.info("training failed again", **facts)
         else:

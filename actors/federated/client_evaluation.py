@@ -120,7 +120,9 @@ class ClientEvaluator:
             return
         here = self._registry.taking_part(self._context.state.round_id + 1)
         for client_id in self._open.follow(here):
-            log.warning("client lost to the evaluation", client=client_id, round=self._open.round_id)
+            log.warning(
+                "client lost to the evaluation", **self._context.client_facts(client_id), round=self._open.round_id
+            )
 
 
 def selector_of(settings: EvaluationSettings) -> Selector:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader, kind_of_model
 from gradbus.actors.federated.session import ClientContext, listen
 from gradbus.actors.federated.sharing import Shape
+from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
@@ -48,14 +49,14 @@ class ClientModels:
     """
 
     def __init__(
-        self, context: ClientContext, dim: int, frozen_dim: int, frozen: FrozenParameters, *,
-        wait: Callable[[float], Awaitable[None]],
+        self, context: ClientContext, dim: int, frozen_dim: int, frozen: FrozenParameters,
+        own: Sequence[type[Codec]] = (), *, wait: Callable[[float], Awaitable[None]],
     ) -> None:  # fmt: skip
         """No models yet.
 
         Args:
             dim, frozen_dim: values that a model exchanges, and that it does not change, before a controller says more.
-            frozen: takes the latter.
+            frozen: takes the latter. own: codecs that are not built in, in which models may come.
             wait: waits until something has changed, at most for so many seconds; raises BarrierTimeout.
         """
         self._context = context
@@ -67,9 +68,9 @@ class ClientModels:
         self._wait = wait
         self._decode = ComputeThread(f"{self._name}-decode")  # a model may come while the old one still trains
         policy, memory = context.bus.access_policy, context.bus.memory
-        self.replica = ModelReplica(dim, probe=context.probe, access_policy=policy)
+        self.replica = ModelReplica(dim, probe=context.probe, access_policy=policy, own=own)
         self._frozen = ModelReplica(frozen_dim, access_policy=policy, kind="frozen")
-        self._candidate = ModelReplica(dim, access_policy=policy, kind="candidate")
+        self._candidate = ModelReplica(dim, access_policy=policy, kind="candidate", own=own)
         self._memory = SharedModelReader(memory, self.replica, self._decode, context.client_id)
         self._receiving: asyncio.Task[None] | None = None
         self._group: asyncio.TaskGroup
@@ -84,11 +85,12 @@ class ClientModels:
         self._group = group
         self.receive(True)
 
-    def start(self, welcome: Welcome, shape: Shape) -> None:
-        """Follow another controller, or another start of it. Drops the models so far."""
+    def start(self, welcome: Welcome, shape: Shape, buffer_bytes: int) -> None:
+        """Follow another controller, or another start of it. Drops the models so far. ``buffer_bytes``: the longest
+        block of merged buffers that may end one; 0: none does."""
         self.receive(not welcome.fetch_models)
         self._dim, self._frozen_dim = shape.dim, shape.frozen_dim
-        self.replica.start(welcome.run_id, shape.dim, welcome.broadcast)
+        self.replica.start(welcome.run_id, shape.dim, welcome.broadcast, buffer_bytes=buffer_bytes)
         self._frozen.start(0)  # followed only once it is needed
         self._candidate.start(0)
         self._memory.start()

@@ -17,18 +17,25 @@ from typing import Literal
 
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.frames import UNASSIGNED
 from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Identity, is_later
 
 Compared = Literal["all", "trained", "shared"]
 MAX_MEMBERS = 65_536  # any process can send a Hello
 MAX_NEWCOMERS = 8  # processes with the id of one member that wait at the same time, each for an answer of its own
-FIRST_HOST = 0x8000_0000  # no client has such an id: a host has the lowest one of its clients, above this
+# No client has such an id: a host has the lowest one of its clients, above this; see UNASSIGNED.
+FIRST_HOST = 0x8000_0000
 _RELEASES = {3: ", as gradbus 0.1 does"}  # by the protocol that they speak
 DOUBT_S = 5.0  # so long a client that may be gone is waited for
 BUSY_PHASES = frozenset(
     {"preparing", "training", "evaluating"}
 )  # the user's own code runs, which may hold the interpreter
+
+
+def duplicate_after_s(heartbeat_s: float) -> float:
+    """Seconds in which a client that lives sends something: its heartbeat, also where one is lost."""
+    return 2.4 * heartbeat_s
 
 
 class HelloAnswer(Enum):
@@ -287,7 +294,7 @@ class ClientRegistry:
             return HelloAnswer.REFUSE, why
         ranges, host = parse_ids(hello.ids), self._hosts.get(sender.sender)
         number_of_host = FIRST_HOST | ranges[0].start
-        if sender.sender != number_of_host:
+        if sender.sender != number_of_host or sender.sender >= UNASSIGNED:
             why = f"the host of clients {hello.ids[:40]} is number {sender.sender}: expected {number_of_host}"
             return HelloAnswer.REFUSE, why
         if host is not None and host.incarnation == sender.incarnation:
@@ -359,8 +366,10 @@ class ClientRegistry:
             return HelloAnswer.NOTHING, ""  # the older one may yet send something
         if member.seen_s > known.since_s + self._duplicate_after_s / 2:
             del waiting[newcomer.incarnation]
-            shown = newcomer.sender & ~FIRST_HOST
-            return HelloAnswer.REFUSE, f"client id {shown} is in use by {member.hello.host}: give each its own id"
+            shown, name, host = newcomer.sender & ~FIRST_HOST, member.hello.name, member.hello.host
+            if name and newcomer.sender < FIRST_HOST:
+                return HelloAnswer.REFUSE, f"the name {name!r} is in use by {host} (client {shown}): give each its own"
+            return HelloAnswer.REFUSE, f"client id {shown} is in use by {host}: give each its own id"
         if not (member.silent or member.is_doubted) and member.silent_for_s(now_s) <= self._dead_after_s:
             return HelloAnswer.NOTHING, ""  # nothing shows that it is dead: training may hold its interpreter
         if is_stalled:  # the older one may have sent something: the wait for it begins anew

@@ -8,10 +8,12 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
+from gradbus.actors.aggregation.bounded_strategy import bounded
 from gradbus.actors.aggregation.clipping import within_limits
 from gradbus.actors.aggregation.grid_steps import MASKED_CODECS, on_common_grid
 from gradbus.actors.aggregation.strategies import Strategy, summing_strategies
 from gradbus.actors.federated.asynchronous import check_asynchronous
+from gradbus.actors.federated.chosen_codecs import check_codecs
 from gradbus.actors.federated.clients import MAX_MEMBERS as MAX_CLIENTS
 from gradbus.actors.federated.selection import check_selection
 from gradbus.actors.federated.selectors.base import make_selector
@@ -29,6 +31,7 @@ def check_choices(config: FederatedConfig) -> None:
         ConfigError: there is none of that name, or its options are wrong.
     """
     STRATEGIES.options(config.strategy)
+    check_codecs(config)
     CLIENT_RULES.options(config.training.rule)
     CLIENT_OPTIMIZERS.options(config.training.optimizer)
     CLIENT_SCHEDULES.options(config.training.schedule)
@@ -93,7 +96,7 @@ def check_combination(config: FederatedConfig) -> None:
 def make_strategy(config: FederatedConfig, dim: int, given: Strategy | None = None) -> Strategy:
     """The strategy of a run, behind its limits and its privacy. ``given``: in place of the one that is named."""
     made = given or STRATEGIES.make(config.strategy, dim)
-    return with_privacy(within_limits(on_common_grid(made, config, dim), config), config)
+    return bounded(with_privacy(within_limits(on_common_grid(made, config, dim), config), config), config)
 
 
 def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
@@ -101,6 +104,7 @@ def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
     strategy.check(config)
     _check_rule(config, strategy)
     check_asynchronous(config, strategy)
+    _check_trust(config)
     if config.secure_aggregation.enabled:
         _check_masked(config, strategy)
     if config.clients.kind == "sites" and not strategy.adds_sums:
@@ -108,6 +112,29 @@ def check_strategy(config: FederatedConfig, strategy: Strategy) -> None:
             f"federated.strategy: {config.strategy.name} needs the updates of single clients, and sites send their "
             f"sums alone. Use {summing_strategies()}, or let the clients take part themselves"
         )
+
+
+LEAST_BUFFER = 3  # updates of which one liar is not the median
+
+
+def _check_trust(config: FederatedConfig) -> None:
+    """Raises ConfigError: no update can be bounded by what is typical of all."""
+    if not config.limits.is_adversarial:
+        return
+    refusals = {
+        "secure_aggregation: the controller sees the sum of all updates, and neither the norm nor the weight of one. "
+        "Leave one of them out; or, with trust = cooperative, set limits.cap_samples, and privacy.name = central, "
+        "whose clients clip their updates themselves, and let in only clients with a key of their own":
+        config.secure_aggregation.enabled,
+        "clients.kind = sites: this Controller sees the sums of sites, and no update of a client. Set limits.trust = "
+        "adversarial at the sites, for their clients": config.clients.kind == "sites",
+        f"asynchronous.buffer is {config.asynchronous.buffer}: of fewer than {LEAST_BUFFER} updates one liar is the "
+        f"median. Set it to {LEAST_BUFFER} or more": config.mode == "asynchronous"
+        and config.asynchronous.buffer < LEAST_BUFFER,
+    }  # fmt: skip
+    for reason, holds in refusals.items():
+        if holds:
+            raise ConfigError(f"federated.limits.trust = adversarial with {reason}")
 
 
 def _check_masked(config: FederatedConfig, strategy: Strategy) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -25,13 +26,15 @@ import torch
 from torch import nn
 
 from gradbus.actors.aggregation import partial_sum, updates
-from gradbus.actors.aggregation.clipping import CAPPED, sample_cap
 from gradbus.actors.aggregation.exact_sum import OutOfRange
+from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
+from gradbus.actors.aggregation.typical import most_samples
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.best_model import BestModel
+from gradbus.actors.federated.chosen_codecs import check_downlink, names_in, own_codecs
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry
+from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, duplicate_after_s
 from gradbus.actors.federated.combinations import check_choices, check_strategy, make_strategy, most_clients
 from gradbus.actors.federated.cross_site import CrossSiteEvaluation, LocalModelReceiver
 from gradbus.actors.federated.deadline import RoundDeadline
@@ -44,34 +47,38 @@ from gradbus.actors.federated.liveness import (
     claim_job,
     tolerate_write_timeout,
 )
-from gradbus.actors.federated.masked_attempt import AttemptTerms, MaskedAttempt
+from gradbus.actors.federated.masked_attempt import BROKEN, AttemptTerms, MaskedAttempt
 from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
+from gradbus.actors.federated.order_book import OrderBook, check_order
+from gradbus.actors.federated.ordered_run import OrderedRun, RoundRequests, serving
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport, round_report
 from gradbus.actors.federated.round_losses import RoundLosses
-from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.selectors.base import make_selector
-from gradbus.actors.federated.sharing import Sharing, check_noise, check_sharing
+from gradbus.actors.federated.sharing import Sharing, check_buffers, check_noise, check_sharing
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
+from gradbus.actors.federated.update_admission import UpdateAdmission
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.actors.secure_aggregation.keys import NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import size_of
-from gradbus.actors.secure_aggregation.shamir import BadShares
+from gradbus.actors.secure_aggregation.masking_server import WrongSecrets
+from gradbus.codecs import Codec
 from gradbus.runtime.built_model import build_model
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.callbacks import Callbacks
 from gradbus.runtime.checkpoint import copy_state
-from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS
+from gradbus.runtime.choices import CLIENT_SCHEDULES, CODECS, STRATEGIES
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.config.federated import IN_COMMAND, FederatedConfig
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.timeouts import federated_timeouts, log_timeouts
-from gradbus.runtime.errors import ConfigError, TrainingFailed, WriteTimeout
+from gradbus.runtime.errors import ConfigError, RunOver, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
-from gradbus.runtime.tasks import TaskGroup, items_of
+from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, MaskAnswer, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
@@ -81,6 +88,7 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Train
 # may have several optimizers, or several steps for a batch.
 STEPS_PER_SAMPLE = 16
 
+ALL_DONE = "all rounds are done"
 LINES_OF_A_ROUND = 20  # about how updates come in, however many clients there are
 
 log = get_logger("controller")
@@ -122,8 +130,11 @@ class Controller:
         self._round: Round | None = None
         self._masked: MaskedAttempt | None = None  # with secure aggregation: the newest attempt
         self._mask_numbers = itertools.count(1)  # of attempts: none is used twice by this start of the controller
+        self._left_out: set[int] = set()  # with secure aggregation: clients that later attempts are made without
         self._wakeup = asyncio.Event()
         self._has_commanded = False
+        self._has_orders = False  # the caller orders each round, in its own way
+        self._requests: RoundRequests | None = None
         self._bases: Bases | None = None  # of asynchronous rounds
         self._selector = make_selector(config.selection)
         self._deadline = RoundDeadline(config.round.timeout_times_median, config.round.timeout_s)
@@ -141,17 +152,20 @@ class Controller:
         self._rates = RoundRates(
             CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
         )  # fmt: skip
-        sharing = Sharing.of(config)
+        given = self._given_strategy
+        sharing = Sharing.of(config, STRATEGIES.find(config.strategy.name) if given is None else type(given))
         self._model = FlatModel(build_model(self._task), sharing, rebuild=partial(build_model, self._task))
         check_sharing(self._model.specs, sharing)
+        check_buffers(self._model.specs, config, sharing)
         if config.privacy.name != "none":
             check_noise(self._model.specs, sharing)
         check_evaluation(config, self._model)
         self._strategy = self._make_strategy()
-        self._strategy.lay_out([shape for _, _, shape in self._model.table])
+        self._strategy.lay_out(self._model.shapes)
         check_strategy(config, self._strategy)
         if config.mode == "asynchronous":
             self._bases = Bases(config.asynchronous, CODECS.make(config.codec), self._model.dim)
+        check_downlink(config, self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
         self.progress.epsilon, self.progress.epsilon_budget = self._strategy.epsilon, self._strategy.epsilon_budget
         # Later than every start before, also where the clock was set back.
@@ -174,6 +188,10 @@ class Controller:
         longest = int(CODECS.make(self._config.longest_codec).max_bytes(self._model.dim))
         return longest + updates.overhead_bytes(self._strategy.sections, CODECS.make(self._config.section_codec))
 
+    def _own_codecs(self) -> tuple[type[Codec], ...]:
+        """Codecs that are not built in, which updates may be in: those that this configuration names."""
+        return own_codecs(names_in(self._config))
+
     def _wire(self) -> None:
         """Make all parts. Called on the loop, once the job is this controller's."""
         config, state, dim = self._config, self._state, self._model.dim
@@ -183,27 +201,29 @@ class Controller:
         )  # fmt: skip
         self._registry = ClientRegistry(
             dim=dim, layout=self._model.layout, session=self._identity.incarnation,
-            dead_after_s=config.clients.dead_after_s, duplicate_after_s=2.4 * config.clients.heartbeat_s,
+            dead_after_s=config.clients.dead_after_s, duplicate_after_s=duplicate_after_s(config.clients.heartbeat_s),
             memory=self._bus.memory.here,
-            compares="shared" if Sharing.of(config).has_patterns else config.exchange,
+            compares="shared" if self._model.sharing.has_patterns else config.exchange,
         )  # fmt: skip
         self._registry.max_members = most_clients(config)
+        self._book = OrderBook(config, self._strategy, state)
         self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
             context, self._registry, self.progress, self._selector, sleep_until=self._sleep_until,
             changed=self.membership_changed,
         )  # fmt: skip
-        self._cap = sample_cap(self._strategy, config)
         admission = UpdateAdmission(
-            state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
-            max_bytes=self._max_update_bytes(),
+            state.quarantine, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
+            max_bytes=self._max_update_bytes() + self._model.buffers.max_bytes,
             max_samples=config.limits.max_samples,
         )  # fmt: skip
         self._admission = admission
         self._receiver = UpdateReceiver(
-            context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed
-        )
-        self._losses = RoundLosses(self._receiver)
+            context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed,
+            buffers=self._model.buffers,
+        )  # fmt: skip
+        self._receiver.own_codecs = self._own_codecs()
+        self._losses = RoundLosses(self._receiver, state.names)
         if self._callbacks.follow("on_update"):
             self._receiver.counted = []
         if self._bases is not None:
@@ -216,6 +236,7 @@ class Controller:
             context, self._registry, self._receiver, self._publisher, self._monitor, self
         )  # fmt: skip
         self._dispatcher.fetch_models = self._selector.partial
+        self._dispatcher.has_terms = config.training.has_terms or self._has_orders or self._strategy.gives_orders
         self._evaluator = self._dispatcher.evaluator = ClientEvaluator(
             context, self._registry, sleep_until=self._sleep_until, changed=self._changed
         )
@@ -224,6 +245,7 @@ class Controller:
         )
         self._evaluation = ModelEvaluation(context, self._task, self._model, self._evaluator, self.progress)
         self._cross_site = CrossSiteEvaluation(context, self._publisher, self._evaluator, models)
+        self.progress.names = state.names
         for report in state.history:
             self.progress.add(report)
         self.progress.round_id = state.round_id
@@ -249,7 +271,7 @@ class Controller:
         return await self._compute.run_or_follow(self._copy_state)
 
     def _copy_state(self) -> dict[str, Any]:
-        self._model.hold(self._state.weights)
+        self._model.hold(self._state.weights, self._state.buffers)
         return copy_state(self._model.module)
 
     @property
@@ -278,12 +300,38 @@ class Controller:
         Raises:
             As :meth:`run`.
         """
-        async with contextlib.aclosing(items_of(self.serve, name="controller")) as reports:
-            async for report in reports:
-                yield report
+        async with self._opened(has_orders=False) as run:
+            with contextlib.suppress(RunOver):
+                while not run.is_over:
+                    yield await run.round()
 
-    async def serve(self, on_report: Callable[[RoundReport], object]) -> None:
-        """The run, with a call for each round that is done. Raises as :meth:`run`, errors possibly in a group."""
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncGenerator[OrderedRun, None]:
+        """Run, and let the caller order each round::
+
+            async with controller.open() as run:
+                while not run.is_over:
+                    report = await run.round(lr=0.05, epochs=2, subset_size=500, seed=7, clients=[0, 2])
+
+        The block begins when enough clients are there. Where it ends the run ends, for the clients, too, after
+        whatever number of rounds; where it raises, the controller stops, and can be started again to go on.
+
+        Raises:
+            As :meth:`run`.
+        """
+        async with self._opened(has_orders=True) as run:
+            yield run
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, *, has_orders: bool) -> AsyncGenerator[OrderedRun, None]:
+        self._has_orders = has_orders
+        requests = self._requests = RoundRequests()
+        async with serving(self.serve, requests, name="controller"):
+            yield OrderedRun(requests, self.progress, functools.partial(check_order, self._config))
+
+    async def serve(self, on_report: Callable[[RoundReport], object] = lambda report: None) -> None:
+        """The run, with a call for each round that is done; rounds are as configured, unless a caller orders them.
+        Raises as :meth:`run`, errors possibly in a group."""
         reason = ["the controller was stopped"]
         async with AsyncExitStack() as stack:
             stack.callback(lambda: self._probe.end(
@@ -314,6 +362,7 @@ class Controller:
         config, finished, final, linger = self._config, False, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
+        log.info("rounds", rounds=config.rounds, strategy=config.strategy.name, trust=config.limits.trust)
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
         await self._compute.run(self._open)
         state = self._state
@@ -340,7 +389,7 @@ class Controller:
             ]
             try:
                 await self._all_rounds(on_report)
-                finished, reason[0] = True, self._stop.reason or "all rounds are done"
+                finished, reason[0] = True, self._over()
                 await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
             except Exception as error:
                 # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.
@@ -371,12 +420,7 @@ class Controller:
             await self._evaluation.check_client_metrics(self.progress.reports)
         if amended is not None:
             await self._compute.run(self._stop.evaluated, amended)
-        while state.round_id < rounds and await self._compute.run(self._stop.may_begin, state.round_id + 1):
-            report = await self._one_round(state.round_id + 1)
-            on_report(report)
-            await self._compute.run(self._best.note, report)
-            await self._compute.run(self._stop.round_done, report)
-            await self._compute.run(self._note_end)
+        await self._ordered_rounds(on_report)
         if self._stop.reason:
             self.progress.ended_early = self._stop.reason
             log.info("stopped early", round=state.round_id, reason=self._stop.reason, best=self._stop.best_round)
@@ -384,6 +428,40 @@ class Controller:
             self.progress.phase = "evaluating"
             self.progress.cross_site = await self._cross_site.run()
         await self._compute.run(self._stop.run_ended, list(self.progress.reports))
+
+    async def _ordered_rounds(self, on_report: Callable[[RoundReport], object]) -> None:
+        state, requests = self._state, self._requests
+        if requests is not None and not self._over():
+            requests.begin(await self._compute.run(self._book.recorded, state.round_id + 1))
+        while not self._over():
+            given = RoundOrder() if requests is None else await requests.next()
+            round_id = state.round_id + 1
+            if given is None:
+                self._stop.reason = f"the caller has ended it after round {state.round_id}"
+            elif await self._compute.run(self._stop.may_begin, round_id):
+                ready = functools.partial(self._selection.ready, round_id)
+                await self._compute.run(self._book.open, round_id, given, ready)
+                report = await self._one_round(round_id)
+                on_report(report)
+                await self._after_round(report)
+        if requests is not None:
+            requests.end(self._over())
+
+    async def _after_round(self, report: RoundReport) -> None:
+        """Decide whether the run goes on after a round, and give the caller its report, also where that fails."""
+        if self._requests is not None:
+            self._requests.note(report)
+        try:
+            await self._compute.run(self._best.note, report)
+            await self._compute.run(self._stop.round_done, report)
+            await self._compute.run(self._note_end)
+        finally:
+            if self._requests is not None:
+                self._requests.answer(self._over())
+
+    def _over(self) -> str:
+        """Why there is no round left; empty: there is one."""
+        return self._stop.reason or ("" if self._state.round_id < self._config.rounds else ALL_DONE)
 
     def _note_end(self) -> None:
         """The strategy may end the run before its last round."""
@@ -422,7 +500,8 @@ class Controller:
             self._masked.on_answer(client_id, incarnation, answer)
         except NotInProtocol as error:  # too late, as a rule
             self._receiver.dropped["mask answer"] += 1
-            log.info("mask answer not used", client=client_id, phase=answer.phase, reason=str(error))
+            facts = self._context.client_facts(client_id)
+            log.info("mask answer not used", **facts, phase=answer.phase, reason=str(error))
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         if report.round_id == BEFORE_FIRST_ROUND:
@@ -466,24 +545,39 @@ class Controller:
         """Attempts at a round, until there are enough updates. Those of one attempt count in the next, and those of the
         clients in ``accepted`` count already: it grows. Returns the last attempt, its outcome and its number."""
         self._losses.begin()
-        self._cap.begin(round_id, self._state.participation.samples())
-        if self._config.secure_aggregation.enabled:
-            self._cap.waive()
-        for attempt in range(1, self._config.round.max_attempts + 1):
-            if len(accepted.union(self._selection.ready(round_id))) < self._config.clients.min:
-                await self._selection.wait_for_start(round_id, accepted, timeout_s=self._time_left()[0])
+        if self._strategy.bounds is not None:
+            self._strategy.bounds.open_round(round_id)
+        if self._has_too_few_left(round_id):
+            self._left_out = set()
+        named, tries, attempt = self._book.named(round_id), 0, 0
+        least = self._config.clients.min if named is None else len(named)
+        while tries < self._config.round.max_attempts:
+            attempt += 1
+            if len(accepted.union(self._selection.ready(round_id, named))) < least:
+                await self._selection.wait_for_start(
+                    round_id, accepted, timeout_s=self._time_left()[0], named=named
+                )  # fmt: skip
+            known = len(self._left_out)
             round_, outcome = await self._collect(round_id, accepted, attempt)
             if outcome is not Outcome.TOO_FEW:
+                masked = self._masked if outcome is Outcome.GIVEN_UP else None
+                self._left_out = set() if masked is None else masked.left_out
                 return round_, outcome, attempt
+            tries += len(self._left_out) == known  # without some clients it is another one, and their number is finite
             self._losses.note_attempt(round_)
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._registry.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its next Hello brings another
                     await self._dispatcher.welcome(member)
-            if self._time_left()[1] <= 0.0:
+            if self._time_left()[1] <= 0.0 or self._has_too_few_left(round_id):
                 break
         why = "" if self._masked is None else self._masked.failure
-        raise self._losses.error(round_, self._config.round.max_attempts, why)
+        raise self._losses.error(round_, attempt, why)
+
+    def _has_too_few_left(self, round_id: int) -> bool:
+        """Whether those that are left out are missing for another attempt, which nobody else can help."""
+        ready = self._selection.ready(round_id, self._book.named(round_id))
+        return bool(self._left_out) and len(set(ready) - self._left_out) < self._config.clients.min
 
     async def _collect(self, round_id: int, accepted: set[int], attempt: int) -> tuple[Round, Outcome]:
         """Command the round and receive updates until it is over. ``accepted`` grows, also where this is cancelled; not
@@ -526,8 +620,9 @@ class Controller:
             self._round = None
         # An update that was being added when the round ended counts, too.
         outcome = round_.verdict(time.monotonic()) or outcome
-        if masked is not None and not await self._unmask(masked, outcome):
-            outcome = Outcome.TOO_FEW
+        if masked is not None:
+            outcome = await self._unmask(masked, outcome)
+            await self._leave_out(round_, masked)
         await self._call_on_update()
         if self._selector.partial and round_.open and outcome is not Outcome.TOO_FEW:
             with tolerate_write_timeout("terms", round_id):  # what the others make is not needed: they may stop
@@ -566,35 +661,51 @@ class Controller:
         """The attempt with secure aggregation; None: there is none."""
         if not self._config.secure_aggregation.enabled:
             return None
-        fixed = self._config.limits.cap_samples
-        caps = [self._cap.cap, fixed if isinstance(fixed, int) else None] if self._strategy.weighs_samples else [1]
-        cap = min((cap for cap in caps if cap is not None), default=0)
+        cap = (self._config.limits.cap_samples or 0) if self._strategy.weighs_samples else 1
         terms = AttemptTerms(self._model.dim, cap, self._strategy.masked_grid)
         return MaskedAttempt(
             self._context, round_, next(self._mask_numbers), terms,
             is_here=lambda *client: self._registry.get(*client) is not None, changed=self._changed,
         )  # fmt: skip
 
-    async def _unmask(self, masked: MaskedAttempt, outcome: Outcome) -> bool:
-        """Whether an attempt came to a sum, with which its updates count."""
-        if outcome is not Outcome.TOO_FEW:
+    async def _unmask(self, masked: MaskedAttempt, outcome: Outcome) -> Outcome:
+        """Make the sum of an attempt, with which its updates count. Returns why the round is over, after that."""
+        if outcome is Outcome.TOO_FEW:
+            masked.note_too_few()
+        elif outcome is not Outcome.NOTHING:
             self.progress.phase = "unmasking"
             try:
                 await self._receiver.settle_masked(await masked.unmask())
-                return True
-            except (TooFewMembers, BadShares, OutOfRange, NoRoom) as error:  # the clients, or their sum, are to blame
+                return outcome
+            except (TooFewMembers, WrongSecrets, OutOfRange, NoRoom) as error:  # the clients, or their sum
                 masked.fail(str(error))
-        else:
-            masked.note_too_few()
-        await self._receiver.settle_masked(None)
-        return False
+                outcome = Outcome.GIVEN_UP if masked.is_last else Outcome.TOO_FEW
+        is_over = outcome is Outcome.GIVEN_UP
+        await self._receiver.settle_masked(None, f"the round was {outcome.value}" if is_over else "")
+        return outcome
+
+    async def _leave_out(self, round_: Round, masked: MaskedAttempt) -> None:
+        """Make later attempts at a round without those that broke the protocol of this one, and those that have sat it
+        out: the roster of an attempt says how many updates it takes."""
+        sat_out = {client_id for client_id, reason in round_.failed.items() if reason == SAT_OUT}
+        self._left_out |= masked.left_out | sat_out
+        for client_id, reason in masked.liars.items():
+            self._receiver.dropped[BROKEN] += 1
+            strike = self._state.quarantine.strike(client_id, round_.round_id, BROKEN, reason)
+            if strike is not None:
+                await self._selection.on_strike(strike)
 
     def _new_round(self, round_id: int, rules: RoundRules, accepted: set[int]) -> Round:
         """An attempt at a round, in which the updates of the clients in ``accepted`` count already."""
-        ready, enough = self._selection.participants(round_id, accepted, self._cap.weight)
+        named = self._book.named(round_id)
+        most = most_samples(self._config.limits, self._state.participation.samples().values())
+        ready, enough = self._selection.participants(
+            round_id, accepted, most, named=named, without=self._left_out
+        )  # fmt: skip
         rules = dataclasses.replace(rules, enough=enough)
         # Of those that were not asked nobody waits for one that sends again.
-        silent = set() if self._selector.partial else self._registry.silent_ids(round_id)
+        silent = set() if self._selector.partial else self._registry.silent_ids(round_id) - self._left_out
+        silent = silent if named is None else silent.intersection(named)
         if self._bases is None:
             return Round(round_id, ready, rules, now_s=time.monotonic(), accepted=accepted, silent=silent)
         last = self.progress.reports[-1] if self.progress.reports else None
@@ -607,14 +718,11 @@ class Controller:
 
     async def _command(self, round_id: int) -> TrainCmd:
         """The command of a round."""
-        training, lr = self._config.training, await self._compute.run(self._rates.at, round_id)
-        command = TrainCmd(round_id, training.subset_size, training.epochs, lr, self._config.seed)
-        changed = training.changes(round_id)
-        return dataclasses.replace(command, **{key: changed[key] for key in IN_COMMAND if key in changed})
+        return self._book.command(round_id, await self._compute.run(self._rates.at, round_id))
 
     def _work(self, command: TrainCmd) -> list[tuple[int, int]]:
         """Epochs and steps, 0 for as many as the epochs have, of the rounds whose updates count in this one."""
-        return self._config.training.work(command.round_id - self._admission.max_staleness, command.round_id)
+        return self._book.work(command.round_id - self._admission.max_staleness, command.round_id)
 
     def _limit_steps(self, command: TrainCmd) -> None:
         """Set the numbers of optimizer steps that a client may announce: as many as were asked for, or, where rounds
@@ -629,7 +737,8 @@ class Controller:
 
     def _round_terms(self, round_id: int, participants: Collection[int]) -> RoundTerms | None:
         attempt = 0 if self._masked is None else self._masked.number
-        return self._dispatcher.round_terms(round_id, participants, held=not self._cap.is_settled, attempt=attempt)
+        held = self._strategy.bounds is not None and not self._strategy.bounds.is_settled
+        return self._dispatcher.round_terms(round_id, participants, self._book, held=held, attempt=attempt)
 
     async def _publish_terms(self, terms: RoundTerms | None) -> None:
         if terms is not None:
@@ -637,10 +746,15 @@ class Controller:
 
     async def _aggregate(self, round_: Round, outcome: Outcome) -> None:
         """Make the next model of the sum of the updates; without any, the model stays as it is."""
-        if outcome is Outcome.NOTHING:
+        if outcome in (Outcome.NOTHING, Outcome.GIVEN_UP):
             log.info("model unchanged", round=round_.round_id, reason=outcome.value, clients=len(round_.failed))
         else:
-            await self._compute.run(self._strategy.finish, self._state.weights)
+            await self._compute.run(self._finish_round)
+
+    def _finish_round(self) -> None:
+        self._strategy.finish(self._state.weights)
+        if self._model.buffers:
+            self._state.buffers = self._receiver.buffers.finish()
 
     async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
         """From the sum of the updates to the published, durable model."""
@@ -660,6 +774,7 @@ class Controller:
             round_, totals, self._receiver.timing, (started_s, collected_s, aggregated_s), attempt=attempt,
             outcome=outcome.value, dropped=self._receiver.take_dropped(), weights_crc32=crc32,
             strikes=state.quarantine.take_new(), marks=self._marks(), epsilon=self._strategy.epsilon,
+            order=self._book.order(round_id).to_json(),
         )  # fmt: skip
         if self._callbacks.follow("on_aggregate"):
             await self._compute.run(self._stop.aggregated, report)
@@ -669,6 +784,9 @@ class Controller:
         self._losses.begin()
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._publisher.prepare(round_id)
+        asked = round_.asked if self._selector.partial else None
+        # Known before the commit, so that a resume does not lack it; what of it is shared only the sending tells.
+        report = dataclasses.replace(report, bytes_down=self._publisher.bytes_down(size, asked)["bytes_down"])
         if state.is_durable or self._probe.history.on:
             await self._compute.run(self._make_durable, report)
         else:
@@ -686,8 +804,7 @@ class Controller:
             await self._dispatcher.note_speeds(self._receiver.totals.speeds)
         evaluation = await self._evaluation.after_round(round_id)
         report = state.amend(
-            report, **self._publisher.bytes_down(size, round_.asked if self._selector.partial else None),
-            downlink_residual_norm=self._publisher.residual_norm,
+            report, **self._publisher.bytes_down(size, asked), downlink_residual_norm=self._publisher.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
             eval_s=time.perf_counter() - checked_s, seconds=published_s - started_s,
             **evaluation,
@@ -701,8 +818,7 @@ class Controller:
         return report
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
-        capped = tuple(sorted(self._receiver.capped))
-        return {**({CAPPED: capped} if capped else {}), **self._strategy.marks()}
+        return dict(self._strategy.marks())
 
     def _ids_known_before(self) -> range:
         """Ids of participants that are known before any has come."""
@@ -716,14 +832,15 @@ class Controller:
         never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
-            log.warning("client never counted", client=client_id, reason=why)
+            log.warning("client never counted", **self._state.names.facts(client_id), reason=why)
 
     def _weights_crc32(self) -> int:
         return zlib.crc32(self._state.weights.numpy().data)
 
     def _note_command(self, round_: Round) -> None:
         expected, counted = sorted(round_.expected), sorted(round_.accepted)
-        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted)
+        named = self._state.names.named(expected[:MAX_NAMED])
+        self._probe.history.note("commanded", round=round_.round_id, expected=expected, counted=counted, names=named)
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._publisher.held_apart)

@@ -125,7 +125,7 @@ class LocalModelReceiver:
         except TimeoutError:
             pass  # the deadline is over, which its caller sees
         except SharedMemoryFault as error:  # it is sent, like one of another machine
-            log.warning("no shared memory", client=upload.source.client_id, reason=str(error))
+            log.warning("no shared memory", **self._context.client_facts(upload.source.client_id), reason=str(error))
             upload.in_memory, upload.progress_s = False, time.monotonic()
             if self._wanted is not None and self._wanted.upload is upload:  # else its client offers another one
                 await self._uploads.grant(upload)
@@ -161,7 +161,11 @@ class LocalModelReceiver:
                 self._changed()
         except FrameError as error:
             if error.reason not in (UNEXPECTED, REPEATED):  # which any network may bring
-                log.warning("frame of a local model dropped", client=message.client_id, reason=error.reason)
+                log.warning(
+                    "frame of a local model dropped",
+                    **self._context.client_facts(message.client_id),
+                    reason=error.reason,
+                )
 
     def on_result(self, client_id: int, result: EvaluationResult) -> None:
         """A client says why it does not show its model."""
@@ -203,7 +207,7 @@ class CrossSiteEvaluation:
             # One that has just missed a deadline would cost another one here.
             payload = LATE if self._late[client_id] else await self._models.fetch(client_id, round_id)
             if isinstance(payload, str):
-                log.warning("local model not evaluated", client=client_id, reason=payload)
+                log.warning("local model not evaluated", **self._context.client_facts(client_id), reason=payload)
                 rows.append(CrossSiteRow(model=client_id, failure=payload))
                 continue
             self._publisher.offer(round_id, payload)

@@ -11,12 +11,20 @@ from typing import Any, Protocol
 
 from gradbus.actors.federated.asynchronous import proportional_steps
 from gradbus.actors.federated.client_evaluation import ClientEvaluator
-from gradbus.actors.federated.clients import FIRST_HOST, ClientRegistry, HelloAnswer, HostedClient, Member
+from gradbus.actors.federated.clients import (
+    FIRST_HOST,
+    ClientRegistry,
+    HelloAnswer,
+    HostedClient,
+    Member,
+    duplicate_after_s,
+)
 from gradbus.actors.federated.cross_site import LocalModelReceiver
 from gradbus.actors.federated.liveness import DuplicateControllers, LivenessMonitor
+from gradbus.actors.federated.naming import ClientNaming, NamedSender
+from gradbus.actors.federated.order_book import OrderBook
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
@@ -39,7 +47,7 @@ from gradbus.runtime.wire.control import (
     UploadRequest,
     Welcome,
 )
-from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, format_ids
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, PeerGone
 
@@ -86,6 +94,7 @@ class Dispatcher:
 
     Attributes:
         has_begun: the clients follow this controller: one that starts now stays away.
+        has_terms: each round has terms, as it may be ordered to have settings that its command has no field for.
         fetch_models: not all clients take part in a round, and those that do not are not sent its model.
         evaluator: takes results of evaluations. local_models: takes the models that clients show others.
         terms: how to train and to encode, as the level above has it; None: as this controller's settings have it.
@@ -109,7 +118,21 @@ class Dispatcher:
         self._steps: dict[int, int] = {}
         self.has_begun = False
         self.fetch_models = False
+        self.has_terms = False
         self.terms: Welcome | None = None
+        config, state = context.config, context.state
+        self._naming = ClientNaming(
+            state.names, num_clients=config.clients.num, is_taken=self._is_taken,
+            node_of=context.bus.access_policy.node_of,
+            assigns_from_s=time.monotonic() + duplicate_after_s(config.clients.heartbeat_s),
+            is_site=lambda: self.terms is not None,
+        )  # fmt: skip
+
+    def _is_taken(self, client_id: int) -> bool:
+        """Whether an id is that of a client that is here, or that took part and may come back."""
+        known = self._context.state.participation.of(client_id)
+        is_known = known.counted or known.missed or self._context.state.quarantine.out_until(client_id)
+        return bool(is_known) or self._registry.incarnation_of(client_id) is not None
 
     async def run(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
         """Handle messages until the bus is closed."""
@@ -139,15 +162,20 @@ class Dispatcher:
                 await (self.local_models if is_local_model else self._receiver).on_frame(message)
             case Control(sender=sender, incarnation=incarnation) if sender != CONTROLLER:
                 if isinstance(message.body, Hello):
-                    await self._hello(sender, incarnation, message.body, message.number)
-                elif isinstance(message.body, TrainingFailure) and message.body.run_id == NOT_WELCOMED:
+                    await self._hello(Identity(sender, incarnation), message.body, message.number)
+                    return
+                if isinstance(message.body, TrainingFailure) and message.body.run_id == NOT_WELCOMED:
                     self._failed_unwelcomed(sender, message.body)
-                elif self._mark_alive(sender, incarnation):  # else its Hello will come
-                    await self._on_client(sender, incarnation, message.body, group)
+                    return
+                client_id = self._naming.id_of(sender, incarnation)
+                if self._mark_alive(client_id, incarnation) and (
+                    sender == client_id or isinstance(message.body, Leave)
+                ):  # else its Hello will come
+                    await self._on_client(client_id, incarnation, message.body, group)
             case PeerGone(sender=sender, incarnation=incarnation, why="") if self._monitor.is_stalled():
-                self._registry.wait_for(sender, incarnation, time.monotonic())
+                self._registry.wait_for(self._naming.id_of(sender, incarnation), incarnation, time.monotonic())
             case PeerGone(sender=sender, incarnation=incarnation):
-                self._gone(sender, incarnation)
+                self._gone(self._naming.id_of(sender, incarnation), incarnation)
             case _ if not self.has_begun and (taken := self._duplicates.observe_early(message)) is not None:
                 raise taken
             case _:
@@ -155,6 +183,9 @@ class Dispatcher:
 
     def _failed_unwelcomed(self, client_id: int, report: TrainingFailure) -> None:
         """A client that has not joined reports why it cannot."""
+        if client_id == UNASSIGNED:
+            log.warning("a client failed before it had an id", error=report.text.strip().splitlines()[-1:])
+            return
         is_here = self._registry.incarnation_of(client_id) is not None  # then another process has its id
         if report.round_id == BEFORE_FIRST_ROUND and not is_here:
             self._events.client_failed(client_id, report)
@@ -177,7 +208,7 @@ class Dispatcher:
             case MaskAnswer():
                 self._events.mask_answered(client_id, incarnation, body)
             case Leave():
-                log.info("client left", client=client_id, reason=body.reason)
+                log.info("client left", **self._context.client_facts(client_id), reason=body.reason)
                 self._gone(client_id, incarnation)
             case _:
                 pass  # for a controller only
@@ -191,52 +222,75 @@ class Dispatcher:
         was_silent, silent_for_s = client.silent or client.quiet, client.silent_for_s(time.monotonic())
         client.observe(time.monotonic())
         if was_silent:
-            log.info("client responds again", client=client_id, seconds=round(silent_for_s, 1))
+            facts = self._context.client_facts(client_id)
+            log.info("client responds again", **facts, seconds=round(silent_for_s, 1))
             self._events.membership_changed()
         return True
 
-    async def _hello(self, client_id: int, incarnation: int, hello: Hello, number: int) -> None:
+    async def _hello(self, sender: Identity, hello: Hello, number: int) -> None:
+        incarnation, found = sender.incarnation, self._naming.resolve(sender, hello, time.monotonic())
+        if found.waits:
+            return
+        client_id = sender.sender if found.refusal else found.client_id
         self._mark_alive(client_id, incarnation)
-        before, quarantine = self._registry.get(client_id, incarnation), self._context.state.quarantine
-        earlier = self._registry.incarnation_of(client_id)
+        before, earlier = self._registry.get(client_id, incarnation), self._registry.incarnation_of(client_id)
         was_ready = before is not None and self._is_ready(before)
-        next_round, out_until = self._events.next_round(), quarantine.out_until(client_id)
-        kind = self._context.config.clients.kind
-        if hello.site is not (kind == "sites"):
-            answer, why = HelloAnswer.REFUSE, _OTHER_KIND[kind]
-        elif lacks := self._lacks_for_masks(hello):
-            answer, why = HelloAnswer.REFUSE, lacks
-        elif hello.ids and self._context.config.mode == "asynchronous":
-            answer, why = HelloAnswer.REFUSE, _HOST_AND_ASYNCHRONOUS
-        elif hello.ids:
-            answer, why = self._registry.host_hello(
-                Identity(client_id, incarnation), hello, number, now_s=time.monotonic(), next_round=next_round,
-                out_until=quarantine.out_until, is_stalled=self._monitor.is_stalled(),
-            )  # fmt: skip
-        elif out_until == FOR_GOOD:
-            answer, why = HelloAnswer.REFUSE, quarantine.exclusion_reason(client_id, next_round) or ""
-        else:
-            answer, why = self._registry.hello(
-                Identity(client_id, incarnation), hello, number, now_s=time.monotonic(), next_round=next_round,
-                out_until=out_until, is_stalled=self._monitor.is_stalled(),
-            )  # fmt: skip
+        answer, why = self._answer(found, Identity(client_id, incarnation), hello, number)
         if earlier is not None and self._registry.get(client_id, earlier) is None:
             self._receiver.forget(client_id, earlier)  # an older start of it, which is gone
             self._events.membership_changed()
         if answer is HelloAnswer.REFUSE:
-            log.warning("client refused", client=client_id, host=hello.host, reason=why)
-            self._context.state.participation.note_refused(client_id, why)
-            await self._context.publish(Refused(client_id, incarnation, why))
+            await self._refuse(sender, found, hello, why)
             return
         client = self._registry.get(client_id, incarnation)
+        if client is not None:
+            self._naming.keep(sender, hello, found)
         if answer is HelloAnswer.WELCOME and client is not None:
-            await self.welcome(client)
+            await self.welcome(client, to=sender.sender)
         if client is not None and (before is None or was_ready != self._is_ready(client)):
             if before is None and hello.ids:
-                log.info("clients joined", clients=hello.ids[:80], host=hello.host, from_round=client.from_round)
+                facts = {"name": hello.name} if hello.name else {}
+                log.info(
+                    "clients joined", clients=hello.ids[:80], host=hello.host, from_round=client.from_round, **facts
+                )
             elif before is None:
-                log.info("client joined", client=client_id, host=hello.host, from_round=client.from_round)
+                facts = self._context.client_facts(client_id)
+                log.info("client joined", **facts, host=hello.host, from_round=client.from_round)
             self._events.membership_changed()
+
+    def _answer(self, found: NamedSender, client: Identity, hello: Hello, number: int) -> tuple[HelloAnswer, str]:
+        """The answer to a Hello, and the reason of a refusal."""
+        next_round, quarantine = self._events.next_round(), self._context.state.quarantine
+        kind, out_until = self._context.config.clients.kind, quarantine.out_until(client.sender)
+        now_s, is_stalled = time.monotonic(), self._monitor.is_stalled()
+        if hello.site is not (kind == "sites"):
+            return HelloAnswer.REFUSE, _OTHER_KIND[kind]
+        if lacks := self._lacks_for_masks(hello):
+            return HelloAnswer.REFUSE, lacks
+        if hello.ids and self._context.config.mode == "asynchronous":
+            return HelloAnswer.REFUSE, _HOST_AND_ASYNCHRONOUS
+        if found.refusal:
+            return HelloAnswer.REFUSE, found.refusal
+        if hello.ids:
+            return self._registry.host_hello(
+                client, hello, number, now_s=now_s, next_round=next_round, out_until=quarantine.out_until,
+                is_stalled=is_stalled,
+            )  # fmt: skip
+        if out_until == FOR_GOOD:
+            return HelloAnswer.REFUSE, quarantine.exclusion_reason(client.sender, next_round) or ""
+        return self._registry.hello(
+            client, hello, number, now_s=now_s, next_round=next_round, out_until=out_until, is_stalled=is_stalled
+        )
+
+    async def _refuse(self, sender: Identity, found: NamedSender, hello: Hello, why: str) -> None:
+        is_unassigned = sender.sender == UNASSIGNED
+        facts: dict[str, Any] = {} if is_unassigned else {"client": sender.sender}
+        if name := hello.name or found.name:
+            facts["name"] = name
+        log.warning("client refused", **facts, host=hello.host, reason=why)
+        if not is_unassigned:
+            self._context.state.participation.note_refused(sender.sender, why)
+        await self._context.publish(Refused(sender.sender, sender.incarnation, why))
 
     def _lacks_for_masks(self, hello: Hello) -> str:
         """Why a client cannot mask as this run asks for; empty: it can, or need not."""
@@ -252,27 +306,32 @@ class Dispatcher:
     def _is_ready(self, client: Member) -> bool:
         return client.hello.ready and client.hello.session == self._context.identity.incarnation
 
-    async def welcome(self, client: Member) -> None:
-        """Send a client its Welcome."""
+    async def welcome(self, client: Member, *, to: int | None = None) -> None:
+        """Send a client its Welcome. ``to``: as what it sends, where that is not its id."""
         config = self._context.config
-        training, codec, sharing = config.training, CODECS.options(config.codec), Sharing.of(config)
+        training, sharing = config.training, self._context.state.model.sharing
         masked = config.secure_aggregation.enabled
+        is_host = client.client_id >= FIRST_HOST
         welcome = Welcome(
-            to=client.client_id, incarnation=client.incarnation, run_id=self._context.run_id,
-            next_round=client.from_round, codec=config.codec.name, density=codec.get("density", 1.0),
-            chunk_elems=codec.get("chunk_elems", 1), codec_version=codec["version"],
+            to=client.client_id if to is None else to, incarnation=client.incarnation, run_id=self._context.run_id,
+            next_round=client.from_round, codec=config.codec.name, codec_options=CODECS.to_json(config.codec),
             num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
             rule=training.rule.name, options=self._options(client.client_id), round_s=config.round.timeout_s,
             broadcast=self._publisher.num_broadcast,
-            has_terms=training.has_terms or self.fetch_models or client.client_id >= FIRST_HOST or masked,
+            has_terms=self.has_terms or self.fetch_models or is_host or masked,
             fetch_models=self.fetch_models, masked=masked,
             include=list(sharing.include) if sharing.has_patterns else [], exclude=list(sharing.exclude),
+            buffers=dict(sharing.buffers), buffer_layout=self._context.state.model.buffers.digest,
+            section_codec=config.section_codec.name, section_options=CODECS.to_json(config.section_codec),
+            downlink_codec=config.downlink_codec.name,
+            client_id=-1 if is_host else client.client_id,
+            name=client.hello.name if is_host else self._context.state.names.own_name_of(client.client_id),
         )  # fmt: skip
         if (terms := self.terms) is not None:
             welcome = replace(
-                welcome, codec=terms.codec, density=terms.density, chunk_elems=terms.chunk_elems,
-                codec_version=terms.codec_version, rule=terms.rule, options=terms.options,
+                welcome, codec=terms.codec, codec_options=terms.codec_options, section_codec=terms.section_codec,
+                section_options=terms.section_options, rule=terms.rule, options=terms.options,
             )  # fmt: skip
         await self._context.publish(welcome)
         await self._publisher.announce_to(client.client_id)
@@ -282,22 +341,23 @@ class Dispatcher:
         return {**self._context.config.sent_options(), **self._context.state.terms(), **own}
 
     def round_terms(
-        self, round_id: int, participants: Collection[int], *, held: bool, attempt: int = 0
+        self, round_id: int, participants: Collection[int], book: OrderBook, *, held: bool, attempt: int = 0
     ) -> RoundTerms | None:  # fmt: skip
         """Return what belongs to the command of a round, and has no field in it; None: there is no such setting.
 
         Args:
-            held: no update is added before the samples of all are known.
+            held: no update is added before those of all are announced.
             attempt: at the round, with secure aggregation.
         """
-        training, has_hosts = self._context.config.training, self._registry.has_hosts
-        if not training.has_terms and not self.fetch_models and not has_hosts and not attempt:
+        names_them = self.fetch_models or self._registry.has_hosts or bool(attempt)
+        if not self.has_terms and not names_them:
             return None
-        named = format_ids(participants) if self.fetch_models or has_hosts or attempt else ""
+        named = format_ids(participants) if names_them or book.named(round_id) is not None else ""
         if len(named) > MAX_CHARS and not self.fetch_models:
             named = ""  # all are asked; updates of those that may not take part are refused
         return RoundTerms(
-            self._context.run_id, round_id, training.terms_of(round_id), named, held=held, attempt=attempt
+            self._context.run_id, round_id, book.terms_of(round_id), named, held=held, attempt=attempt,
+            each=book.each(round_id),
         )  # fmt: skip
 
     async def note_speeds(self, speeds: Mapping[int, float]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gradbus.actors.aggregation.typical import most_samples
 from gradbus.runtime.config.federated import OF_CLIENTS, LimitSettings
 from gradbus.runtime.wire.control import EvaluationResult
 
@@ -221,14 +222,17 @@ class OpenEvaluation:
             maximize: metrics of which a large value is good.
         """
         results = dict(sorted(self.results.items()))
-        cap = _cap([result.num_samples for result in results.values()], limits)
+        most = most_samples(limits, [result.num_samples for result in results.values()])
         values: dict[str, dict[int, float]] = {}
         for client_id, result in results.items():
             for name, value in result.metrics.items():
                 if abs(value) < MAX_VALUE:
                     values.setdefault(name, {})[client_id] = value
         shown = sorted(values, key=lambda name: -len(values[name]))[:MAX_NAMES]
-        weights = {client_id: min(result.num_samples, cap) for client_id, result in results.items()}
+        weights = {
+            client_id: result.num_samples if most is None else min(result.num_samples, most)
+            for client_id, result in results.items()
+        }
         return ClientEvaluation(
             asked=len(self.asked), answered=len(results),
             num_samples=sum(result.num_samples for result in results.values()), seconds=max(0.0, now_s - self.began_s),
@@ -238,12 +242,6 @@ class OpenEvaluation:
             },
             missing=_counted(self.failures.values()),
         )  # fmt: skip
-
-
-def _cap(samples: list[int], limits: LimitSettings) -> int:
-    if limits.cap_samples == "median" and samples:
-        return max(1, int(limits.cap_times_median * sorted(samples)[(len(samples) - 1) // 2]))
-    return limits.cap_samples if isinstance(limits.cap_samples, int) else max(samples, default=1)
 
 
 def _over_clients(values: Mapping[int, float], weights: Mapping[int, int], *, largest_is_best: bool) -> ClientMetric:

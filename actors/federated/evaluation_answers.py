@@ -62,6 +62,7 @@ class EvaluationAnswers:
                 result = await context.compute.run(
                     self._evaluation.evaluate, vector, welcome, request,
                     lambda: context.compute.should_stop() or not current.wants_result(request, session),
+                    self._models.replica.buffers,
                 )  # fmt: skip
             except EvaluationStopped:
                 return

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradbus.actors.aggregation.merged_buffers import MERGEABLE
 from gradbus.actors.federated.module_structure import Structure, misfit, structure_of
-from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, shape_of, specs_of
+from gradbus.actors.federated.sharing import Shape, Sharing, TensorSpec, divide, layout_of, shape_of, specs_of
+from gradbus.actors.federated.unexchanged import UnexchangedTensors
+from gradbus.runtime.complex_pairs import as_pairs, count_floats, from_pairs, restored
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.saved_state import Row
@@ -20,19 +23,24 @@ log = get_logger("model")
 
 
 class FlatModel:
-    """The floating-point tensors of a module's state as one vector, of which the first part is exchanged.
+    """The tensors of floats of a module's state as one vector, of which the first part is exchanged.
 
     Which tensors are exchanged, frozen, or personal is decided by :func:`.sharing.divide`. The vector has the first
     two, in the module's order. Where these are all float32 on one device they become views of the vector, which then
-    *is* the model. Otherwise :meth:`read` and :meth:`write` copy. Personal tensors, integer buffers among them, are not
-    in it: they are read and written by name, in their own dtype.
+    *is* the model. Otherwise :meth:`read` and :meth:`write` copy. A complex number is two of its values. Personal
+    tensors, integer buffers among them, are not in it: they are read and written by name, in their own dtype, complex
+    ones as pairs of floats.
 
     Attributes:
         dim: number of exchanged elements. frozen_dim: of the others.
         layout: 64-bit hash over names, shapes and dtypes: equal on nodes whose vectors mean the same.
         frozen: 64-bit hash over the frozen values as float32; 0: there are none.
         table: name, dtype and shape of each exchanged tensor, in the order of the vector. frozen_table: of the others.
+        sharing: what decides that.
+        unexchanged: names, once, what is neither and is trained all the same.
         personal: each personal tensor, in the module's order.
+        buffers: the buffers of integers and booleans that are merged: they are not in the vector either.
+        integers: the parameters of integers, which stay as they were built.
         names: what names of the module's state are tied, or have no saved values, for ``StateNames`` of a checkpoint.
         everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
@@ -56,11 +64,12 @@ class FlatModel:
         """
         self.module = module
         self.specs = specs_of(module)
-        if not any(spec.dtype.is_floating_point for spec in self.specs):
+        if not any(spec.is_inexact for spec in self.specs):
             raise ConfigError(
                 f"the model has no floating-point tensor, so there is nothing to train or exchange: build_model has "
                 f"returned {type(module).__name__} with {len(self.specs)} tensors. Return a module with parameters"
             )
+        self._spec_of = {spec.name: spec for spec in self.specs}
         self._rebuild = rebuild
         self._before: Structure | None = None  # of the module, when the task was given it
         self._has_failed = False
@@ -70,6 +79,7 @@ class FlatModel:
         if self.everything == self.trained:
             self.trained = (0, 0)
         self.arrange(sharing or Sharing())
+        self.unexchanged = UnexchangedTensors(self.specs)
 
     def shape_of(self, sharing: Sharing) -> Shape:
         """Sizes and layout with that sharing, which is not arranged. Raises ConfigError: as :func:`.sharing.divide`."""
@@ -77,12 +87,16 @@ class FlatModel:
 
     def arrange(self, sharing: Sharing) -> None:
         """Lay the vector out for this sharing; the module keeps its values."""
-        if getattr(self, "_sharing", None) != sharing:
+        if getattr(self, "sharing", None) != sharing:
             self._lay_out(sharing)
 
     def _lay_out(self, sharing: Sharing) -> None:
         division = divide(self.specs, sharing)
-        self._sharing = sharing
+        self.sharing = sharing
+        self.integers = [
+            spec for spec in self.specs
+            if spec.kind != "buffer" and spec.dtype in MERGEABLE and spec.name == spec.first
+        ]  # fmt: skip
         state = self.module.state_dict(keep_vars=True)
         self._places: dict[str, slice] = {}  # of every name in the vector; tied weights share one
         self.table: list[Row] = []
@@ -95,8 +109,8 @@ class FlatModel:
                     continue
                 tensor = state[spec.name]
                 if id(tensor) not in seen:
-                    seen[id(tensor)] = slice(size, size + tensor.numel())
-                    size += tensor.numel()
+                    seen[id(tensor)] = slice(size, size + count_floats(spec.dtype, spec.shape))
+                    size = seen[id(tensor)].stop
                     table.append(spec.row)
                 self._places[spec.name] = seen[id(tensor)]
             if table is self.table:
@@ -104,6 +118,7 @@ class FlatModel:
         self.frozen_dim = size - self.dim
         self._frozen_names = [spec.name for spec in self.specs if spec.name in division.constant]
         self.personal = [one for one in self.specs if one.name in division.personal and one.name == one.first]
+        self.buffers = layout_of(self.specs, sharing)
         self._note_names(state)
         self.layout = shape_of(self.specs, division).layout
         self._initial = self._initial_values()
@@ -120,16 +135,17 @@ class FlatModel:
     def _note_names(self, state: Mapping[str, object]) -> None:
         """Note which names of the state are not those of saved tensors, as plain data for ``StateNames`` of a
         checkpoint."""
-        saved = {*self._places, *(spec.name for spec in self.personal)}
+        saved = {*self._places, *self.buffers.names, *(spec.name for spec in (*self.personal, *self.integers))}
         tied = {spec.name: spec.first for spec in self.specs if spec.first != spec.name}
         unsaved = [name for name in state if name not in saved and name not in tied]
         self.names: dict[str, Any] = {"tied": tied, "unsaved": unsaved}
 
     def _initial_values(self) -> dict[str, Tensor]:
-        """Copies of the personal tensors as they were built."""
-        is_changed = self.personal and not self._is_as_built and self._rebuild is not None
+        """Copies of the personal tensors and the merged buffers as they were built."""
+        names = [*(spec.name for spec in self.personal), *self.buffers.names]
+        is_changed = names and not self._is_as_built and self._rebuild is not None
         source = self._rebuild() if is_changed and self._rebuild is not None else self.module
-        return _copied(source.state_dict(), [spec.name for spec in self.personal])
+        return _copied(source.state_dict(), names)
 
     # What the task has done to the module
 
@@ -180,7 +196,7 @@ class FlatModel:
         frozen = None if self._vector is None else self._vector[self._rest].to("cpu", copy=True)
         known = self.frozen
         self.module, self._is_as_built = module, True
-        self._lay_out(self._sharing)
+        self._lay_out(self.sharing)
         if frozen is not None and self.frozen != known and hash_of(frozen) == known:
             self.write_frozen(frozen)
 
@@ -188,33 +204,67 @@ class FlatModel:
 
     def read_personal(self) -> dict[str, Tensor]:
         """Copies of the personal tensors on the CPU, but for those buffers of integers, and frozen parameters, that are
-        as they were built. Without patterns there are none: a training then begins with counters as built, and no
-        client keeps state for them alone."""
-        if not self.personal or not self._sharing.has_patterns:
+        as they were built. There are none where nothing is to be kept by pattern or rule: a training then begins with
+        them as built."""
+        if not self.personal or not self.sharing.keeps_some:
             return {}
         found = _copied(self.module.state_dict(), [spec.name for spec in self.personal])
         return {
             spec.name: found[spec.name] for spec in self.personal
-            if (spec.dtype.is_floating_point and spec.kind != "frozen")
+            if (spec.is_inexact and spec.kind != "frozen")
             or not torch.equal(found[spec.name], self._initial[spec.name])
         }  # fmt: skip
 
     def write_personal(self, kept: Mapping[str, Tensor]) -> None:
         """Set the personal tensors to what :meth:`read_personal` gave; those that it left out, as they were built.
+        Buffers that are merged now, and that a client of version 0.1 has kept, are left alone.
 
         Raises:
             CheckpointError: it is of a model with other personal tensors.
         """
-        self._write_named({**self._initial, **kept}, {spec.name: spec for spec in self.personal})
+        own, merged = {spec.name: spec for spec in self.personal}, set(self.buffers.names)
+        known = {name: one for name, one in self._initial.items() if name in own}
+        self._write_named({**known, **{name: one for name, one in kept.items() if name not in merged}}, own)
 
     @property
     def personal_table(self) -> list[Row]:
         """Name, dtype and shape of each personal tensor of floats, in the module's order."""
-        return [spec.row for spec in self.personal if spec.dtype.is_floating_point]
+        return [spec.row for spec in self.personal if spec.is_inexact]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the exchanged tensors in floats, in the order of the vector."""
+        return [self._spec_of[name].shape_in_floats for name, _, _ in self.table]
+
+    def read_buffers(self) -> dict[str, Tensor]:
+        """Copies of the merged buffers on the CPU."""
+        return _copied(self.module.state_dict(), self.buffers.names) if self.buffers else {}
+
+    def write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Set merged buffers to these, and those that are not named as they were built. Raises CheckpointError: they
+        are of another model."""
+        if self.buffers:
+            self._write_named(
+                {**self.built_buffers, **values}, {name: self._spec_of[name] for name in self.buffers.names}
+            )
+
+    @property
+    def built_buffers(self) -> dict[str, Tensor]:
+        """The merged buffers as they were built, which stay as they are."""
+        return {name: self._initial[name] for name in self.buffers.names}
+
+    def read_integers(self) -> dict[str, Tensor]:
+        """Copies of the parameters of integers on the CPU."""
+        names = sorted(spec.name for spec in self.integers)  # the order in which a file gives them back
+        return _copied(self.module.state_dict(), names) if names else {}
+
+    def write_integers(self, values: Mapping[str, Tensor]) -> None:
+        """Set all of them. Raises CheckpointError: they are of another model."""
+        self._write_named(values, {spec.name: spec for spec in self.integers})
 
     def read_fixed_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers that are never exchanged, whatever is shared: those of integers, such as counters."""
-        names = [spec.name for spec in self.personal if not spec.dtype.is_floating_point]
+        """Copies of the buffers of integers that are not merged."""
+        names = [spec.name for spec in self.personal if not spec.is_inexact]
         return _copied(self.module.state_dict(), names) if names else {}
 
     def read_own(self) -> dict[str, Tensor]:
@@ -227,7 +277,7 @@ class FlatModel:
         self._write_named(kept, self._own_specs())
 
     def _own_specs(self) -> dict[str, TensorSpec]:
-        names = {name for name, _, _ in self.table} | {spec.name for spec in self.personal}
+        names = {*(name for name, _, _ in self.table), *self.buffers.names, *(spec.name for spec in self.personal)}
         return {spec.name: spec for spec in self.specs if spec.name in names}
 
     @torch.no_grad()
@@ -242,6 +292,8 @@ class FlatModel:
         state = self.module.state_dict(keep_vars=True) if tensors else {}
         for name, tensor in tensors.items():
             spec = specs[name]
+            if spec.dtype.is_complex and tuple(tensor.shape) == spec.shape_in_floats:
+                tensor = restored(tensor, spec.dtype)
             if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
                 raise CheckpointError(
                     f"what this client keeps has {name!r} as {tensor.dtype} of shape {tuple(tensor.shape)}, the model "
@@ -263,9 +315,9 @@ class FlatModel:
         return {name: place for name, place in self._places.items() if place.stop <= self.dim}
 
     def parameters(self) -> list[tuple[nn.Parameter, slice]]:
-        """Exchanged parameters that are trained, each with its place in the vector."""
-        state = self._tensors(self._exchanged)
-        return [(one, place) for one, place in state if isinstance(one, nn.Parameter) and one.requires_grad]
+        """Exchanged parameters that are trained, each once, whatever its names, with its place in the vector."""
+        state = {id(one): (one, place) for one, place in self._tensors(self._exchanged)}
+        return [(one, place) for one, place in state.values() if isinstance(one, nn.Parameter) and one.requires_grad]
 
     @property
     def _in_place(self) -> bool:
@@ -303,7 +355,7 @@ class FlatModel:
             return values if values.device.type == "cpu" else values.cpu()
         vector = torch.empty(part.stop - part.start, dtype=torch.float32)
         for tensor, place in self._tensors(part):
-            vector[_shifted(place, part)] = tensor.detach().to("cpu", torch.float32).reshape(-1)
+            vector[_shifted(place, part)] = as_pairs(tensor.detach()).to("cpu", torch.float32).reshape(-1)
         return vector
 
     def write(self, vector: Tensor) -> None:
@@ -312,11 +364,13 @@ class FlatModel:
             raise ValueError(f"vector of shape {tuple(vector.shape)} for a model of {self.dim} values")
         self._write(self._exchanged, vector)
 
-    def hold(self, vector: Tensor) -> None:
-        """Set the exchanged part to this vector, unless it is a view of it, in a module that is repaired if need be."""
+    def hold(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Set the exchanged part to this vector, unless it is a view of it, and the merged buffers to these, in a
+        module that is repaired if need be."""
         self.repair()
         if self.read().data_ptr() != vector.data_ptr():
             self.write(vector)
+        self.write_buffers(buffers)
 
     def write_frozen(self, vector: Tensor) -> None:
         """Set the frozen part, float32."""
@@ -333,10 +387,12 @@ class FlatModel:
             self._vector[part].copy_(vector)
             return
         for tensor, place in self._tensors(part):
-            tensor.copy_(vector[_shifted(place, part)].view(tensor.shape))
+            tensor.copy_(from_pairs(vector[_shifted(place, part)], tensor))
 
     def check_frozen(self) -> None:
         """Raises ValueError: a frozen parameter has been trained, on this node alone."""
+        if not self._frozen_names:
+            return
         state = self.module.state_dict(keep_vars=True)
         thawed = [name for name in self._frozen_names if state[name].requires_grad]
         if not thawed and self._versions() == self._frozen_versions:
@@ -355,6 +411,8 @@ class FlatModel:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Changes when a frozen tensor is written to or replaced."""
+        if not self._frozen_names:
+            return []
         state = self.module.state_dict(keep_vars=True)
         return [
             (state[name].data_ptr(), state[name]._version)  # noqa: SLF001 - torch has no public name for it
@@ -376,18 +434,29 @@ class FlatModel:
                 raise KeyError(f"no tensor {name!r}, there are {sorted(tensors)[:8]}")
             if tensors[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has shape {tuple(tensors[name].shape)}, expected {tuple(tensor.shape)}")
-            vector[place] = tensors[name].to(torch.float32).reshape(-1)
+            if tensors[name].is_complex() != tensor.is_complex():
+                raise ValueError(f"{name!r} is {tensors[name].dtype}, expected {tensor.dtype}".replace("torch.", ""))
+            vector[place] = as_pairs(tensors[name]).to(torch.float32).reshape(-1)
         return vector
 
 
 def _copied(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Copies of these tensors on the CPU."""
-    return {name: state[name].detach().to("cpu", copy=True).contiguous() for name in names}
+    """Copies of these tensors on the CPU, complex ones as pairs of floats, as files have them."""
+    return {name: as_pairs(state[name].detach()).to("cpu", copy=True).contiguous() for name in names}
 
 
 def hash_of(values: Tensor) -> int:
     """Return the 64-bit hash by which frozen values, float32, are known; never 0."""
     return int.from_bytes(hashlib.sha256(values.contiguous().numpy().data).digest()[:8], "little") or 1
+
+
+def hash_of_named(tensors: Mapping[str, Tensor]) -> int:
+    """Return the 64-bit hash by which tensors with names are known; 0: there are none."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return (int.from_bytes(found.digest()[:8], "little") or 1) if tensors else 0
 
 
 def _shifted(place: slice, part: slice) -> slice:

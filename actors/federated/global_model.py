@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradbus.codecs import CodecError, add_into, parse
+from gradbus.actors.aggregation.merged_buffers import split
+from gradbus.actors.federated.chosen_codecs import max_model_bytes
+from gradbus.codecs import Codec, CodecError, add_into, parse
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.topics import TOPICS
@@ -39,6 +42,14 @@ def kind_of_model(round_id: int) -> ModelKind:
     return "frozen" if round_id == FROZEN_ROUND else "round"
 
 
+class DecodedModel(NamedTuple):
+    """Holds a model as it was sent. ``vector``: float32, with what follows the model for the training rule.
+    ``buffers``: the block of the merged buffers that follows these, without its end."""
+
+    vector: Tensor
+    buffers: bytes = b""
+
+
 class ModelReplica:
     """The newest global model of one run that has arrived.
 
@@ -46,22 +57,26 @@ class ModelReplica:
         round_id: the round after which this was the model; -1: there is none yet.
         vector: float32, shape (D,). A new object for each model, as training may still use the old one.
         broadcast: float32, shape (E,): what came behind it, for the training rule.
+        buffers: the block of the merged buffers that are not as they were built; see
+            :mod:`gradbus.actors.aggregation.merged_buffers`.
         progress_s: when the last new frame came.
     """
 
     def __init__(
         self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None,
-        access_policy: AccessPolicy | None = None, kind: ModelKind = "round",
+        access_policy: AccessPolicy | None = None, kind: ModelKind = "round", own: Sequence[type[Codec]] = (),
     ) -> None:  # fmt: skip
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
         and a header. ``kind``: of models that it takes.
+        ``own``: codecs that are not built in, in which they may come.
         ``probe``: records the models. ``access_policy``: checks their signatures."""
         self._probe = probe or no_probe()
         self._access_policy = access_policy or AccessPolicy()
         self._dim = dim
         self._limit = max_bytes
-        self._max_bytes = 8 * dim + 4096 if max_bytes is None else max_bytes
+        self._max_bytes = max_model_bytes(dim) if max_bytes is None else max_bytes
         self._kind = kind
+        self._own = own
         self._assembler = Assembler()
         self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
         self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
@@ -69,19 +84,23 @@ class ModelReplica:
         self.round_id = -1
         self.vector: Tensor | None = None
         self._num_broadcast = 0
+        self._buffer_bytes = 0
+        self.buffers = b""
         self.broadcast = torch.empty(0, dtype=torch.float32)
         self.progress_s = time.monotonic()
         self.dropped = 0
         self._warned_s = float("-inf")
 
-    def start(self, run_id: int, dim: int | None = None, broadcast: int = 0) -> None:
-        """Follow this run from now on, with models of ``dim`` values, by default as before, and ``broadcast`` behind
-        them. Drops the model so far."""
+    def start(self, run_id: int, dim: int | None = None, broadcast: int = 0, *, buffer_bytes: int = 0) -> None:
+        """Follow this run from now on, with models of ``dim`` values, by default as before, ``broadcast`` behind them,
+        and then a block of merged buffers of at most ``buffer_bytes``; 0: there is none. Drops the model so far."""
+        self._buffer_bytes, self.buffers = buffer_bytes, b""
         self._run_id, self._num_broadcast = run_id, min(broadcast, MAX_BROADCAST * (dim or self._dim))
         self.broadcast = torch.empty(0, dtype=torch.float32)
         if dim is not None:
             self._dim = dim
-            self._max_bytes = 8 * (dim + self._num_broadcast) + 4096 if self._limit is None else self._limit
+            longest = max_model_bytes(dim + self._num_broadcast) + buffer_bytes
+            self._max_bytes = longest if self._limit is None else self._limit
         self.round_id, self.vector = -1, None
         self._forget(lambda key: True)
 
@@ -160,41 +179,46 @@ class ModelReplica:
     def _useful(self, flags: int, round_id: int) -> bool:
         return not flags & Flags.DELTA or round_id == self.round_id + 1
 
-    def decode(self, key: FrameKey, payload: memoryview) -> Tensor | None:
+    def decode(self, key: FrameKey, payload: memoryview) -> DecodedModel | None:
         """Decode a payload; None: it is of no use. For the compute thread; changes nothing."""
-        vector = self._decode(key, payload)
-        if vector is not None and self._probe.history.on:
+        model = self._decode(key, payload)
+        if model is not None and self._probe.history.on:
             self._probe.note(
                 "decoded", run=f"{key.job:016x}", session=key.incarnation, round=key.round_id, transfer=key.transfer,
-                crc32=self._probe.history.checksum(vector[: self._dim].numpy().data),
+                crc32=self._probe.history.checksum(model.vector[: self._dim].numpy().data),
             )  # fmt: skip
-        return vector
+        return model
 
-    def _decode(self, key: FrameKey, payload: memoryview) -> Tensor | None:
-        flags, base = self._keys.get(key), self.vector
+    def _decode(self, key: FrameKey, payload: memoryview) -> DecodedModel | None:
+        flags, base, block = self._keys.get(key), self.vector, memoryview(b"")
         try:
             if key.name:  # the signature of what was followed
                 from gradbus.runtime.security.identity.controller_signatures import check_payload
 
                 check_payload(key, payload)
-            if flags is None or not flags & Flags.DELTA:
-                return None if flags is None else _dense(payload, self._dim + self._num_broadcast)
+            if flags is None:
+                return None
+            if self._buffer_bytes:
+                payload, block = split(payload)
+            if not flags & Flags.DELTA:
+                return DecodedModel(_dense(payload, self._dim + self._num_broadcast, self._own), bytes(block))
             if base is None or self._num_broadcast:
                 return None
             vector = base.clone()
-            add_into(vector, payload)
+            add_into(vector, payload, self._own)
         except (CodecError, FrameError) as error:
             log.warning("model dropped", round=key.round_id, reason=str(error))
             return None
-        return vector
+        return DecodedModel(vector, bytes(block))
 
-    def adopt(self, key: FrameKey, vector: Tensor | None) -> bool:
+    def adopt(self, key: FrameKey, model: DecodedModel | None) -> bool:
         """Take a decoded model. False: it is of no use, or a newer model or another run has come meanwhile."""
         flags = self._keys.pop(key, None)
         self._in_memory.discard(key)
-        if flags is None or vector is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
+        if flags is None or model is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
             return False
-        self.vector, self.broadcast, self.round_id = vector[: self._dim], vector[self._dim :], key.round_id
+        self.vector, self.broadcast = model.vector[: self._dim], model.vector[self._dim :]
+        self.buffers, self.round_id = model.buffers, key.round_id
         self._forget(lambda known: known.round_id <= self.round_id)
         return True
 
@@ -214,9 +238,9 @@ class ModelReplica:
             del self._keys[key]
 
 
-def _dense(payload: memoryview, dim: int) -> Tensor:
+def _dense(payload: memoryview, dim: int, own: Sequence[type[Codec]]) -> Tensor:
     """The vector of a full model; for float32 the received bytes themselves, without a copy."""
-    parsed = parse(payload, expected_dim=dim)
+    parsed = parse(payload, expected_dim=dim, own=own)
     if parsed.is_delta or parsed.is_sparse:
         raise CodecError(f"a full model in a {parsed.codec} message of a difference: expected dense weights")
     if parsed.codec == "fp32" and parsed.version == 1:
@@ -295,7 +319,7 @@ class SharedModelReader:
         logged.
         """
         try:
-            vector = await self._thread.run(self._load, key, notice)
+            model = await self._thread.run(self._load, key, notice)
         except SharedMemoryFault as error:
             if self._copy.give_up(key) and self.here and not self._ended and not self._worth_asking(key, error):
                 self.here = ""
@@ -305,9 +329,9 @@ class SharedModelReader:
                 )  # fmt: skip
         else:
             self._memory.read_bytes[TOPICS[ModelBlob].name] += notice.total_bytes
-            self._copy.adopt(key, vector)
+            self._copy.adopt(key, model)
 
-    def _load(self, key: FrameKey, notice: ModelAvailable) -> Tensor | None:
+    def _load(self, key: FrameKey, notice: ModelAvailable) -> DecodedModel | None:
         return self._copy.decode(key, read(notice.memory, notice.total_bytes))
 
     def _worth_asking(self, key: FrameKey, error: SharedMemoryFault) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradbus.runtime.complex_pairs import as_pairs
 from gradbus.runtime.errors import ConfigError
+
+_PAIRS = ".pairs"  # at the end of a name: the tensor is complex, and kept as pairs of floats
 
 
 def _fits(state: Tensor, parameter: Tensor) -> bool:
@@ -42,6 +46,8 @@ class KeptOptimizer:
             if int(number) >= len(self._parameters):
                 raise ValueError(f"the kept optimizer has a state for parameter {number}, of {len(self._parameters)}")
             parameter = self._parameters[int(number)]
+            if key.endswith(_PAIRS):
+                key, value = key.removesuffix(_PAIRS), torch.view_as_complex(value.clone())
             if not _fits(value, parameter):
                 raise ValueError(f"the kept optimizer has {key} of shape {tuple(value.shape)} for parameter {number}")
             own = value.clone().to(parameter.device) if value.dim() else value.clone()
@@ -49,7 +55,7 @@ class KeptOptimizer:
         return self._made
 
     def state(self) -> dict[str, Tensor]:
-        """The state now, as ``NUMBER.KEY`` of each parameter.
+        """The state now, as ``NUMBER.KEY`` of each parameter; of what is complex as pairs of floats.
 
         Raises:
             ConfigError: the optimizer holds something else than tensors.
@@ -58,7 +64,9 @@ class KeptOptimizer:
         made = self._made.state if self._made is not None else {}
         for number, parameter in enumerate(self._parameters):
             for key, value in made.get(parameter, {}).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and value.is_complex():
+                    found[f"{number}.{key}{_PAIRS}"] = as_pairs(value.detach()).cpu().clone()
+                elif isinstance(value, Tensor):
                     found[f"{number}.{key}"] = value.detach().cpu().clone()
                 elif value is not None:
                     raise ConfigError(

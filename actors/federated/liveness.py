@@ -238,7 +238,8 @@ class LivenessMonitor:
             silent = registry.find_silent(now_s)
             for client in silent:
                 log.warning(
-                    "client silent", client=client.client_id, host=client.hello.host, phase=client.hello.phase,
+                    "client silent", **self._context.client_facts(client.client_id), host=client.hello.host,
+                    phase=client.hello.phase,
                     seconds=round(client.silent_for_s(now_s), 1), effect="not waited for until it sends again",
                 )  # fmt: skip
             if silent:

@@ -69,13 +69,15 @@ class LocalEvaluation:
     tells_errors: bool = True
 
     def evaluate(
-        self, vector: Tensor, welcome: Welcome, request: EvaluationRequest, should_stop: Callable[[], bool]
+        self, vector: Tensor, welcome: Welcome, request: EvaluationRequest, should_stop: Callable[[], bool],
+        buffers: bytes = b"",
     ) -> EvaluationResult:  # fmt: skip
         """The result of this request. Clients that share a process take turns. What the task raises becomes the
         failure of the result.
 
         Args:
             vector: float32, shape (D,): the model, or what of it is shared; the rest is this client's own.
+            buffers: the block of its merged buffers.
 
         Raises:
             EvaluationStopped: ``should_stop`` was true, between two calls of the module.
@@ -85,7 +87,7 @@ class LocalEvaluation:
             if should_stop():
                 raise EvaluationStopped
             try:
-                num_samples, metrics, failure = self._found(vector, welcome, request.round_id, should_stop)
+                num_samples, metrics, failure = self._found(vector, buffers, welcome, request.round_id, should_stop)
             except EvaluationStopped:
                 self.model.note_failure()
                 raise
@@ -96,7 +98,7 @@ class LocalEvaluation:
         return EvaluationResult(request.run_id, request.round_id, num_samples, metrics, failure, seconds)
 
     def _found(
-        self, vector: Tensor, welcome: Welcome, round_id: int, should_stop: Callable[[], bool]
+        self, vector: Tensor, buffers: bytes, welcome: Welcome, round_id: int, should_stop: Callable[[], bool]
     ) -> tuple[int, dict[str, float], str]:
         """Samples, metrics, and why there are none. Raises what the task raises, and what its result is not fit for."""
         if privacy_of(welcome.options) is not None:
@@ -110,6 +112,7 @@ class LocalEvaluation:
         kept = kept_for(self.kept, round_id)
         self.model.write(vector)
         self.model.write_personal(part_of(kept, PERSONAL))
+        self.model.write_buffers(self.model.buffers.unpack(buffers))
         with torch.no_grad(), _stoppable(self.model.module, should_stop):
             found = method(self.model.module, client_id=self.client_id)
         if found is None:

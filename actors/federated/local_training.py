@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from gradbus import codecs
 from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
+from gradbus.actors.federated.chosen_codecs import codec_of, section_codec_of
 from gradbus.actors.federated.client_optimizer import (
     optimizer_argument,
     split_options,
@@ -46,15 +47,16 @@ from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_pri
 from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
 from gradbus.codecs.fp32 import Fp32
-from gradbus.runtime.choices import CODECS, Choice
+from gradbus.runtime.choices import Choice
 from gradbus.runtime.compute_limiter import TRAINING
+from gradbus.runtime.config.federated import IN_COMMAND, IN_TERMS
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.optimization.deferred_compiler import defer_compiler
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.user_errors import WrongResult
+from gradbus.runtime.wire.client_orders import order_of
 from gradbus.runtime.wire.control import Receipt, RoundTerms, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
@@ -66,22 +68,14 @@ _OF_RULE, _OF_OPTIMIZER, _OF_OWN_OPTIMIZER = "rule.", "optimizer.", "own_optimiz
 log = get_logger("client")
 
 
-def codec_of(welcome: Welcome, terms: Mapping[str, Any] | None = None) -> Codec:
-    """The codec of the updates, with those of the announced options that it takes; ``terms``: of the round, as
-    :func:`.client_optimizer.split_terms` finds them, which may have another density."""
-    density = (terms or {}).get("density", welcome.density)
-    options = {"version": welcome.codec_version, "density": density, "chunk_elems": welcome.chunk_elems}
-    return codecs.get(welcome.codec, **{key: options[key] for key in CODECS.options_of(welcome.codec).model_fields})
+class Allowed(NamedTuple):
+    """What of the user's own a controller may name: a training rule, and codecs. Nothing else is imported."""
+
+    rule: str = ""
+    codecs: tuple[str, ...] = ()
 
 
-def section_codec_of(terms: Mapping[str, Any]) -> Codec:
-    """The codec of what an update holds beside the model. Raises ConfigError: this client has none like that."""
-    try:
-        given = CODECS.check(parse_json(str(terms.get("section_codec", '"fp32"'))))
-        codec: Codec = CODECS.make(Choice.model_validate(given))
-        return codec
-    except ValueError as error:
-        raise ConfigError(f"the controller chose a codec of sections that this client cannot make: {error}") from None
+NOTHING_OWN = Allowed()
 
 
 class NonFiniteResult(ValueError):
@@ -109,7 +103,8 @@ class RoundInputs:
 
     Attributes:
         welcome: how to train. command: what the controller asks for; terms: what that has no field for.
-        base: float32, shape (D,): the global model. broadcast: float32, what came behind it.
+        base: float32, shape (D,): the global model. broadcast: float32, what came behind it. buffers: the block of its
+            merged buffers.
         commanded_s: when the command came, by ``time.perf_counter``.
         spent: with secure aggregation: rounds whose sum may be known, with this client's update in it, and the terms on
             which it was masked.
@@ -120,6 +115,7 @@ class RoundInputs:
     command: TrainCmd
     base: Tensor
     broadcast: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    buffers: bytes = b""
     terms: RoundTerms | None = None
     commanded_s: float = 0.0
     spent: Mapping[int, Hashable] = field(default_factory=dict)
@@ -128,6 +124,17 @@ class RoundInputs:
     def options(self) -> dict[str, object]:
         """Options of the rule and of the optimizer in this round."""
         return {**self.welcome.options, **({} if self.terms is None else self.terms.options)}
+
+    def for_client(self, client_id: int) -> RoundInputs:
+        """Return the same with what this client is ordered to do differently."""
+        order = None if self.terms is None else order_of(self.terms.each, client_id)
+        if self.terms is None or order is None:
+            return self
+        changes = order.changes()
+        command = replace(self.command, **{key: changes[key] for key in IN_COMMAND if key in changes})
+        options = {f"training.{key}": value for key, value in changes.items() if key in IN_TERMS}
+        terms = replace(self.terms, options={**self.terms.options, **options})
+        return replace(self, command=command, terms=terms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,13 +162,13 @@ class LocalTraining:
 
     def __init__(
         self, task: FederatedTask, identity: Identity, model: FlatModel, kept: ClientStateStore,
-        memory: PayloadMemory, probe: Probe | None = None, allowed_rule: str = "",
+        memory: PayloadMemory, probe: Probe | None = None, allowed: Allowed = NOTHING_OWN,
     ) -> None:  # fmt: skip
         defer_compiler()
         self._probe = probe or no_probe()
         self._probe.note("started", incarnation=identity.incarnation)
         self._task = task
-        self._allowed_rule = allowed_rule
+        self._allowed = allowed
         self._identity = identity
         self._model = model
         self._kept = kept
@@ -169,6 +176,7 @@ class LocalTraining:
         self._number = 0  # of the newest training: that of its round, or, where many are of one round, counted on
         self._counted = 0  # the newest one that counts
         self._has_warned = self._has_warned_of_unsent = False
+        self._buffers_before: dict[str, Tensor] = {}
         self._local_model: tuple[int, Tensor] | None = None  # by its run, float32, shape (D,)
         self.keeps_local_model = False
         self._shared_memory = False  # the controller of the newest command reads this process's memory
@@ -214,6 +222,7 @@ class LocalTraining:
                 raise
 
     def _train(self, inputs: RoundInputs, transfer: int, should_stop: Callable[[], bool]) -> EncodedUpdate:
+        inputs = inputs.for_client(self._identity.sender)
         identity, welcome, command, base = self._identity, inputs.welcome, inputs.command, inputs.base
         self._probe.reached("before_training", command.round_id)
         self._arrange_to_train(welcome)
@@ -226,25 +235,22 @@ class LocalTraining:
         kept = self._kept.before(self._number)
         started_s = time.perf_counter()
         options, chosen = split_options(sent)
-        rule = make_rule(welcome.rule, options, allowed=self._allowed_rule)
+        rule = make_rule(welcome.rule, options, allowed=self._allowed.rule)
         training = _Training(inputs, rule, chosen, terms, should_stop)
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
-        in_one_piece = welcome.masked or privacy is not None or bool(rule.sections)
+        in_one_piece = welcome.masked or privacy is not None or bool(rule.sections or self._model.buffers)
         own = self._train_own(training, rule.personal(), kept)
-        self._begin(base, kept)
+        self._begin(inputs, kept)
         outcome, packets, optimizer_state = self._run(
             training, kept, partial(self._open_packets, inputs, key, in_one_piece)
         )
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
-        self._check_loss(outcome.loss)
-        if training.steps and rule.steps != training.steps:
-            raise ValueError(f"training made {rule.steps} optimizer steps, the controller asked for {training.steps}")
-        self._model.check_frozen()
+        self._check_trained(outcome, training)
         end = rule.finish(self._keep_local_model(welcome.run_id))
-        codec = codec_of(welcome, terms)
+        codec = codec_of(welcome, terms, allowed=self._allowed.codecs)
         self._feeds_back = welcome.masked and not codec.lossless
         residual_before = self._residual_before(inputs, kept)
         change, facts = None if packets is None else _change_of(packets), _finite(end.metrics)
@@ -255,15 +261,17 @@ class LocalTraining:
         facts = _announced(self._task, outcome, others=len(facts)) | facts
         encoded, residual, change = self._encode(codec, base, residual_before, change, packets)
         update_norm = self._update_norm = l2_norm(change)
-        self._check(encoded, base, num_samples, update_norm, residual_before)
+        self._check(encoded, codec, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
             num_samples, loss, num_steps, facts = 1, None, 0, {}
-        sections, residuals = self._encode_sections(end.sections, section_codec_of(terms), kept)
-        payload = updates.join([(updates.MODEL, encoded), *sections])
+        section_codec = section_codec_of(welcome, allowed=self._allowed.codecs)
+        sections, residuals = self._encode_sections(end.sections, section_codec, kept)
+        payload, buffers = updates.join([(updates.MODEL, encoded), *sections]), self._changed_buffers()
         encoded_s = time.perf_counter()
         request = UploadRequest(
-            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
-            num_samples=num_samples, train_s=trained_s - started_s, loss=math.nan if loss is None else float(loss),
+            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer,
+            total_bytes=len(payload) + len(buffers), num_samples=num_samples, train_s=trained_s - started_s,
+            loss=math.nan if loss is None else float(loss),
             encode_s=encoded_s - trained_s,
             wait_s=max(0.0, started_s - inputs.commanded_s),
             update_norm=-1.0 if welcome.masked else update_norm,  # it says something of a single update
@@ -271,7 +279,7 @@ class LocalTraining:
             steps=num_steps, metrics=facts,
         )  # fmt: skip
         state = {**_to_keep(end, residual, optimizer_state), **residuals, **own, **self._personal()}
-        update = EncodedUpdate(key, request, payload, state)
+        update = EncodedUpdate(key, request, payload, state, buffers=buffers)
         # One that is to be masked stays in this process alone until it is.
         self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
         if packets is not None and packets.leaves:
@@ -296,7 +304,8 @@ class LocalTraining:
     def _open_packets(self, inputs: RoundInputs, key: FrameKey, in_one_piece: bool) -> RoundPackets:
         """No packet yet. They leave by themselves, unless something has to be done with the whole update before."""
         route = None if in_one_piece or inputs.route is None else inputs.route()
-        return RoundPackets(inputs.base, self._model.layers, self._model.read, key, route)
+        own = (type(codec_of(inputs.welcome, allowed=self._allowed.codecs)),)
+        return RoundPackets(inputs.base, self._model.layers, self._model.read, key, route, own)
 
     def _note_offered(self, request: UploadRequest, payload: bytes | memoryview) -> None:
         """Note in the journal what the controller is to count, just before it is offered."""
@@ -308,13 +317,13 @@ class LocalTraining:
 
     def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
         """The update as it is offered to the controller: where that reads this process's memory, from there."""
-        request, payload = update.request, update.payload
-        sealed = self._memory.put(payload) if self._shared_memory else None
+        request = update.request
+        sealed = self._memory.put(update.payload, update.buffers) if self._shared_memory else None
+        payload = sealed.payload if sealed is not None else update.whole
         self._note_offered(request, payload)
-        if sealed is None:
-            return update
-        # From now on it is in one place only, also for frames.
-        return replace(update, request=replace(request, memory=sealed.place), payload=sealed.payload, sealed=sealed)
+        if sealed is not None:  # from now on it is in one place only, also for frames
+            request = replace(request, memory=sealed.place)
+        return replace(update, request=request, payload=payload, buffers=b"", sealed=sealed)
 
     def mask(
         self, update: EncodedUpdate, base: Tensor, masks: masked_values.UpdateMasks, transfer: int
@@ -340,7 +349,8 @@ class LocalTraining:
             self._unsent.note((request.run_id, request.round_id), masks.roster.terms, residual)
             self._warn_of_unsent(request.round_id, residual, clamped)
         request = replace(
-            request, transfer=transfer, total_bytes=len(payload), attempt=masks.roster.attempt.number,
+            request, transfer=transfer, total_bytes=len(payload) + len(update.buffers),
+            attempt=masks.roster.attempt.number,
             encode_s=request.encode_s + time.perf_counter() - started_s,
         )  # fmt: skip
         key = update.key._replace(transfer=transfer)
@@ -365,10 +375,31 @@ class LocalTraining:
                 remedy="if that goes on, look at docs/secure-aggregation.md, or use the codec fp32",
             )  # fmt: skip
 
-    def _begin(self, base: Tensor, kept: Mapping[str, Tensor]) -> None:
+    def _begin(self, inputs: RoundInputs, kept: Mapping[str, Tensor]) -> None:
         """Set the module to the global model, with what this client keeps of its own."""
-        self._model.write(base)
+        self._model.write(inputs.base)
         self._model.write_personal(part_of(kept, PERSONAL))
+        self._model.write_buffers(self._model.buffers.unpack(inputs.buffers))
+        self._buffers_before = self._model.read_buffers()
+        self._model.unexchanged.begin(self._model.module, self._model.sharing)
+
+    def _check_trained(self, outcome: TrainOutcome, training: _Training) -> None:
+        """Log, once, what training has changed and is not exchanged.
+
+        Raises:
+            NonFiniteResult: the loss is not finite. ValueError: it made another number of steps than was asked for, or
+                has changed a frozen parameter.
+        """
+        self._check_loss(outcome.loss)
+        if (made := training.rule.steps) != training.steps and training.steps:
+            raise ValueError(f"training made {made} optimizer steps, the controller asked for {training.steps}")
+        self._model.check_frozen()
+        self._model.unexchanged.warn(self._identity.sender, training.inputs.welcome)
+
+    def _changed_buffers(self) -> bytes:
+        """Return the block of the merged buffers that training has changed; b"": the model has none."""
+        layout = self._model.buffers
+        return layout.pack(layout.changes(self._buffers_before, self._model.read_buffers())) if layout else b""
 
     def _run(
         self, training: _Training, kept: Mapping[str, Tensor], open_packets: Callable[[], RoundPackets],
@@ -438,7 +469,7 @@ class LocalTraining:
             return {}
         command = training.inputs.command
         command = replace(command, epochs=how.epochs or command.epochs, lr=how.lr or command.lr)
-        self._begin(training.inputs.base, kept)
+        self._begin(training.inputs, kept)
         if before := part_of(kept, OWN_MODEL):
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
@@ -584,13 +615,14 @@ class LocalTraining:
         )
 
     def _check(
-        self, payload: bytes | memoryview, base: Tensor, num_samples: int, update_norm: float, residual: Tensor | None
+        self, payload: bytes | memoryview, codec: Codec, base: Tensor, num_samples: int, update_norm: float,
+        residual: Tensor | None,
     ) -> None:  # fmt: skip
         """Raises TooLarge: the update would be refused, as it has no room in the sum."""
         norm = update_norm + (0.0 if residual is None else l2_norm(residual))
         # No value is larger than the norm, which is known; half, as a lossy codec may round up.
         if num_samples * norm < LARGEST / 2 or fits(
-            codecs.parse(payload, expected_dim=base.numel()), base, num_samples
+            codecs.parse(payload, expected_dim=base.numel(), own=(type(codec),)), base, num_samples
         ):
             return
         raise masked_values.TooLarge(

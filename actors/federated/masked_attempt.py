@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -23,13 +22,13 @@ from numpy.typing import NDArray
 from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.sum_summary import SumSummary, ranges_of
-from gradbus.actors.federated.rounds import UNMASKED, Round
+from gradbus.actors.federated.rounds import SAT_OUT, UNMASKED, Outcome, Round
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
-from gradbus.actors.secure_aggregation.keys import SEALED_BYTES, Attempt, NotInProtocol, TooFewMembers
+from gradbus.actors.secure_aggregation.keys import SEALED_BYTES, Attempt, Dishonest, NotInProtocol, TooFewMembers
 from gradbus.actors.secure_aggregation.masked_values import SMALL_BYTES, VALUE_BYTES, MaskedValues, integers_of, zeros
-from gradbus.actors.secure_aggregation.masking_server import MaskingServer
-from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares
+from gradbus.actors.secure_aggregation.masking_server import MaskingServer, WrongSecrets
+from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES
 from gradbus.codecs import CodecError
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
@@ -38,6 +37,8 @@ from gradbus.runtime.wire.control import Body, MaskAnswer, MaskRoster, MaskShare
 LATE_KEYS = "no keys in time"
 LATE_SHARES = "no shares in time"
 DECLINED = "does not mask with these members"
+BROKEN = "broke the protocol of secure aggregation"  # no honest client does
+_ID_BYTES = 4
 
 log = get_logger("controller")
 
@@ -61,6 +62,8 @@ class MaskedAttempt:
     Attributes:
         number: of the attempt, among those of this start of the Controller.
         failure: why it has failed; empty: it has not.
+        liars: clients that have broken the protocol, each with the reason.
+        disputed: clients of which some have, and nobody knows which.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class MaskedAttempt:
         self._news = asyncio.Event()
         self._agreeing: asyncio.Task[None] | None = None
         self.failure = ""
+        self.liars: dict[int, str] = {}
+        self.disputed: frozenset[int] = frozenset()
 
     # Keys and shares, while the clients train
 
@@ -118,7 +123,7 @@ class MaskedAttempt:
         round_, server, settings = self._round, self._server, self._settings
         try:
             await self._wait(lambda: not round_.open - set(server.advertised), settings.keys_timeout_s)
-            roster = server.close_keys()
+            roster = server.close_keys(without={*self.liars, *self._that_sat_out()})
             self.keep_to_members()
             grid = roster.grid
             terms = roster.threshold, roster.cap, roster.to_bytes(), grid.sent, grid.block_elems, grid.exponents
@@ -129,16 +134,31 @@ class MaskedAttempt:
             self.keep_to_members()
             self._positions = await self._context.compute.run(roster.positions, self._terms.dim)
         except TooFewMembers as error:
-            self.fail(str(error))
+            if self._that_sat_out() and len(round_.open) < round_.minimum:
+                # Without those that sat out no attempt has enough members. If the others have nothing to train either,
+                # the round has; they had the same command, and may be slower to say so.
+                await self._wait(lambda: not round_.open, settings.keys_timeout_s)
+            if round_.open or round_.without_enough() is not Outcome.NOTHING:
+                self.fail(str(error))
             return
-        while True:  # until the end of the attempt, which cancels this: who was silent may be waited for again
+        complain_until_s = time.monotonic() + settings.shares_timeout_s
+        while not self.failure:  # until the end of the attempt, which cancels this: silent clients may come back
             missing = round_.open - self._ready
-            for client_id in missing:
+            if not missing or time.monotonic() >= complain_until_s:
+                self._judge()
+            for client_id in missing | self._helpers():
                 await self._send(self._shares_for(client_id))
             await self._wait(
                 (lambda: not round_.open - self._ready) if missing else lambda: bool(round_.open - self._ready),
                 REPEAT_AFTER_S,
             )
+
+    def _helpers(self) -> set[int]:
+        """Clients that have shared, and then had nothing to train: with their shares they can help to unmask."""
+        return self._that_sat_out().intersection(self._server.senders) - self._ready
+
+    def _that_sat_out(self) -> set[int]:
+        return {client_id for client_id, reason in self._round.failed.items() if reason == SAT_OUT}
 
     def _shares_for(self, client_id: int) -> MaskShares:
         sealed = b"".join(self._server.sealed_for(client_id))
@@ -156,8 +176,49 @@ class MaskedAttempt:
             log.warning("not in the sum", clients=sorted(others)[:20], round=self._round.round_id, reason=reason)
             self._changed()
 
+    def _judge(self) -> None:
+        """Draw the consequences of the complaints that have come. The attempt may have failed then."""
+        server = self._server
+        if self.failure or not server.has_complaints:
+            return
+        judgement = server.judge()
+        for client_id, reason in judgement.liars.items():
+            self._blame(client_id, reason)
+        if judgement.disputed:
+            self.disputed = judgement.disputed
+            log.warning(
+                "clients in dispute", clients=sorted(self.disputed), round=self._round.round_id, attempt=self.number,
+                reason="some say that they cannot use the shares of others, which may be true or not",
+            )  # fmt: skip
+        if judgement.is_blocked:
+            others = sorted({*self.liars, *self.disputed})
+            self.fail(f"secure aggregation: too few clients can use the shares of others, which is due to {others}")
+
+    def _blame(self, client_id: int, reason: str) -> None:
+        """Note that a client has broken the protocol. It is waited for no longer."""
+        if client_id in self.liars:
+            return
+        self.liars[client_id] = reason
+        facts = {"client": client_id, "round": self._round.round_id, "attempt": self.number, "reason": reason}
+        log.warning("client left out of secure aggregation", **facts)
+        self._round.fail(client_id, BROKEN)
+        self._changed()
+
+    @property
+    def left_out(self) -> set[int]:
+        """Clients without which the next attempt is made."""
+        return {*self.liars, *self.disputed}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other attempt at this round can have a sum: clients have been asked to unmask one with those that
+        are left out, and do not answer for a sum without one of them, as both together would show its update."""
+        return not self.left_out.isdisjoint(self._server.survivors)
+
     def fail(self, reason: str) -> None:
         """Nothing of this attempt counts."""
+        if self.failure:
+            return
         log.warning("secure aggregation failed", round=self._round.round_id, attempt=self.number, reason=reason)
         self.failure = reason
         self._round.fail_all(UNMASKED)
@@ -178,9 +239,17 @@ class MaskedAttempt:
             )
 
     def on_answer(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
-        """A client's part in a phase. Raises NotInProtocol: it does not belong to this attempt, or is damaged."""
+        """A client's part in a phase. Raises NotInProtocol: it does not belong to this attempt."""
         if (answer.run_id, answer.round_id, answer.attempt) != self._name:
             return  # of an earlier attempt
+        try:
+            self._take(client_id, incarnation, answer)
+        except Dishonest as error:
+            self._blame(client_id, str(error))
+        self._news.set()
+
+    def _take(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
+        """Take an answer. Raises NotInProtocol, as :meth:`on_answer`; Dishonest: no honest client sends it."""
         server, data = self._server, answer.data
         if answer.phase == 0:
             if client_id not in self._round.open:
@@ -195,10 +264,10 @@ class MaskedAttempt:
         elif answer.phase == 1 and client_id not in server.shared:
             server.add_shares(client_id, _pieces(data, SEALED_BYTES))
         elif answer.phase == 2:
+            server.add_complaints(client_id, [int.from_bytes(one, "little") for one in _pieces(data, _ID_BYTES)])
             self._ready.add(client_id)
         elif answer.phase == 3 and client_id not in server.answered:
             server.add_unmasking(client_id, _pieces(data, SHARE_BYTES))
-        self._news.set()
 
     def wake(self) -> None:
         """The registry of clients has changed."""
@@ -236,35 +305,44 @@ class MaskedAttempt:
         """The sum of the updates that count in the round, once no further ones are taken.
 
         Raises:
-            TooFewMembers: too few clients have answered in time. BadShares: an answer was wrong, and no further one
-                came in time to do without it.
+            TooFewMembers: too few clients have answered in time, or can use the shares of others. WrongSecrets: some
+                client has shared another secret than it has advertised.
         """
         server, round_, roster = self._server, self._round, self._server.roster
         assert roster is not None, "there are updates"
+        self._judge()  # not all may have complained in time: what is known now is known before anything is revealed
+        if self.failure:
+            raise TooFewMembers(self.failure)
         survivors = server.close_inputs(round_.accepted)
         request = MaskSurvivors(*self._name, list(survivors))
-        compute, until_s = self._context.compute, time.monotonic() + self._settings.unmask_timeout_s
+        compute = self._context.compute
         await self._ask([request], self._to_answer, self._settings.unmask_timeout_s)
-        while True:
-            count = len(server.answered)  # one that comes meanwhile has not been tried
-            try:
-                await compute.run(server.unmask, self._total, compute.should_stop)
-                break
-            except BadShares as error:
-                log.warning("wrong shares", round=round_.round_id, attempt=self.number, reason=str(error))
-                await self._ask([request], functools.partial(self._to_answer, count + 1), until_s - time.monotonic())
-                if len(server.answered) == count:
-                    raise
+        try:
+            await compute.run(server.unmask, self._total, compute.should_stop)
+        except WrongSecrets as error:
+            for client_id in error.clients:
+                self._blame(client_id, "the shares that it has sealed for others do not give what it has advertised")
+            raise
+        except TooFewMembers:
+            self._note_lacking()
+            raise
         num_samples = sum(self._weights[one] for one in survivors)
         summary = SumSummary(num_samples, len(survivors), ranges_of(survivors), (), 0)
         total, self._total = self._total, np.zeros(0, np.uint64)  # 8 bytes a value: it is not kept beside the next one
         return PartialSum(summary, integers_of(total, roster, self._positions, self._terms.dim), None)
 
-    def _to_answer(self, wanted: int = 0) -> set[int]:
-        """Clients whose answers are waited for; none, once there are so many, or, by default, enough."""
+    def _note_lacking(self) -> None:
+        """Note in dispute whom complaints, and silence now, leave too few shares of: the pair, or the sender alone
+        where it is silent, too."""
         server = self._server
-        is_enough = len(server.answered) >= wanted if wanted else server.can_unmask
-        missing = () if is_enough else set(server.senders).difference(server.answered)
+        for client_id in server.lacking:
+            if (by := server.complaints_about(client_id)) and client_id not in self.liars:
+                self.disputed |= {client_id} if client_id not in server.answered else {client_id, *by}
+
+    def _to_answer(self) -> set[int]:
+        """Clients whose answers are waited for; none, once there are enough."""
+        server = self._server
+        missing = set() if server.can_unmask else set(server.senders).difference(server.answered, self.liars)
         return {one for one in missing if self._is_here(one, self._incarnations[one])}
 
     # Messages
@@ -296,7 +374,7 @@ class MaskedAttempt:
 
 
 def _pieces(data: bytes, size: int) -> Sequence[bytes]:
-    """Pieces of equal size. Raises NotInProtocol: it is cut short."""
+    """Pieces of equal size. Raises Dishonest: it is cut short."""
     if len(data) % size:
-        raise NotInProtocol(f"{len(data)} bytes of shares: expected a multiple of {size}")
+        raise Dishonest(f"an answer of {len(data)} bytes: expected a multiple of {size}")
     return [data[at : at + size] for at in range(0, len(data), size)]

@@ -26,7 +26,7 @@ log = get_logger("controller")
 
 def personal_of(model: FlatModel) -> list[str]:
     """Names of the tensors that a Controller lacks to evaluate a model."""
-    return [spec.name for spec in model.personal if spec.dtype.is_floating_point]
+    return [spec.name for spec in model.personal if spec.is_inexact]
 
 
 def check_evaluation(config: FederatedConfig, model: FlatModel) -> None:
@@ -158,7 +158,8 @@ class ModelEvaluation:
         return found
 
     def _evaluate(self) -> dict[str, Any]:
-        self._model.hold(self._context.state.weights)
+        state = self._context.state
+        self._model.hold(state.weights, state.buffers)
         found = self._task.evaluate(self._model.module)
         if found is None:
             return {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.aggregation.packet_sum import MAX_PACKETS, max_packet_bytes, max_update_bytes, sum_packets
 from gradbus.actors.federated.updates_out import EncodedUpdate, UpdateSender
-from gradbus.codecs import CodecError
+from gradbus.codecs import Codec, CodecError
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.wire.control import PacketRequest, PacketsMissing, Receipt, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
@@ -60,7 +60,7 @@ class RoundPackets:
 
     def __init__(
         self, base: Tensor, layers: Callable[[], dict[str, slice]], read: Callable[[], Tensor], key: FrameKey,
-        route: PacketRoute | None = None,
+        route: PacketRoute | None = None, own: Sequence[type[Codec]] = (),
     ) -> None:  # fmt: skip
         """Begin without a packet.
 
@@ -68,12 +68,14 @@ class RoundPackets:
             layers: returns where each tensor is in the vector. read: returns the model as it is now.
             key: of the first packet's frames.
             route: by which packets leave at once; None: they are added here.
+            own: codecs that are not built in, in which packets may be.
         """
         self.base = base
         self._layers = layers
         self._read = read
         self._key = key
         self._route = route
+        self._own = own
         self._payloads: list[bytes] = []
         self._num_bytes = 0
         self._num_samples = 0  # so far, as the newest packet says; 0: it does not
@@ -108,7 +110,7 @@ class RoundPackets:
                 f"one, and {max_update_bytes(dim)} in all of an update of {dim} values. Send sparse ones, or fewer"
             )
         try:
-            codecs.parse(payload, expected_dim=dim)
+            codecs.parse(payload, expected_dim=dim, own=self._own)
         except CodecError as error:
             raise type(error)(f"packet {number} is no message of a codec for {dim} values: {error}") from None
         self._payloads.append(payload)
@@ -163,7 +165,7 @@ class RoundPackets:
     def sum(self) -> memoryview:
         """Return the sum of all packets as a message of ``fp32``."""
         if self._sum is None:
-            self._sum = sum_packets(self._payloads, dim=self.base.numel())
+            self._sum = sum_packets(self._payloads, dim=self.base.numel(), own=self._own)
         return self._sum
 
     def change(self) -> Tensor | None:

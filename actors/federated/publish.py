@@ -68,6 +68,7 @@ class ModelPublisher:
     Attributes:
         held: float32, shape (D,): the model that the clients hold; the base of their updates. With a lossless codec
             this *is* the weights.
+        num_broadcast: number of values behind the model.
         notified: number of clients that were last sent the model's place in memory.
         residual_norm: L2 norm of the residual of the newest message; 0 with a lossless codec.
         queue: requests of clients.
@@ -95,7 +96,9 @@ class ModelPublisher:
         self._wanted_in_memory = False
         self._resending: asyncio.Task[None] | None = None
         broadcast = state.broadcast()
-        self._message_bytes = 4 * (self._weights.numel() + (0 if broadcast is None else broadcast.numel()))
+        self.num_broadcast = 0 if broadcast is None else broadcast.numel()
+        self._buffers = state.model.buffers
+        self._message_bytes = 4 * (self._weights.numel() + self.num_broadcast) + self._buffers.max_bytes
         frames = chunk_count(self._message_bytes)
         bus.open_writer(ModelBlob, retained_samples=frames if self._message_bytes <= RETAIN_BYTES else 1)
 
@@ -103,11 +106,6 @@ class ModelPublisher:
     def frozen_hash(self) -> int:
         """Hash of the values that are not sent; 0: there are none."""
         return self._context.state.model.frozen
-
-    @property
-    def num_broadcast(self) -> int:
-        """Number of values behind the model."""
-        return self._message_bytes // 4 - self._weights.numel()
 
     @property
     def held_apart(self) -> Tensor | None:
@@ -138,7 +136,7 @@ class ModelPublisher:
         self._round_id = round_id
         self._full = None
         is_full, share, history = self.held_apart is None, self._registry.sharing > 0, self._context.history
-        if not is_full or share or history.keeps_payloads:
+        if not is_full or share or history.keeps_payloads or self._buffers:
             self._current = await self._context.compute.run(self._make_message, self._next_key(), share)
         else:
             self._current = self._full_message(self._next_key())
@@ -149,13 +147,14 @@ class ModelPublisher:
     def _make_message(self, key: FrameKey, share: bool) -> _OutgoingModel:
         """Make the message on the compute thread."""
         if self.held_apart is None:
-            message = self._full_message(key)
+            message = self._full_message(key, share=share)
         else:
-            message = _OutgoingModel(key, self._next_difference(), int(Flags.DELTA))
+            difference = self._next_difference() + self._context.state.buffer_block()
+            message = _OutgoingModel(key, difference, int(Flags.DELTA))
             if self._context.history.on:
                 self._held_crc32 = zlib.crc32(self.held.numpy().data)
         self._context.history.keep(model_name(self._context.run_id, self._round_id), message.payload)
-        if share and message.size >= SHARED_BYTES:
+        if share and message.shared is None and message.size >= SHARED_BYTES:
             message.shared = self._context.bus.memory.put(message.payload)
         return message
 
@@ -201,11 +200,17 @@ class ModelPublisher:
         if full is not None and full.shared is not None and self._registry.shares_memory(client_id):
             await self._announce(full, full.shared)
 
-    def _full_message(self, key: FrameKey) -> _OutgoingModel:
-        # Headerless float32, as the original format has it: a view on the weights, without a copy.
+    def _full_message(self, key: FrameKey, *, share: bool = False) -> _OutgoingModel:
+        """Return the clients' model in full. ``share``: joined in shared memory, where more follows it."""
+        # Headerless float32, as the original format has it: a view on the weights, without a copy, unless more follows.
         values = np.asarray(self.held.numpy(), dtype="<f4")
         if (broadcast := self._context.state.broadcast()) is not None:
             values = np.concatenate([values, np.asarray(broadcast.numpy(), dtype="<f4")])
+        if self._buffers:
+            block = np.frombuffer(self._context.state.buffer_block(), np.uint8)
+            if share and (shared := self._context.bus.memory.put(values, block)) is not None:
+                return _OutgoingModel(key, shared.payload, shared=shared)
+            return _OutgoingModel(key, np.concatenate([values.view(np.uint8), block]))
         return _OutgoingModel(key, values)
 
     def _next_key(self) -> FrameKey:
@@ -217,7 +222,7 @@ class ModelPublisher:
     def _next_difference(self) -> bytes:
         payload, residual = residual_step(self._weights - self.held, None, self._codec)
         self.residual_norm = l2_norm(residual)
-        add_into(self.held, payload)
+        add_into(self.held, payload, (type(self._codec),))
         return payload
 
     async def _sign(self, message: _OutgoingModel) -> None:
@@ -293,7 +298,9 @@ class ModelPublisher:
         if self.queue.request(client_id, message.key.transfer, wanted, quota):
             return
         if (had := self.queue.exhaust(client_id, quota)) is not None:  # logged once
-            log.warning("model requested too often", client=client_id, round=self._round_id, frames=had)
+            log.warning(
+                "model requested too often", **self._context.client_facts(client_id), round=self._round_id, frames=had
+            )
 
     def _message(self, transfer: int) -> _OutgoingModel | None:
         messages = (self._current, self._full, self._frozen, self._candidate)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
+from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.evaluation import ClientEvaluation, CrossSite
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.rounds import Round, RoundTotals
@@ -200,7 +201,9 @@ class RoundReport:
         accuracy, eval_loss: of the global model on the test set; None if not evaluated, or the task has none. metrics:
             more numbers of that evaluation, by name.
         by_clients: evaluation of the global model by clients on their own data.
-        bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
+        bytes_up: payload of the encoded updates that count. bytes_down: of the encoded model after this round, times
+            the clients it went to. Headers, repairs, the first model of a client and models for evaluation are in
+            neither.
         bytes_up_shared, bytes_down_shared: of these, what was read in shared memory and not sent over DDS.
         train_s, encode_s: of the slowest client.
         wire_s: what is left of the time from the command to the last update: transfers and waiting.
@@ -214,6 +217,7 @@ class RoundReport:
         staleness: models by which the bases of the updates were behind, their mean; max_staleness: the largest. 0 where
             rounds are synchronous.
         epsilon: what the run has spent of differential privacy, this round included; None: it has none.
+        order: how the round was ordered by the caller or by the strategy, where that differed from the configuration.
         marks: clients whose updates the strategy changed, by what it did: ``clipped`` and so on.
         timeline: where the time went, by client; of the last ones, where there are very many. Empty for rounds before a
             resume, and in :attr:`Progress.reports` for all but the newest rounds.
@@ -257,6 +261,7 @@ class RoundReport:
     max_staleness: int = 0
     epsilon: float | None = None
     train_metrics: Mapping[str, float] = field(default_factory=dict)
+    order: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.updates:  # else it is known, also where the ids are not
@@ -303,7 +308,13 @@ class RoundReport:
     def figures(self) -> RoundReport:
         """The report without all that names clients."""
         return replace(
-            self, clients=(), strikes=(), marks={}, timeline=(), by_clients=self.by_clients.without_clients()
+            self,
+            clients=(),
+            strikes=(),
+            marks={},
+            timeline=(),
+            by_clients=self.by_clients.without_clients(),
+            order={key: value for key, value in self.order.items() if key not in ("clients", "each")},
         )
 
 
@@ -346,6 +357,7 @@ class Progress:
         never_counted: at the end, clients of which no update has counted in the whole run, and why.
         ended_early: why the run ended before its last round; empty: it did not.
         cross_site: at the end, local models on the data of all clients; None: that was not asked for.
+        names: of clients.
     """
 
     phase: str = "starting"
@@ -365,6 +377,7 @@ class Progress:
     never_counted: Mapping[int, str] = field(default_factory=dict)
     ended_early: str = ""
     cross_site: CrossSite | None = None
+    names: ClientNames = field(default_factory=ClientNames)
 
     def add(self, report: RoundReport) -> None:
         """A round is done."""
@@ -395,7 +408,8 @@ class ClientSummary:
 
     Attributes:
         rounds: in which its update counted. refused: updates that did not.
-        bytes_up: bytes of updates sent, repairs included. train_s: seconds of training in all.
+        bytes_up: payload of updates sent, those that did not count and repairs included, headers left out.
+        train_s: seconds of training in all.
     """
 
     rounds: int

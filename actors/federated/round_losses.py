@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.participation import MAX_KNOWN, NO_UPDATE, PREPARING_FAILED
 from gradbus.actors.federated.rounds import (
@@ -39,7 +40,8 @@ log = get_logger("controller")
 class TrainingFailureLog:
     """Logs exceptions of training functions on clients: each distinct one once with its traceback, then counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: ClientNames | None = None) -> None:
+        self._names = ClientNames() if names is None else names
         self._seen: Counter[str] = Counter()
         self._newest: dict[int, str] = {}
         self._last: dict[int, str] = {}  # by client, without what differs from one time to the next
@@ -61,8 +63,9 @@ class TrainingFailureLog:
             known[client_id] = value
         is_first = bool(key) and self._seen[key] == 1
         (log.info if repeated and not is_first else log.error)(
-            f"{what} failed {'again ' * (repeated and not is_first)}on a client", client=client_id, round=round_id,
-            reason=reason, error=error, times=self._seen[key], **({"traceback": text} if is_first else {}),
+            f"{what} failed {'again ' * (repeated and not is_first)}on a client", **self._names.facts(client_id),
+            round=round_id, reason=reason, error=error, times=self._seen[key],
+            **({"traceback": text} if is_first else {}),
         )  # fmt: skip
 
     def newest(self, client_id: int) -> str:
@@ -71,11 +74,13 @@ class TrainingFailureLog:
 
 
 class RoundLosses:
-    """The losses of one round after the other. ``receiver``: counts, for the reports, what did not count."""
+    """The losses of one round after the other. ``receiver``: counts, for the reports, what did not count. ``names``: of
+    the clients, for people."""
 
-    def __init__(self, receiver: UpdateReceiver) -> None:
+    def __init__(self, receiver: UpdateReceiver, names: ClientNames | None = None) -> None:
         self._receiver = receiver
-        self._failures = TrainingFailureLog()
+        self._names = ClientNames() if names is None else names
+        self._failures = TrainingFailureLog(self._names)
         self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
 
     def begin(self) -> None:
@@ -91,11 +96,11 @@ class RoundLosses:
             reason = CLIENT_SILENT if client_id in silent else CLIENT_LOST
             self._receiver.dropped[reason] += 1
             self._missed[client_id] = reason
-            log.warning(reason, client=client_id, round=round_.round_id)
+            log.warning(reason, **self._names.facts(client_id), round=round_.round_id)
         for client_id in found:
             if self._missed.pop(client_id, None) == CLIENT_SILENT:  # else it was silent before the round began
                 self._receiver.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
-            log.info("client waited for again", client=client_id, round=round_.round_id)
+            log.info("client waited for again", **self._names.facts(client_id), round=round_.round_id)
 
     def note_failure(self, round_: Round | None, client_id: int, report: TrainingFailure) -> bool:
         """Note that the training of a client failed, or that it had nothing to train; whether that is new to the open
@@ -103,7 +108,7 @@ class RoundLosses:
         if round_ is None or round_.staleness(report.round_id) < 0 or client_id not in round_.open:
             return False  # known already: it is repeated until the next command
         if report.reason == SAT_OUT:
-            log.info("client sits out", client=client_id, round=report.round_id, reason=SAT_OUT)
+            log.info("client sits out", **self._names.facts(client_id), round=report.round_id, reason=SAT_OUT)
             round_.fail(client_id, SAT_OUT)
             self._receiver.dropped[SAT_OUT] += 1
             return True
@@ -155,16 +160,15 @@ class RoundLosses:
         if failed:
             reasons.append(self._describe(failed))
         if sat_out:
-            reasons.append(f"{_named(sat_out)} had nothing to train")
+            reasons.append(f"{self._named(sat_out)} had nothing to train")
         others = [] if why else [reason for reason in by_reason if reason not in (TRAINING_FAILED, SAT_OUT, ALONE)]
-        reasons += [f"updates of {_named(by_reason[one])}: {one}, see the log" for one in others[:MAX_NAMED]]
+        reasons += [f"updates of {self._named(by_reason[one])}: {one}, see the log" for one in others[:MAX_NAMED]]
         why = "; ".join(reasons)
         return RoundTimeout(round_.round_id, len(round_.accepted), round_.minimum, attempts, why)
 
     def _describe(self, failed: Sequence[int]) -> str:
-        return f"training failed on {_named(failed)}: {self._failures.newest(failed[0])}"
+        return f"training failed on {self._named(failed)}: {self._failures.newest(failed[0])}"
 
-
-def _named(clients: Collection[int]) -> str:
-    named = ", ".join(map(str, list(clients)[:MAX_NAMED]))
-    return f"client{'s' * (len(clients) > 1)} {named}{' ...' * (len(clients) > MAX_NAMED)}"
+    def _named(self, clients: Collection[int]) -> str:
+        named = ", ".join(map(self._names.label, list(clients)[:MAX_NAMED]))
+        return f"client{'s' * (len(clients) > 1)} {named}{' ...' * (len(clients) > MAX_NAMED)}"

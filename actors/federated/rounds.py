@@ -33,6 +33,9 @@ class Outcome(Enum):
     FULL = "buffer full"
     DEADLINE = "deadline"
     NOTHING = "no client had anything to train"
+    GIVEN_UP = (
+        "given up, as a client broke the protocol"  # with secure aggregation, when it was too late for another sum
+    )
     TOO_FEW = "too few updates"
 
 
@@ -207,16 +210,27 @@ class Round:
             return self.without_enough()
         return Outcome.SOME_FAILED if set(self.failed.values()) - {SAT_OUT} else Outcome.ALL
 
+    def time_at_s(self, share: float) -> float:
+        """The time at which this share of the round's is over."""
+        return self.opened_at_s + share * (self.deadline_at_s - self.opened_at_s)
+
+    @property
+    def fewest_requests(self) -> int:
+        """Requests with fewer than which :meth:`has_enough_requests` is false in the first half of the round."""
+        left = len(self.expected) - len(self.accepted) - len(self.failed)
+        quorum = self._quorum if self._enough is None else min(self._quorum, self._enough)
+        return min(left, quorum - len(self.accepted))
+
     def has_enough_requests(self, offered: Collection[int], now_s: float) -> bool:
-        """Whether updates of a first round need wait no longer: all expected clients have requested an upload, or the
-        quorum has for the grace, or half of the time is over."""
+        """Whether updates that are held need wait for no further requests: all expected clients have requested an
+        upload, or the quorum has for the grace, or half of the time is over."""
         if self._offered_at_s is None and len(self.accepted.union(offered)) >= self._quorum:
             self._offered_at_s = now_s
         if self._offered_at_s is not None and now_s >= self._offered_at_s + self._grace_s:
             return True
         if self._enough is not None and len(self.accepted.union(offered)) >= self._enough:
             return True
-        return self.open <= set(offered) or now_s >= (self.opened_at_s + self.deadline_at_s) / 2
+        return self.open <= set(offered) or now_s >= self.time_at_s(0.5)
 
     def next_check_s(self) -> float:
         """The time at which the verdict may change without an event."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
-from torch import Tensor
 
 from gradbus.actors.federated.client_state import own_tensors
 from gradbus.actors.federated.flat_model import hash_of
-from gradbus.actors.federated.state import NOTHING, SavedRun
+from gradbus.actors.federated.state import NOTHING, Load, SavedRun, load_integers
 from gradbus.runtime.checkpoint import Checkpoint, tensor_of
+from gradbus.runtime.complex_pairs import restored, shape_in_floats
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.saved_state import BUFFER, SavedState, StateNames, float_dtype, own_copies
-
-Load = Callable[[str], Mapping[str, Tensor]]
 
 
 def saved_state(checkpoint: Checkpoint, load: Load, client: Checkpoint | None = None) -> SavedState:
@@ -30,6 +26,8 @@ def saved_state(checkpoint: Checkpoint, load: Load, client: Checkpoint | None = 
     saved, state = SavedRun.of(checkpoint), SavedState()
     state.add_vector(tensor_of(checkpoint, "weights"), saved.tensors)
     _add_frozen(state, saved, load)
+    for name, tensor in (load_integers(saved.integers, load) if saved.integers != NOTHING else {}).items():
+        state.add(name, tensor.clone())
     for name, tensor in own_copies(checkpoint.tensors, BUFFER).items():
         state.add(name, tensor)
     state.personal = [name for name, _, _ in saved.personal]
@@ -65,6 +63,8 @@ def _take_own(state: SavedState, saved: SavedRun, client: Checkpoint) -> None:
     for name, tensor in own.items():
         # A checkpoint of an earlier version does not name what is personal.
         shape, dtype = known.get(name, (None if saved.names else list(tensor.shape), tensor.dtype))
+        if shape is not None and dtype.is_complex and tuple(tensor.shape) == shape_in_floats(dtype, shape):
+            tensor = restored(tensor, dtype)
         if shape != list(tensor.shape):
             raise CheckpointError(
                 f"a client keeps {name[:80]!r} of shape {tuple(tensor.shape)}, which the model has not"

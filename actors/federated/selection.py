@@ -34,20 +34,20 @@ class StartCondition:
     later, and gives up ``timeout_s`` after ``now_s``. A pure decision."""
 
     def __init__(
-        self, *, minimum: int, expected: int | None, now_s: float, timeout_s: float, grace_s: float,
+        self, *, minimum: int, expected: Collection[int], now_s: float, timeout_s: float, grace_s: float,
         excused: Collection[int] = (), describe: Callable[[], tuple[str, str, str]] = lambda: ("start", "", ""),
     ) -> None:  # fmt: skip
         """Begin to wait.
 
         Args:
-            minimum: clients that suffice after the grace. expected: their number, if it is known.
+            minimum: clients that suffice after the grace. expected: ids of those that are waited for at most.
             excused: ids of expected clients that are not waited for.
             describe: gives for the error what cannot start, a likely misconfiguration, and a hint.
         """
         self._minimum = minimum
         self._expected = expected
         self._excused = excused
-        self._wanted = max((expected or 0) - sum(i < (expected or 0) for i in excused), minimum)
+        self._wanted = max(len(self._expected) - sum(one in self._expected for one in excused), minimum)
         self._timeout_s = timeout_s
         self._deadline_at_s = now_s + timeout_s
         self._grace_s = grace_s
@@ -78,7 +78,7 @@ class StartCondition:
     def missing(self, ready: Sequence[int]) -> list[int]:
         """Ids of expected clients that are not among these."""
         here = {*ready, *self._excused}
-        return [number for number in range(self._expected or 0) if number not in here]
+        return sorted(number for number in self._expected if number not in here)
 
     def next_check_s(self) -> float:
         """The time at which the answer may change without an event."""
@@ -143,24 +143,32 @@ class ParticipantSelection:
             int, str
         ] = {}  # clients that could not get ready, and why, in the order of their reports
 
-    async def wait_for_start(self, round_id: int, accepted: Collection[int] = (), *, timeout_s: float) -> None:
-        """Wait until enough clients are matched both ways and welcomed. Those in ``accepted`` need not be there, as
-        their updates count already. Raises BarrierTimeout: they were not, for so long; TrainingFailed: and those that
-        are missing have reported why they cannot get ready."""
+    async def wait_for_start(
+        self, round_id: int, accepted: Collection[int] = (), *, timeout_s: float, named: Collection[int] | None = None
+    ) -> None:  # fmt: skip
+        """Wait until enough clients are matched both ways and welcomed: of those that are ``named``; None: of all.
+        Those in ``accepted`` need not be there, as their updates count already.
+
+        Raises:
+            BarrierTimeout: they were not, for so long. TrainingFailed: and those that are missing have reported why
+                they cannot get ready.
+        """
         config, bus, out = self._context.config, self._context.bus, self._context.state.quarantine.excluded(round_id)
+        names = self._context.state.names
         self._progress.phase = "waiting"
-        kept_out = f" (kept out: {', '.join(map(str, list(out)[:20]))})" if out else ""
+        expected = range(config.clients.num or 0) if named is None else named
+        kept_out = f" (kept out: {', '.join(map(names.label, list(out)[:20]))})" if out else ""
         failed = self._failed
         condition = StartCondition(
-            minimum=config.clients.min, expected=config.clients.num, now_s=time.monotonic(),
-            timeout_s=timeout_s, grace_s=config.clients.start_grace_s, excused=out,
+            minimum=config.clients.min, expected=expected, now_s=time.monotonic(), timeout_s=timeout_s,
+            grace_s=config.clients.start_grace_s, excused=out,
             describe=lambda: (
                 f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration,
                 " ".join([*(f"{text}. {_MEND}." for text in failed().values()), bus.reach.advice()]),
             ),
         )  # fmt: skip
         waiting = WaitLog(log, bus.reach, job=bus.job, round=round_id)
-        while not self._may_start(condition, ready := sorted({*accepted, *self.ready(round_id)}), round_id):
+        while not self._may_start(condition, ready := sorted({*accepted, *self.ready(round_id, named)}), round_id):
             missing = condition.missing(ready)
             only_failed = bool(failed()) and set(missing) <= failed().keys()
             waiting.look(
@@ -168,8 +176,8 @@ class ParticipantSelection:
             )
             # There is no event for the matching of this side, which may come after the client's last message.
             await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.clients.heartbeat_s))
-        if len(ready) < (config.clients.num or 0) - len(out):
-            log.warning("starting without all clients", ready=ready, expected=config.clients.num)
+        if len(ready) < len(expected) - sum(one in expected for one in out):
+            log.warning("starting without all clients", ready=ready, expected=len(expected))
 
     def _may_start(self, condition: StartCondition, ready: Sequence[int], round_id: int) -> bool:
         """Whether to start with these clients now.
@@ -202,37 +210,48 @@ class ParticipantSelection:
         """Why clients that are not here could not get ready, in words, by id."""
         here = {client.client_id for client in self._registry}
         gone = [one for one in sorted(self._unprepared) if one not in here][:_SHOWN]
-        return {one: f"client {one} failed before its first round: {self._unprepared[one]}" for one in gone}
+        label = self._context.state.names.label
+        return {one: f"client {label(one)} failed before its first round: {self._unprepared[one]}" for one in gone}
 
     def _absent(self, missing: Collection[int]) -> list[str]:
         """Names of missing clients, for the log."""
         here, failed = {client.client_id for client in self._registry}, self._failed()
+        label = self._context.state.names.label
         named = [
-            failed.get(number, f"client {number}{' (is here, not ready yet)' * (number in here)}") for number in missing
+            failed.get(number, f"client {label(number)}{' (is here, not ready yet)' * (number in here)}")
+            for number in missing
         ]
         named += [text for number, text in failed.items() if number not in missing]
         return named[:_SHOWN] or ["some client"]
 
-    def ready(self, round_id: int) -> list[int]:
-        """Clients that are ready, as far as this side is matched as well."""
+    def ready(self, round_id: int, named: Collection[int] | None = None) -> list[int]:
+        """Clients that are ready, of those that are ``named`` or of all, as far as this side is matched as well."""
         ready, bus = self._registry.ready(round_id), self._context.bus
+        if named is not None:
+            ready = sorted({*ready}.intersection(named))
         # Several clients may share a process and so a reader: this holds back only while DDS sees nobody at all.
         return ready if bus.matched_readers(TrainCmd) and bus.matched_writers(ClientUpdate) else []
 
-    def participants(self, round_id: int, accepted: Collection[int], weigh: Callable[[int], int]) -> Participants:
+    def participants(
+        self, round_id: int, accepted: Collection[int], most: int | None, *,
+        named: Collection[int] | None = None, without: Collection[int] = (),
+    ) -> Participants:  # fmt: skip
         """Return who of the ready clients takes part in a round. Those in ``accepted`` do: their updates count already.
 
         Args:
-            weigh: how much an update of so many samples may weigh.
+            most: samples that a client counts as at most; None: there is no limit.
+            named: ids of the clients that the round is ordered from; None: the selector decides.
+            without: clients that do not.
 
         Raises:
             ConfigError: the selector is the user's, and selects others than it may; or there is no room in a message to
                 say who is selected.
         """
-        ready, selector, config = self.ready(round_id), self._selector, self._context.config
-        if not selector.partial:
+        ready = [client_id for client_id in self.ready(round_id, named) if client_id not in without]
+        selector, config = self._selector, self._context.config
+        if named is not None or not selector.partial:
             return Participants(ready, None)
-        facts = [self._facts(client_id, weigh) for client_id in sorted({*ready, *accepted})]
+        facts = [self._facts(client_id, most) for client_id in sorted({*ready, *accepted})]
         wanted = selector.wanted(len(facts), config.clients.min)
         count = selector.asked(len(facts), wanted)
         asked = selected(selector, facts, count, Draw(config.seed, round_id))
@@ -243,16 +262,18 @@ class ParticipantSelection:
             )
         return Participants(asked, wanted if count > wanted else None)
 
-    def _facts(self, client_id: int, weigh: Callable[[int], int]) -> ClientFacts:
+    def _facts(self, client_id: int, most: int | None) -> ClientFacts:
         known = self._context.state.participation.of(client_id)
+        samples = known.num_samples if most is None else min(known.num_samples, most)
         return ClientFacts(
-            client_id=client_id, num_samples=weigh(known.num_samples), loss=known.loss,
+            client_id=client_id, num_samples=samples, loss=known.loss,
             rounds=known.counted + known.missed,
         )  # fmt: skip
 
     async def on_strike(self, strike: Strike) -> None:
         """Log a bad update, and put its client in quarantine where that follows."""
-        facts = {"client": strike.client_id, "round": strike.round_id, "reason": strike.reason, "strikes": strike.count}
+        of_round = {"round": strike.round_id, "reason": strike.reason, "strikes": strike.count}
+        facts = {**self._context.client_facts(strike.client_id), **of_round}
         if not strike.out_until:
             log.warning("strike", **facts)
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,12 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gradbus.actors.aggregation.merged_buffers import MERGEABLE, BufferLayout, MergedBuffer
+from gradbus.actors.aggregation.strategies import Strategy
+from gradbus.runtime.complex_pairs import count_floats, is_inexact, shape_in_floats
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.saved_state import Row
 from gradbus.runtime.wire.control import Welcome
 
 Exchange = Literal["trained", "all"]
+KEEP = "keep"  # the rule for buffers that stay at their clients
+REST = "**"  # the pattern of what no pattern of the user matches: a * of theirs is told from it
 EVERYTHING = ("*",)
 _NAMED = 5  # tensors that a message names
 
@@ -32,27 +36,48 @@ class Sharing:
     Attributes:
         exchange: as ``federated.exchange``: the trained part, or all of it.
         include, exclude: as ``federated.share``: patterns of tensor names.
+        buffers: pattern and rule of buffers of integers and booleans, of which the first that matches counts. What
+            matches none is not exchanged, and begins each training as it was built.
     """
 
     exchange: Exchange = "trained"
     include: tuple[str, ...] = EVERYTHING
     exclude: tuple[str, ...] = ()
+    buffers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, config: FederatedConfig) -> Sharing:
-        """Read it from a controller's settings."""
-        return cls(config.exchange, tuple(config.share.include), tuple(config.share.exclude))
+    def of(cls, config: FederatedConfig, strategy: type[Strategy] = Strategy) -> Sharing:
+        """Read it from a controller's settings. ``strategy``: of the run, whose rule is that of most buffers."""
+        rules: dict[str, str] = {**config.buffers}
+        rules.setdefault(REST, _default_rule(config, strategy))  # a site has the one of the level above
+        return cls(config.exchange, tuple(config.share.include), tuple(config.share.exclude), tuple(rules.items()))
 
     @classmethod
     def of_welcome(cls, welcome: Welcome) -> Sharing:
         """Read it from the Welcome to a run."""
         exchange: Exchange = "trained" if welcome.frozen else "all"
-        return cls(exchange, tuple(welcome.include) or EVERYTHING, tuple(welcome.exclude))
+        rules = tuple(welcome.buffers.items())
+        return cls(exchange, tuple(welcome.include) or EVERYTHING, tuple(welcome.exclude), rules)
+
+    def rule_of(self, spec: TensorSpec) -> str:
+        """Return how a buffer of integers or booleans is merged; empty: it is not exchanged."""
+        if spec.dtype not in MERGEABLE:
+            return ""
+        return next((rule for pattern, rule in self.buffers if fnmatchcase(spec.name, pattern)), "")
+
+    def pattern_of(self, spec: TensorSpec) -> str:
+        """Return the pattern of that rule; empty: none matches."""
+        return next((pattern for pattern, _ in self.buffers if fnmatchcase(spec.name, pattern)), "")
 
     @property
     def has_patterns(self) -> bool:
         """Whether it names tensors, so that some may stay at the clients."""
         return self.include != EVERYTHING or bool(self.exclude)
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether clients keep what they do not share, from round to round."""
+        return self.has_patterns or any(rule == KEEP for _, rule in self.buffers)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -84,6 +109,16 @@ class TensorSpec(NamedTuple):
         return self.name, str(self.dtype).removeprefix("torch."), list(self.shape)
 
     @property
+    def is_inexact(self) -> bool:
+        """Return whether it can be averaged: it holds floats, or complex numbers, which are pairs of them."""
+        return is_inexact(self.dtype)
+
+    @property
+    def shape_in_floats(self) -> tuple[int, ...]:
+        """Return the shape of its floats: of a complex tensor with 2 at the end."""
+        return shape_in_floats(self.dtype, self.shape)
+
+    @property
     def line(self) -> str:
         """Return the text by which this tensor enters the hash of a layout."""
         return f"{self.name}:{self.dtype}:{self.shape}"
@@ -95,11 +130,13 @@ class Division(NamedTuple):
     Attributes:
         shared: exchanged in every round. constant: sent once, and equal on all nodes.
         personal: trained at a client, kept there and never sent.
+        merged: buffers of integers and booleans, of which changes are exchanged, and merged by a rule.
     """
 
     shared: frozenset[str]
     constant: frozenset[str]
     personal: frozenset[str]
+    merged: frozenset[str]
 
 
 class Shape(NamedTuple):
@@ -138,16 +175,23 @@ def _kind_of(tensor: Tensor) -> Literal["trained", "frozen", "buffer"]:
 def divide(specs: Sequence[TensorSpec], sharing: Sharing) -> Division:
     """Decide what becomes of each tensor.
 
-    Exchanged are parameters that require a gradient, and floating-point buffers, such as running means; with
-    ``exchange="all"``, or where no parameter requires a gradient, frozen ones as well. Of these, ``include`` and
-    ``exclude`` choose. What they leave out is personal, as are all other buffers. A frozen parameter is sent once,
-    unless ``exclude`` names it.
+    Exchanged are parameters that require a gradient, and buffers of floats, such as running means, complex numbers
+    among them; with ``exchange="all"``, or where no parameter requires a gradient, frozen ones as well. Of these,
+    ``include`` and ``exclude`` choose. What they leave out is personal. Of buffers of integers and booleans they
+    choose, too: those are merged, except where the rule is to keep them. A frozen parameter is sent once, unless
+    ``exclude`` names it.
 
     Raises:
         ConfigError: names of one tensor, as of tied weights, are on both sides.
     """
     everything = sharing.exchange == "all" or not any(spec.kind == "trained" for spec in specs)
-    names: Mapping[str, set[str]] = {"shared": set(), "constant": set(), "personal": set(), "built": set()}
+    names: Mapping[str, set[str]] = {
+        "shared": set(),
+        "constant": set(),
+        "personal": set(),
+        "merged": set(),
+        "built": set(),
+    }
     side_of: dict[str, str] = {}
     for spec in specs:
         side = _side_of(spec, sharing, everything)
@@ -158,13 +202,16 @@ def divide(specs: Sequence[TensorSpec], sharing: Sharing) -> Division:
                 f"one of them alone. Let them match both names, or neither"
             )
         names[side].add(spec.name)
-    return Division(frozenset(names["shared"]), frozenset(names["constant"]), frozenset(names["personal"]))
+    return Division(*(frozenset(names[side]) for side in Division._fields))
 
 
 def _side_of(spec: TensorSpec, sharing: Sharing, everything: bool) -> str:
     is_parameter, is_frozen = spec.kind != "buffer", spec.kind == "frozen"
-    if not spec.dtype.is_floating_point:
-        return "built" if is_parameter else "personal"
+    if not spec.is_inexact:
+        if is_parameter:
+            return "built"
+        is_shared = _matches(spec.name, sharing.include) and not _matches(spec.name, sharing.exclude)
+        return "merged" if is_shared and sharing.rule_of(spec) not in ("", KEEP) else "personal"
     if _matches(spec.name, sharing.exclude):
         return "built" if is_frozen and not everything else "personal"
     if is_frozen and not everything:
@@ -184,9 +231,82 @@ def shape_of(specs: Sequence[TensorSpec], division: Division) -> Shape:
         for part, names in enumerate((division.shared, division.constant)):
             if spec.name in names and spec.first == spec.name:
                 lines[part].append(spec.line)
-                sizes[part] += math.prod(spec.shape)
+                sizes[part] += count_floats(spec.dtype, spec.shape)
     text = "\n".join([*lines[0], *(f"frozen {line}" for line in lines[1])])
     return Shape(sizes[0], int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"), sizes[1])
+
+
+def layout_of(specs: Sequence[TensorSpec], sharing: Sharing) -> BufferLayout:
+    """Return the merged buffers, each by its first name, with their rules."""
+    merged = divide(specs, sharing).merged
+    return BufferLayout(
+        MergedBuffer(spec.name, spec.dtype, spec.shape, sharing.rule_of(spec))
+        for spec in specs
+        if spec.name in merged and spec.name == spec.first
+    )
+
+
+def left_out(specs: Sequence[TensorSpec], sharing: Sharing) -> list[TensorSpec]:
+    """Return what is not exchanged, though no pattern of the user leaves it to the clients: integer parameters, buffers
+    of dtypes that cannot be merged, and those that are kept for the sake of privacy."""
+    sides = divide(specs, sharing)
+    exchanged = sides.shared | sides.constant | sides.merged
+    return [
+        spec for spec in specs
+        if not spec.is_inexact and spec.name == spec.first and spec.name not in exchanged
+        and _matches(spec.name, sharing.include) and not _matches(spec.name, sharing.exclude)
+        and not (spec.kind == "buffer" and sharing.pattern_of(spec) not in ("", REST))
+    ]  # fmt: skip
+
+
+def _default_rule(config: FederatedConfig, strategy: type[Strategy]) -> str:
+    """Return how a buffer is merged that no pattern of ``federated.buffers`` matches.
+
+    With privacy or secure aggregation it is kept: its exact values would say of a single client what noise and masks
+    hide. A robust strategy is for runs with hostile clients, of which one alone could set a flag, or a count to its
+    largest value: there the value is that of the majority.
+    """
+    if config.privacy.name != "none" or config.secure_aggregation.enabled:
+        return KEEP
+    return strategy.buffer_rule
+
+
+def check_buffers(specs: Sequence[TensorSpec], config: FederatedConfig, sharing: Sharing) -> None:
+    """Look whether the rules for buffers fit the model and the other settings.
+
+    Raises:
+        ConfigError: one matches no buffer, or is for another dtype, or would send what privacy protects.
+    """
+    what = "federated.buffers"
+    buffers = [spec for spec in specs if spec.kind == "buffer" and spec.dtype in MERGEABLE]
+    for pattern, rule in config.buffers.items():
+        if pattern == REST:
+            continue  # of the level above, at a site
+        _check_patterns(what, [pattern], specs)
+        if not any(fnmatchcase(spec.name, pattern) for spec in buffers):
+            raise ConfigError(
+                f"{what}: {pattern!r} matches no buffer of integers or booleans; there are "
+                f"{_some([spec.name for spec in buffers]) or 'none'}. Tensors of floats are averaged, or left to the "
+                f"clients by federated.share"
+            )
+        if rule != KEEP and config.privacy.name != "none":
+            raise ConfigError(
+                f"{what}: {pattern!r} is {rule!r}, and with federated.privacy exact values, without noise, would leave "
+                f"the clients. Set it to 'keep', or leave it out"
+            )
+    for spec in buffers:
+        found, is_flag = sharing.rule_of(spec), spec.dtype == torch.bool
+        if found in (("sum",) if is_flag else ("any", "all")):
+            fitting = "any, all or median" if is_flag else "max, min, sum or median"
+            raise ConfigError(
+                f"{what}: {spec.name!r} is a buffer of {str(spec.dtype).removeprefix('torch.')}, for which there is no "
+                f"{found!r}: set {fitting}, or keep"
+            )
+        if found == "median" and config.clients.kind == "sites":
+            raise ConfigError(
+                f"{what}: {spec.name!r} is 'median', and with federated.clients.kind=sites this controller sees what "
+                f"sites have merged, of which no median follows. Set max, min or sum"
+            )
 
 
 def check_sharing(specs: Sequence[TensorSpec], sharing: Sharing) -> None:
@@ -197,7 +317,7 @@ def check_sharing(specs: Sequence[TensorSpec], sharing: Sharing) -> None:
     """
     _check_patterns("federated.share", sharing.patterns, specs)
     if sharing.has_patterns and not divide(specs, sharing).shared:
-        left = [spec.name for spec in specs if spec.dtype.is_floating_point and spec.kind != "frozen"]
+        left = [spec.name for spec in specs if spec.is_inexact and spec.kind != "frozen"]
         raise ConfigError(
             f"federated.share: include {list(sharing.include)} and exclude {list(sharing.exclude)} leave nothing to "
             f"share. What could be: {_some(left) or 'nothing, as all parameters are frozen'}"
@@ -227,11 +347,38 @@ def check_kept(specs: Sequence[TensorSpec], sharing: Sharing | None, kept: Seque
     _check_patterns("client.keep_personal", kept, specs)
     if sharing is None:
         return
-    shared = divide(specs, sharing).shared
+    sides = divide(specs, sharing)
+    shared = sides.shared | sides.merged
     if taken := [spec.name for spec in specs if spec.name in shared and _matches(spec.name, kept)]:
         raise ConfigError(
             f"the controller shares {_some(taken)}, which client.keep_personal keeps here: nothing is sent. On the "
             f"controller set federated.share.exclude to {json.dumps(list(kept))}, or to more than that"
+        )
+
+
+def check_buffers_sent(
+    specs: Sequence[TensorSpec], welcome: Welcome, *, is_private: bool, insists_on_masks: bool
+) -> None:
+    """Look whether a client can send the buffers that a controller merges.
+
+    Args:
+        is_private: the run has differential privacy. insists_on_masks: the client sends nothing in the clear.
+
+    Raises:
+        ConfigError: they are not those of its model, or their exact values would say what noise or masks hide.
+    """
+    layout = layout_of(specs, Sharing.of_welcome(welcome))
+    if layout and (is_private or insists_on_masks):
+        why = "its updates have noise" if is_private else "client.least_members asks for masks"
+        raise ConfigError(
+            f"the controller asks for the exact values of {_some(layout.names)}, and {why}: nothing is sent. Leave "
+            f"them out of federated.buffers on the controller, or set keep there"
+        )
+    if layout.digest != welcome.buffer_layout:
+        raise ConfigError(
+            f"the controller merges other buffers of integers and booleans than this client's model has, in names, "
+            f"dtypes or shapes: here they are {_some(layout.names) or 'none'}. Use one model, or let the clients keep "
+            f'those that differ: federated.buffers, {{"name": "keep"}}, on the controller'
         )
 
 

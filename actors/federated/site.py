@@ -13,25 +13,26 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.combinations import check_choices
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.report import Progress, RoundReport
-from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.actors.federated.session import ControllerSession
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.sharing import REST, Sharing, layout_of, specs_of
 from gradbus.actors.federated.site_controller import (
     CONTRIBUTED_FILE,
     RelayingController,
     RoundsAlone,
     SiteController,
+    SiteUpdate,
     UpstreamChanged,
 )
 from gradbus.actors.federated.state import SavedRun
@@ -43,12 +44,13 @@ from gradbus.runtime.choices import SELECTORS
 from gradbus.runtime.config.federated import ClientConfig, FederatedConfig, UpstreamConfig
 from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, GradbusError, TrainingFailed
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.saved_state import BUFFER, own_copies
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.wire.control import EvaluationRequest, Hello, LocalModelRequest, Status, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import Control, Message, TrainCmd
 
-FROM_ABOVE = {"rounds", "seed", "training", "codec", "exchange", "share", "early_stop", "callbacks"}
+FROM_ABOVE = {"rounds", "seed", "training", "codec", "exchange", "share", "buffers", "early_stop", "callbacks"}
 """The settings that at a site are those of the level above."""
 ENDLESS = 1_000_000  # rounds: the level above ends the run
 LAST_MODEL_S = 2.0  # at the end of the run, so long the last model is waited for
@@ -80,7 +82,7 @@ class Followed(NamedTuple):
 
     Attributes:
         round_id, base: the newest model, float32, shape (D,). command: the newest command. terms: how to train.
-        frozen: the frozen parameters; None: there are none.
+        frozen: the frozen parameters; None: there are none. buffers: the merged buffers of the model.
     """
 
     round_id: int
@@ -88,6 +90,7 @@ class Followed(NamedTuple):
     command: TrainCmd
     terms: Welcome
     frozen: Tensor | None
+    buffers: Mapping[str, Tensor] = {}
 
 
 class SiteMember(Client):
@@ -97,6 +100,8 @@ class SiteMember(Client):
         controller: of the site's clients, once this site is welcomed.
         followed: what it has of the level above; None before the first command.
     """
+
+    _codecs_setting = "upstream.codecs"
 
     def __init__(
         self, bus: Bus, task: FederatedTask, upstream: UpstreamConfig, make_controller: MakeController,
@@ -109,7 +114,8 @@ class SiteMember(Client):
             followed: as of the member before.
         """
         timeout_s = upstream.alone_after_s if followed and upstream.alone else upstream.timeout_s
-        super().__init__(bus, task, client_id=upstream.site or 0, config=ClientConfig(controller_timeout_s=timeout_s))
+        config = ClientConfig(controller_timeout_s=timeout_s, codecs=upstream.codecs)
+        super().__init__(bus, task, client_id=upstream.site or 0, name=upstream.name, config=config)
         self._upstream = upstream
         self._make_controller = make_controller
         self._on_report = on_report
@@ -185,9 +191,24 @@ class SiteMember(Client):
             raise UpstreamChanged(f"the level above has begun run {self._session.run_id:016x}")
         if _rules_of(self._session.welcome) != _rules_of(controller.terms) and self._session.ended is None:
             raise UpstreamChanged("the level above has started again with other settings")
-        await controller.adopt(round_id, vector)
+        buffers = self._buffers()
+        await controller.adopt(round_id, vector, buffers)
         if self.followed is not None:
-            self.followed = self.followed._replace(round_id=round_id, base=vector)
+            self.followed = self.followed._replace(round_id=round_id, base=vector, buffers=buffers)
+
+    def _layout(self) -> BufferLayout:
+        """The merged buffers of the level above: this site's clients may keep some of them."""
+        assert self._session.welcome is not None, "a site that is not welcomed has nothing of the level above"
+        return layout_of(self._model.specs, Sharing.of_welcome(self._session.welcome))
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """All merged buffers of the newest model."""
+        layout = self._layout()
+        if not layout:
+            return {}
+        built = self._model.module.state_dict()  # nothing here trains it
+        as_built = {name: built[name].detach().cpu() for name in layout.names}
+        return {**as_built, **layout.unpack(self._models.replica.buffers)}
 
     async def _wait(self, timeout_s: float) -> None:
         if self.controller is not None and self.controller.started.is_set():
@@ -198,7 +219,7 @@ class SiteMember(Client):
         controller = self.controller
         assert controller is not None, "it is started before this site is ready"
         await self._take_newest(controller)
-        self.followed = Followed(command.round_id - 1, base, command, welcome, self._frozen_values)
+        self.followed = Followed(command.round_id - 1, base, command, welcome, self._frozen_values, self._buffers())
         await super()._train_and_send(welcome, command, base, group)
         if self._session.counted_round == command.round_id:
             controller.counted_round = command.round_id
@@ -218,26 +239,24 @@ class SiteMember(Client):
                 changed = asyncio.create_task(self._changed.wait(), name="site-round-superseded")
                 await asyncio.wait({gathering, changed}, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
-            payload, num_samples, totals = gathering.result()
+            update = gathering.result()
         finally:
             if not gathering.done():
                 gathering.cancel()
                 await asyncio.wait({gathering})
-        return await self._compute.run(self._wrap, welcome, command, payload, num_samples, totals, began_s)
+        return await self._compute.run(self._wrap, welcome, command, update, began_s)
 
     def _is_called_off(self) -> bool:
         return False  # a round that is no longer wanted has raised
 
-    def _wrap(
-        self, welcome: Welcome, command: TrainCmd, payload: bytes, num_samples: int, totals: RoundTotals, began_s: float
-    ) -> EncodedUpdate:
+    def _wrap(self, welcome: Welcome, command: TrainCmd, update: SiteUpdate, began_s: float) -> EncodedUpdate:
         """The sum as an update, in shared memory where the level above reads that."""
-        here = self._bus.memory.here
+        here, payload = self._bus.memory.here, update.payload + self._layout().pack(update.buffers)
         sealed = self._bus.memory.put(payload) if here and here == welcome.memory else None
-        loss, transfer = totals.loss(), next(self._transfers)
+        loss, transfer = update.totals.loss(), next(self._transfers)
         request = UploadRequest(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
-            num_samples=num_samples, loss=math.nan if loss is None else loss,
+            num_samples=update.num_samples, loss=math.nan if loss is None else loss,
             train_s=max(0.0, time.perf_counter() - began_s), encode_s=0.0,
             memory="" if sealed is None else sealed.place, wait_s=max(0.0, began_s - self._session.commanded_s),
         )  # fmt: skip
@@ -350,7 +369,7 @@ class Site:
 
     async def _go_on_alone(self, followed: Followed) -> None:
         """Rounds of the site's own, from its newest model, until the level above is back."""
-        round_id, base, command, terms, frozen = followed
+        round_id, base, command, terms, frozen, buffers = followed
         assert self._config.checkpoint.dir is not None, "checked at the start"
         directory = await asyncio.to_thread(_directory_of, self._config.checkpoint.dir, terms.run_id)
         kept = await asyncio.to_thread(_directory_alone, directory, round_id)
@@ -374,7 +393,9 @@ class Site:
         if newest is not None and samples and self._upstream.rejoin == "contribute":
             if self._contribution is not None and self._contribution.kept != kept:
                 _give_up(self._contribution, f"the site was cut off again, after round {round_id}")
-            self._contribution = RoundsAlone(terms.run_id, kept, newest.tensors["weights"] - base, samples)
+            specs = specs_of(await asyncio.to_thread(self._task.build_model))
+            changed = layout_of(specs, Sharing.of(config)).changes(buffers, own_copies(newest.tensors, BUFFER))
+            self._contribution = RoundsAlone(terms.run_id, kept, newest.tensors["weights"] - base, samples, changed)
 
     async def _alone(self, controller: Controller) -> None:
         self.progress.phase = "alone"
@@ -407,15 +428,21 @@ def site_config(config: FederatedConfig, upstream: UpstreamConfig, welcome: Welc
     log.info("round deadlines", above_s=welcome.round_s, here_s=due_s)
     config = config.replaced("round.timeout_s", due_s).replaced("rounds", ENDLESS)
     sharing = Sharing.of_welcome(welcome)
-    return config.replaced("exchange", sharing.exchange).replaced("share", sharing.settings())
+    config = config.replaced("exchange", sharing.exchange).replaced("share", sharing.settings())
+    # Where this site masks, only buffers for which the level above has named a rule are shown to it.
+    masks = config.secure_aggregation.enabled
+    return config.replaced(
+        "buffers", {pattern: rule for pattern, rule in sharing.buffers if pattern != REST or not masks}
+    )
 
 
 def _rules_of(welcome: Welcome) -> tuple[object, ...]:
     """Return what of a Welcome a site passes on to its clients, and its own deadline. The same in all of one start of
     the level above: what could change its options there is refused above sites."""
     return (
-        welcome.codec, welcome.density, welcome.chunk_elems, welcome.codec_version, welcome.rule, welcome.options,
-        welcome.round_s, welcome.frozen, welcome.include, welcome.exclude,
+        welcome.codec, welcome.codec_options, welcome.section_codec, welcome.section_options, welcome.rule,
+        welcome.options, welcome.round_s, welcome.frozen, welcome.include, welcome.exclude, welcome.buffers,
+        welcome.buffer_layout,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,13 +20,15 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.actors.federated.chosen_codecs import codec_of, names_of, own_codecs
 from gradbus.actors.federated.combinations import make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.liveness import tolerate_write_timeout
-from gradbus.actors.federated.local_training import NothingToTrain, codec_of
+from gradbus.actors.federated.local_training import NothingToTrain
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import Outcome, Round, RoundTotals
 from gradbus.actors.federated.task import FederatedTask
+from gradbus.codecs import Codec
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import BusError, ConfigError
@@ -51,22 +53,39 @@ class RoundsAlone(NamedTuple):
     Attributes:
         run_id: of the level above. kept: the directory of those rounds.
         difference: to the model that they began with, float32, shape (D,). num_samples: its weight.
+        buffers: what has changed of the merged buffers, as of a client.
     """
 
     run_id: int
     kept: Path
     difference: Tensor
     num_samples: int
+    buffers: Mapping[str, Tensor] = {}
+
+
+class SiteUpdate(NamedTuple):
+    """The sum of a site's round for the level above.
+
+    Attributes:
+        payload: its bytes. num_samples: in it. totals: what else is known of the updates.
+        buffers: what its clients have changed of the merged buffers, merged.
+    """
+
+    payload: bytes
+    num_samples: int
+    totals: RoundTotals
+    buffers: Mapping[str, Tensor]
 
 
 class SiteSum(FedAvg):
     """The exact sum of a round. Its model is the one that the level above has made of the sums of all sites.
 
     Attributes:
-        next_model: float32, shape (D,), from the level above, before :meth:`finish`.
+        next_model: float32, shape (D,), from the level above, before :meth:`finish`. next_buffers: its merged buffers.
     """
 
     next_model: Tensor
+    next_buffers: Mapping[str, Tensor]
 
     def finish(self, weights: Tensor) -> None:
         weights.copy_(self.next_model)
@@ -127,7 +146,11 @@ class RelayingController(Controller):
     def _max_update_bytes(self) -> int:
         if self._config.clients.kind == "sites" or self._config.secure_aggregation.enabled:
             return super()._max_update_bytes()
-        return int(codec_of(self.terms).max_bytes(self._model.dim))
+        return int(codec_of(self.terms, allowed=names_of(self.terms)).max_bytes(self._model.dim))
+
+    def _own_codecs(self) -> tuple[type[Codec], ...]:
+        """Those of the level above, which this site has allowed before it began."""
+        return own_codecs(names_of(self.terms))
 
     async def _command(self, round_id: int) -> TrainCmd:
         assert self.command is not None, "no round begins before the level above has commanded one"
@@ -202,12 +225,9 @@ class SiteController(RelayingController):
         left_s = max(0.0, self._due_s - time.monotonic())
         return max(0.01, min(self._config.clients.start_timeout_s, left_s)), left_s
 
-    async def gather(self, command: TrainCmd, due_s: float) -> tuple[bytes, int, RoundTotals]:
+    async def gather(self, command: TrainCmd, due_s: float) -> SiteUpdate:
         """Have the clients do this round until ``due_s``, by ``time.monotonic``. A round whose sum is complete is not
         done again: its sum is still there.
-
-        Returns:
-            The message for the level above, its samples, and what else is known of the updates.
 
         Raises:
             BarrierTimeout, RoundTimeout, TrainingFailed: there are too few updates. Those that there are count in the
@@ -226,10 +246,14 @@ class SiteController(RelayingController):
                         reason=str(error),
                     )  # fmt: skip
                     self.contribution = self._contributed = None
-        if self._gathered[1] is Outcome.NOTHING and self._contributed is None:
+        if self._gathered[1] in (Outcome.NOTHING, Outcome.GIVEN_UP) and self._contributed is None:
             raise NothingToTrain
         self.progress.phase = "delivering"
-        return (*await self._compute.run(self._sum.encode, self._receiver.totals), self._receiver.totals)
+        return await self._compute.run(self._encode)
+
+    def _encode(self) -> SiteUpdate:
+        totals, merge = self._receiver.totals, self._receiver.buffers
+        return SiteUpdate(*self._sum.encode(totals), totals, merge.changes() if merge.layout else {})
 
     def _contribute(self, contribution: RoundsAlone) -> None:
         # First the file: whether the sum counts, a site that is killed or cut off meanwhile never learns, and rounds
@@ -238,10 +262,12 @@ class SiteController(RelayingController):
         # Here, as whoever waits for this may be cancelled: if the sum that has them does not count, adopt() says so.
         self.contribution, self._contributed = None, contribution
         self._sum.contribute(contribution.difference, contribution.num_samples)
+        if (merge := self._receiver.buffers).layout:
+            merge.add({name: one for name, one in contribution.buffers.items() if name in merge.layout.names})
 
-    async def adopt(self, round_id: int, vector: Tensor) -> None:
-        """Take the model after this round, which the level above has committed: as the state of this site, and for its
-        clients, unchanged.
+    async def adopt(self, round_id: int, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Take the model after this round, and its merged buffers, which the level above has committed: as the state of
+        this site, and for its clients, unchanged.
 
         Raises:
             UpstreamChanged: the clients hold a later one.
@@ -251,7 +277,7 @@ class SiteController(RelayingController):
             return
         if round_id < self._published:
             raise UpstreamChanged(f"the level above has gone back from round {self._published} to {round_id}")
-        self._sum.next_model = vector
+        self._sum.next_model, self._sum.next_buffers = vector, buffers
         gathered, self._gathered = self._gathered, None
         self._accepted = set()
         if gathered is not None and gathered[0].round_id == round_id == self.counted_round:
@@ -279,8 +305,12 @@ class SiteController(RelayingController):
         with tolerate_write_timeout("model", round_id):
             await self._publisher.publish_full(round_id)
 
-    def _adopt(self, round_id: int) -> None:
+    def _finish_round(self) -> None:
         self._strategy.finish(self._state.weights)
+        self._state.buffers = {name: self._sum.next_buffers[name] for name in self._state.buffers}
+
+    def _adopt(self, round_id: int) -> None:
+        self._finish_round()
         self._state.adopt(round_id)
         if (history := self._probe.history).on:
             crc32 = zlib.crc32(self._state.weights.numpy().data)
@@ -288,7 +318,7 @@ class SiteController(RelayingController):
 
     async def _aggregate(self, round_: Round, outcome: Outcome) -> None:
         """Take the model of the level above, also where no client of this site had anything to train."""
-        await self._compute.run(self._strategy.finish, self._state.weights)
+        await self._compute.run(self._finish_round)
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
         alone: dict[str, tuple[int, ...]] = {} if self._contributed is None else {CONTRIBUTED: ()}

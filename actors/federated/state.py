@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -17,7 +18,8 @@ from pydantic import Field, StringConstraints
 from torch import Tensor, nn
 
 from gradbus.actors.aggregation.strategies import Strategy
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.client_names import MAX_NAMED_CLIENTS, ClientNames, Pair
+from gradbus.actors.federated.flat_model import FlatModel, hash_of_named
 from gradbus.actors.federated.participation import MAX_KNOWN, Entry, Participation, Quarantine, Strike
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.federated.sharing import Exchange, Sharing
@@ -33,16 +35,21 @@ from gradbus.runtime.checkpoint import (
     restore_random_numbers,
     tensor_of,
 )
+from gradbus.runtime.complex_pairs import from_pairs
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig, ShareSettings
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.saved_state import BUFFER, StateNames, Table, own_copies
 from gradbus.runtime.testing.journal import History, weights_name
+from gradbus.runtime.torch_compat import uncompiled_names
 from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.messages import Identity
 
-NOTHING = "0" * 16  # no frozen parameters
+NOTHING = "0" * 16  # no frozen parameters, or none of integers
+_ORDERS_BEFORE = 1000  # rounds before that of a resume whose orders are removed: there may be some if keep was higher
+MAX_ORDER_BYTES = 64 << 20  # of a file: a million clients with orders of their own
+Load = Callable[[str], Mapping[str, Tensor]]
 
 log = get_logger("controller")
 
@@ -53,6 +60,7 @@ class SavedRun(Meta):
     Attributes:
         tensors: name, dtype and shape of each tensor in the vector of weights, in its order.
         frozen: hash of the frozen parameters. frozen_tensors: as ``tensors``, in the vector of these.
+        integers: hash of the parameters of integers, which are in a file of their own.
         personal: as ``tensors``, of those that each client has its own values of.
         names: where those in the model's state differ; None: saved by an earlier version, as are the two before then.
         share: the patterns of what is in that vector. exchange: what they choose from; of runs of earlier versions,
@@ -65,14 +73,16 @@ class SavedRun(Meta):
     tensors: Table
     frozen: Hex64 = NOTHING
     frozen_tensors: Table = Field(default_factory=list)
+    integers: Hex64 = NOTHING
     personal: Table = Field(default_factory=list)
     names: StateNames | None = None
     share: ShareSettings = ShareSettings()
     exchange: Exchange = "trained"
-    downlink_codec: Annotated[str, StringConstraints(max_length=100)]
+    downlink_codec: Annotated[str, StringConstraints(max_length=256)]
     downlink: Literal["full", "lossy"]
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
     participation: Annotated[list[Entry], Field(default_factory=list, max_length=MAX_KNOWN)]
+    client_names: Annotated[list[Pair], Field(default_factory=list, max_length=MAX_NAMED_CLIENTS)]
     history: Annotated[list[RoundReport], Field(max_length=KEPT_IN_CHECKPOINT)]
 
     @property
@@ -93,8 +103,16 @@ class SavedRun(Meta):
         return saved
 
 
+class SavedOrder(Meta):
+    """An order on the disk: of which round of which run."""
+
+    run_id: Hex64
+    round_id: Count
+    order: dict[str, Any]
+
+
 @torch.no_grad()
-def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[str], Mapping[str, Tensor]]) -> None:
+def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Load) -> None:
     """Set a module, as ``build_model`` gives it, to the checkpoint: frozen parameters and all saved buffers, too.
 
     Args:
@@ -107,7 +125,8 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
     weights, state = tensor_of(checkpoint, "weights"), module.state_dict(keep_vars=True)
     where = f"checkpoint of round {checkpoint.round_id}"
     for name, dtype, shape in saved.tensors:
-        tensor, end = state.get(name), place + math.prod(shape)
+        tensor = state.get(name)
+        end = place + math.prod(shape) * (2 if dtype.startswith("complex") else 1)
         found = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         if tensor is None or found != (dtype, shape) or end > weights.numel():
             here = "has none" if found is None else f"has {found[0]} of shape {tuple(found[1])}"
@@ -115,12 +134,14 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
                 f"{where} holds {name!r} as {dtype} of shape {tuple(shape)}, the model that is configured {here}. Use "
                 f"the model of the run"
             )
-        tensor.copy_(weights[place:end].view(shape))
+        tensor.copy_(from_pairs(weights[place:end], tensor))
         place = end
     if place != weights.numel():
         raise CheckpointError(f"{where} holds {weights.numel():,} values, its table has {place:,}: it is damaged")
     if saved.frozen != NOTHING:
         restore_frozen(FlatModel(module, saved.sharing), saved.frozen, load, where)
+    if saved.integers != NOTHING:
+        restore_integers(FlatModel(module), saved.integers, load)
     for name, buffer in own_copies(checkpoint.tensors, BUFFER).items():
         tensor = state.get(name)
         if tensor is None or (tensor.dtype, tensor.shape) != (buffer.dtype, buffer.shape):
@@ -131,7 +152,7 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
         tensor.copy_(buffer)
 
 
-def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[str, Tensor]], where: str) -> None:
+def restore_frozen(model: FlatModel, stated: str, load: Load, where: str) -> None:
     """Set the frozen parameters to those with this hash, from the file that the run has written at its start, unless
     ``build_model`` gives them. Raises CheckpointError: there is no such file."""
     if stated in (NOTHING, f"{model.frozen:016x}"):
@@ -145,6 +166,22 @@ def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[
     model.write_frozen(vector)
     if f"{model.frozen:016x}" != stated:
         raise CheckpointError(f"{where}: frozen-{stated}.safetensors holds other values than its name says")
+
+
+def restore_integers(model: FlatModel, stated: str, load: Load) -> None:
+    """Set the parameters of integers to those with this hash, unless ``build_model`` gives them. Raises
+    CheckpointError: they are of another model, or there is no such file."""
+    if stated not in (NOTHING, f"{hash_of_named(model.read_integers()):016x}"):
+        model.write_integers(load_integers(stated, load))
+
+
+def load_integers(stated: str, load: Load) -> dict[str, Tensor]:
+    """Return the parameters of integers with this hash, from the file that the run has written at its start. Raises
+    CheckpointError: there is no such file, or it holds something else."""
+    found = dict(sorted(load(f"integers-{stated}").items()))
+    if f"{hash_of_named(found):016x}" != stated:
+        raise CheckpointError(f"integers-{stated}.safetensors holds other values than its name says")
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,9 +200,17 @@ class RunContext:
     def run_id(self) -> int:
         return self.state.run_id
 
+    def client_facts(self, client_id: int) -> dict[str, Any]:
+        """Return id and name of a client for a log event."""
+        return self.state.names.facts(client_id)
+
     async def publish(self, body: Body) -> None:
         """Send a control message as the controller. Raises BusError: it could not be sent."""
         await self.bus.publish(self.identity, body)
+
+
+def _order_name(round_id: int) -> str:
+    return f"order-{round_id:06d}"
 
 
 class RunState:
@@ -175,6 +220,8 @@ class RunState:
         run_id: 64 bits, new at a fresh start.
         round_id: the last committed round.
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
+        buffers: the merged buffers after that round, as all nodes hold them; the module has them only while it is held.
+        names: of clients, with their ids.
         held: the clients' model after that round, where a lossy downlink makes it differ; else None.
         history: reports of the committed rounds, without timelines, as a checkpoint has them. As that is written in
             every round it is bounded: of all but the newest rounds it has the figures, of those long past nothing.
@@ -190,13 +237,18 @@ class RunState:
         self._store: CheckpointStore | None = None
         self._config = config
         self.weights: Tensor = model.read()
+        self.buffers: dict[str, Tensor] = model.read_buffers()
+        self._has_saved_integers = False
+        self._integers = NOTHING  # hash of the parameters of integers
         self.held: Tensor | None = None
         self.run_id = int.from_bytes(os.urandom(8), "little") or 1
         self.round_id = 0
         self.incarnation = 0
         self.history: list[RoundReport] = []
+        self._orders_from = 1  # orders of earlier rounds are removed
         self.quarantine = Quarantine(config.limits.max_strikes, config.limits.quarantine_rounds)
         self.participation = Participation()
+        self.names = ClientNames()
         if config.checkpoint.init_path is not None:
             self._set_initial(config.checkpoint.init_path)
         if config.checkpoint.dir is not None:
@@ -208,6 +260,8 @@ class RunState:
                 raise
         if self.held is None and self._kind() == "lossy":
             self.held = self.weights.clone()
+        if model.integers:
+            self._integers = f"{hash_of_named(model.read_integers()):016x}"
 
     def _open_store(self, config: FederatedConfig) -> None:
         assert self._store is not None
@@ -230,6 +284,8 @@ class RunState:
         def assemble(tensors: Mapping[str, Tensor]) -> Tensor:
             nonlocal named
             named = True
+            plain = uncompiled_names(tensors)
+            self._take_buffers({plain[name]: one for name, one in tensors.items()}, f"initial weights {path}")
             return self.model.vector_of(tensors)
 
         given, where = load_weights(path, assemble=assemble), f"initial weights {path}"
@@ -247,13 +303,28 @@ class RunState:
                 log.warning("frozen parameters are those of build_model", file=str(path), reason="no checkpoint beside")
             return
         store = CheckpointStore.to_read(path.parent)
-        saved = SavedRun.of(store.load(int(place[1]), SavedRun.of))
+        checkpoint = store.load(int(place[1]), SavedRun.of)
+        saved = SavedRun.of(checkpoint)
         if saved.layout != self._layout:
             raise CheckpointError(
                 f"{where} are of a model with other names, shapes or frozen parts. Use the model of that run, or named "
                 f"tensors (gradbus export)"
             )
         restore_frozen(self.model, saved.frozen, store.load_constant, where)
+        restore_integers(self.model, saved.integers, store.load_constant)
+        self._take_buffers(own_copies(checkpoint.tensors, BUFFER), where)
+
+    def _take_buffers(self, found: Mapping[str, Tensor], where: str) -> None:
+        """Take the merged buffers among these tensors. Those that are not there stay as they are: version 0.1 has saved
+        none in its first checkpoints. Raises CheckpointError: one is of another model."""
+        for name, buffer in self.buffers.items():
+            taken = found.get(name, buffer)
+            if (taken.dtype, taken.shape) != (buffer.dtype, buffer.shape):
+                raise CheckpointError(
+                    f"{where}: buffer {name!r} is {taken.dtype} of shape {tuple(taken.shape)}, the model has "
+                    f"{buffer.dtype} of shape {tuple(buffer.shape)}. Use the model of that run".replace("torch.", "")
+                )
+            self.buffers[name] = taken.clone()
 
     def _set_weights(self, vector: Tensor, where: str) -> None:
         if vector.shape != self.weights.shape:
@@ -283,13 +354,17 @@ class RunState:
         restore_random_numbers(checkpoint)
         assert self._store is not None
         restore_frozen(self.model, saved.frozen, self._store.load_constant, where)
+        restore_integers(self.model, saved.integers, self._store.load_constant)
         self._set_weights(weights, where)
+        self._take_buffers(own_copies(checkpoint.tensors, BUFFER), where)
         self.held = held
         self.run_id = int(saved.run_id, 16)
         self.incarnation = saved.incarnation
         self.round_id = checkpoint.round_id
+        self._orders_from = max(1, checkpoint.round_id - _ORDERS_BEFORE)
         self.quarantine.load_state(saved.conduct)
         self.participation.load_state(saved.participation)
+        self.names.load_state(saved.client_names)
         self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
 
@@ -303,9 +378,15 @@ class RunState:
         history.keep(weights_name(self.run_id, self.round_id), weights)
         history.note(
             "started", run=f"{self.run_id:016x}", incarnation=self.incarnation, round=self.round_id,
-            crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(),
+            crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(), has_buffers=bool(self.buffers),
             federated=self._config.model_dump(mode="json"),
         )  # fmt: skip
+
+    def buffer_block(self) -> bytes:
+        """Return the merged buffers that are not as they were built, as they follow a model; b"": none ever do."""
+        layout = self.model.buffers
+        built = self.model.built_buffers if layout else {}
+        return layout.pack({name: one for name, one in self.buffers.items() if not torch.equal(one, built[name])})
 
     def broadcast(self) -> Tensor | None:
         """Return what the strategy sends behind the model, as of :meth:`.Strategy.broadcast`."""
@@ -323,6 +404,21 @@ class RunState:
         """Save a fresh run before the first command, so that a crash in round 1 keeps its id."""
         if self._store is not None and self.round_id == 0 and not self._store.rounds():
             self._save(self.held)
+
+    def save_order(self, round_id: int, order: Mapping[str, Any]) -> None:
+        """Write how a round is ordered, before its command is sent. Raises CheckpointError: it could not be written."""
+        if self._store is not None:
+            entry = {"run_id": f"{self.run_id:016x}", "round_id": round_id, "order": dict(order)}
+            self._store.save_document(_order_name(round_id), entry)
+
+    def load_order(self, round_id: int) -> dict[str, Any] | None:
+        """Return what :meth:`save_order` has written in this run; None: nothing. Raises CheckpointError: it is
+        damaged."""
+        found = None if self._store is None else self._store.load_document(_order_name(round_id), MAX_ORDER_BYTES)
+        if found is None:
+            return None
+        saved = SavedOrder.read(found, _order_name(round_id))
+        return saved.order if (saved.run_id, saved.round_id) == (f"{self.run_id:016x}", round_id) else None
 
     @property
     def is_durable(self) -> bool:
@@ -368,16 +464,23 @@ class RunState:
             tensors["held"] = held
         if self.model.frozen_dim:
             self._store.save_constant(f"frozen-{self.model.frozen:016x}", {"frozen": self.model.read_frozen()})
+        if self._integers != NOTHING and not self._has_saved_integers:
+            self._store.save_constant(f"integers-{self._integers}", self.model.read_integers())
+            self._has_saved_integers = True
         self._store.save(Checkpoint(self.round_id, tensors, self._meta(self.history)))
+        with contextlib.suppress(OSError, CheckpointError):  # with the next round it is tried again
+            for past in range(self._orders_from, self._store.rounds()[0] + 1):  # of rounds that cannot be open again
+                self._store.remove_document(_order_name(past))
+                self._orders_from = past + 1
 
     def checkpoint_of_weights(self, **more: Any) -> Checkpoint:
         """The model alone, as a checkpoint that :func:`restore_weights` takes; ``more``: beside its metadata."""
-        meta = {**self._meta([]), "downlink": "full", "conduct": [], "participation": [], **more}
+        meta = {**self._meta([]), "downlink": "full", "conduct": [], "participation": [], "client_names": [], **more}
         return Checkpoint(self.round_id, self._model_tensors(), meta)
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        """The weights, and the buffers that are not exchanged, for whoever reads them without the model."""
-        fixed = self.model.read_fixed_buffers()
+        """The weights, the merged buffers and those that are kept, for whoever reads them without the model."""
+        fixed = {**self.model.read_fixed_buffers(), **self.buffers}
         return {"weights": self.weights, **{f"{BUFFER}{name}": buffer for name, buffer in fixed.items()}}
 
     def _meta(self, history: Iterable[RoundReport]) -> dict[str, Any]:
@@ -386,8 +489,9 @@ class RunState:
             "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table,
             "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
-            "participation": self.participation.state(),
+            "participation": self.participation.state(), "client_names": self.names.state(),
             "frozen": f"{self.model.frozen:016x}", "frozen_tensors": self.model.frozen_table,
+            "integers": self._integers,
             "personal": self.model.personal_table, "names": self.model.names,
             "share": self._config.share.model_dump(mode="json"), "exchange": self._config.exchange,
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in history],

@@ -14,10 +14,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from gradbus.actors.aggregation.common_grid import CommonGrid
 from gradbus.actors.aggregation.grid_steps import shape_of
-from gradbus.actors.federated.local_training import codec_of
+from gradbus.actors.federated.chosen_codecs import codec_of
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.actors.secure_aggregation.answered_sets import AnsweredSets
-from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, Roster
+from gradbus.actors.secure_aggregation.keys import MIN_MEMBERS, SEALED_BYTES, Attempt, NotInProtocol, NotMember, Roster
 from gradbus.actors.secure_aggregation.masked_values import UpdateMasks, zeros
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masks import Stopped
@@ -40,7 +40,7 @@ class MaskingAttempt:
 
     Attributes:
         client: its keys. working: a message is being answered. masks: once they are made; they are used once.
-        refused: why the newest request has no answer.
+        refused: why the newest request has no answer. has_complained: about shares of others, in the log.
     """
 
     def __init__(self, client: MaskingClient) -> None:
@@ -48,6 +48,7 @@ class MaskingAttempt:
         self.working = False
         self.masks: UpdateMasks | None = None
         self.refused = ""
+        self.has_complained = False
 
 
 class ClientMasking:
@@ -129,16 +130,17 @@ class ClientMasking:
                         request.sealed[at : at + SEALED_BYTES] for at in range(0, len(request.sealed), SEALED_BYTES)
                     ]
                     first = not client.senders
-                    await self._compute.run(client.receive, request.senders, pieces)
-                    self._answer(own, 2, b"", group)
-                    if first:
+                    lacking = await self._compute.run(client.receive, request.senders, pieces)
+                    self._complain(own, lacking)
+                    self._answer(own, 2, b"".join(one.to_bytes(4, "little") for one in lacking), group)
+                    if first and client.senders:
                         group.create_task(self._make_masks(own, dim), name=f"client-{self._identity.sender}-make-masks")
                 case MaskSurvivors():
                     self._answer(own, 3, self._unmask(own, request.clients), group)
         except NotInProtocol as error:
             if str(error) != own.refused:  # the request is repeated
                 own.refused = str(error)
-                log.warning(
+                (log.info if isinstance(error, NotMember) else log.warning)(
                     "no part in this attempt", client=self._identity.sender, round=request.round_id,
                     attempt=request.attempt, reason=own.refused,
                 )  # fmt: skip
@@ -146,6 +148,15 @@ class ClientMasking:
                 self._answer(own, 1, b"", group)  # so that it is not waited for
         finally:
             own.working = False
+
+    def _complain(self, own: MaskingAttempt, about: Sequence[int]) -> None:
+        """Log, once, whose shares this client cannot use."""
+        if about and not own.has_complained:
+            own.has_complained = True
+            log.warning(
+                "shares of other clients cannot be used", client=self._identity.sender,
+                round=own.client.attempt.round_id, attempt=own.client.attempt.number, senders=about[:20],
+            )  # fmt: skip
 
     @staticmethod
     def _share(client: MaskingClient, request: MaskRoster, welcome: Welcome, dim: int) -> list[bytes]:
@@ -167,8 +178,8 @@ class ClientMasking:
         """Shares that take the masks off the sum of these clients. From now on nothing is masked in this attempt."""
         client = own.client
         name = client.attempt.run_id, client.attempt.round_id
-        if client.roster is None:
-            raise NotInProtocol("there is no roster yet")
+        if client.roster is None or (not client.senders and self._identity.sender not in survivors):
+            raise NotMember("an attempt that goes on without this client")
         terms = client.roster.terms
         self._answered.check(name, terms, survivors)
         shares = client.unmask(survivors)

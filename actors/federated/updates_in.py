@@ -1,7 +1,8 @@
 """Receiving updates: request, grant, frames, sum, receipt.
 
 A client requests the upload and sends on a grant, so the controller holds a bounded number of bytes however many
-clients there are. An update is added when all its bytes are there and checked: it counts in full or not at all.
+clients there are. An update is added when all its bytes are there and checked: it counts in full or not at all. Where
+clients may lie, it is held until the bounds of the round are known: see ``held_updates.py``.
 
 The update of a client of this machine may lie in frozen shared memory. It needs no grant, no copy and nothing of the
 budget: it is added from there. Where it cannot be read, it is granted and sent like all others.
@@ -17,30 +18,33 @@ import dataclasses
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 from torch import Tensor
 
-from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
+from gradbus.actors.aggregation.bounded_strategy import BoundedStrategy
+from gradbus.actors.aggregation.bounds import Norms
+from gradbus.actors.aggregation.merged_buffers import BufferLayout, BufferMerge
 from gradbus.actors.aggregation.packet_sum import sum_packets
 from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
-from gradbus.actors.aggregation.strategies import NoRoom, Strategy
+from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.aggregation.sum_summary import SumSummary
-from gradbus.actors.aggregation.updates import Facts
+from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.aggregation.updates import parse as parse_update
-from gradbus.actors.federated.asynchronous import BaseGone, Bases
+from gradbus.actors.federated.asynchronous import Bases
+from gradbus.actors.federated.held_updates import HeldUpdates, Settling
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
 from gradbus.actors.federated.packets_in import PacketCollector
-from gradbus.actors.federated.participation import Quarantine, Strike
+from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import RoundTiming
-from gradbus.actors.federated.rounds import REPEATED, STALE, SURPLUS, Round, RoundTotals
+from gradbus.actors.federated.rounds import REPEATED, SURPLUS, Round, RoundTotals
 from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.update_admission import UpdateAdmission, UpdateRefusal, unusable
 from gradbus.actors.federated.uploads import UNEXPECTED, IncomingUpload, RequestedUpload, Uploads
-from gradbus.codecs import CodecError, NonFiniteError
+from gradbus.codecs import Codec, CodecError
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError, WriteTimeout
 from gradbus.runtime.logs import get_logger
@@ -53,8 +57,6 @@ from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate
 
 ALONE = "no second update"  # why the only update of an attempt does not count
-MAX_STEPS = 0xFFFF_FFFF
-_NO_STRIKE = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
 _NOTED = 100  # refusals of one kind in a round that a journal lists
 
 log = get_logger("controller")
@@ -68,104 +70,20 @@ def facts_of(client_id: int, request: UploadRequest, weight: int) -> Facts:
     )  # fmt: skip
 
 
-class UpdateRefusal(NamedTuple):
-    """The reason why an update does not count. ``is_strike``: no honest client sends such an update."""
-
-    reason: str
-    text: str
-    is_strike: bool = False
-
-
-def _unusable(error: ValueError) -> UpdateRefusal:
-    """The refusal of an update that could not be added."""
-    if (reason := _NO_STRIKE.get(type(error))) is not None:
-        return UpdateRefusal(reason, str(error))
-    malformed = "malformed" if isinstance(error, CodecError) else "refused"
-    return UpdateRefusal("non-finite" if isinstance(error, NonFiniteError) else malformed, str(error), True)
-
-
-class Settling(Enum):
-    """Whether the updates of a first round can be weighed."""
-
-    WAIT = "for more requests"
-    ALONE = "there will be no second one in this attempt"
-    SETTLED = "the cap on samples is known"
-
-
-class UpdateAdmission:
-    """Decides which uploads are admitted. Pure: no bus, no clock, no tensors.
-
-    Attributes:
-        steps: numbers of optimizer steps that the open round asks for, where it is counted in them.
-        steps_per_sample: most optimizer steps that it allows for each announced sample, where it is counted in epochs.
-        max_staleness: rounds by which the base of an update may be behind that of the open round.
-    """
-
-    def __init__(
-        self, quarantine: Quarantine, cap: SampleCap, *, run_id: int, max_bytes: int, budget_bytes: int,
-        max_samples: int,
-    ) -> None:  # fmt: skip
-        """``max_bytes``, ``max_samples``: of an honest update. ``budget_bytes``: of granted updates, one of which is
-        always admitted."""
-        self.quarantine = quarantine
-        self.cap = cap
-        self.run_id = run_id
-        self._max_bytes = max_bytes
-        self.budget_bytes = budget_bytes
-        self._max_samples = max_samples
-        self.steps: Container[int] = ()
-        self.steps_per_sample = MAX_STEPS
-        self.max_staleness = 0
-
-    def refusal(self, update: RequestedUpload, round_: Round | None) -> UpdateRefusal | None:
-        """The reason to refuse this update while this round is open; None: it is admitted."""
-        client_id, request = update.client_id, update.request
-        if round_ is None or request.run_id != self.run_id or round_.staleness(request.round_id) < 0:
-            return UpdateRefusal(STALE, f"round {request.round_id} is not open")
-        if (staleness := round_.staleness(request.round_id)) > self.max_staleness:
-            return UpdateRefusal(STALE, f"its model is {staleness} rounds old, at most {self.max_staleness} are taken")
-        if (why := self.quarantine.exclusion_reason(client_id, request.round_id)) is not None:
-            return UpdateRefusal("quarantine", why)
-        if (why := round_.may_send(client_id)) is not None:
-            return UpdateRefusal("unexpected", f"client {client_id} is {why} in this round")
-        if not 1 <= request.num_samples <= self._max_samples:
-            return UpdateRefusal("samples", f"{request.num_samples} samples are out of range", True)
-        if request.steps > self.steps_per_sample * request.num_samples and request.steps not in self.steps:
-            text = f"{request.steps} steps on {request.num_samples} samples: at most {self.steps_per_sample} for each"
-            asked = f"{request.steps} steps, which is not what was asked for"
-            return UpdateRefusal("steps", text if self.steps_per_sample else asked, True)
-        if not 0 < request.total_bytes <= self._max_bytes and not isinstance(request, PacketRequest):
-            text = f"{request.total_bytes} bytes, at most {self._max_bytes} with this codec and model"
-            return UpdateRefusal("oversized", text, True)
-        return None
-
-    def has_room(self, request: UploadRequest, granted: Iterable[UploadRequest], kept_bytes: int = 0) -> bool:
-        """Whether an update may be granted beside the granted ones. ``kept_bytes``: of packets that are here."""
-        in_flight = kept_bytes + sum(other.total_bytes for other in granted)
-        return not in_flight or in_flight + request.total_bytes <= self.budget_bytes
-
-    def settle(self, round_: Round, announced: Mapping[int, int], now_s: float) -> Settling:
-        """Fix the cap on samples in a first round, once enough clients have ``announced`` theirs."""
-        if not round_.has_enough_requests(announced.keys(), now_s):
-            return Settling.WAIT
-        if self.cap.clients(announced) < min(ENOUGH, round_.minimum):
-            # The round needs a second update anyhow. By itself, this one would set its own cap.
-            return Settling.ALONE if round_.open <= announced.keys() else Settling.WAIT
-        self.cap.settle(announced)
-        return Settling.SETTLED
-
-
 @dataclass(slots=True, eq=False)
 class _IncomingUpdate(IncomingUpload):
     """An update on its way.
 
     Attributes:
         adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
-        packets: payloads of all its packets, where it came in such, until they are added.
+        is_measured: its norms are known.
+        buffers: that it came with. packets: payloads of all its packets, where it came in such, until they are added.
     """
 
     adding: bool = False
+    is_measured: bool = False
     crc32: int = 0
+    buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     packets: Sequence[memoryview] = ()
 
     @property
@@ -175,11 +93,13 @@ class _IncomingUpdate(IncomingUpload):
 
 
 class _MaskedUpdate(NamedTuple):
-    """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy."""
+    """An update that is in the sum of an attempt with secure aggregation. ``weight``: in front of the strategy.
+    ``buffers``: it came with these."""
 
     update: RequestedUpload
     weight: int
     crc32: int
+    buffers: Mapping[str, Tensor]
 
     @property
     def client_id(self) -> int:
@@ -195,21 +115,24 @@ class UpdateReceiver:
 
     Attributes:
         totals: sums over the updates that count. timing: moments of the round. dropped: what did not count, by reason.
-        capped: samples announced by the clients that weigh less in this round.
         masked: the attempt at the open round, with secure aggregation; its updates count once they are unmasked.
         counted: what was announced of the updates that count, until it is taken; None: nothing takes it.
+        buffers: merges those of the updates that count. own_codecs: that are not built in, which updates may be in.
         bases: of asynchronous rounds, in which what comes between two of them waits for the next; None: of others.
     """
 
     def __init__(
         self, context: RunContext, strategy: Strategy, admission: UpdateAdmission, *, dim: int,
         on_strike: Callable[[Strike], Awaitable[None]], on_change: Callable[[], None],
+        buffers: BufferLayout | None = None,
     ) -> None:  # fmt: skip
-        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused."""
+        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused. ``buffers``:
+        that end each update, and are merged; None: none do."""
         self._context = context
         self._strategy = strategy
         self._admission = admission
         self._dim = dim
+        self.own_codecs: Sequence[type[Codec]] = ()
         self._on_strike = on_strike
         self._on_change = on_change
         self._uploads: Uploads[_IncomingUpdate] = Uploads(self._send)
@@ -227,13 +150,15 @@ class UpdateReceiver:
         self.totals = RoundTotals()
         self.timing = RoundTiming()
         self.dropped: Counter[str] = Counter()
-        self.capped: dict[int, int] = {}
         self._rejected_before: Counter[str] = Counter()
         self.counted: list[Facts] | None = None
         self.bases: Bases | None = None
+        self.buffers = BufferMerge(buffers or BufferLayout())
         self.masked: MaskedAttempt | None = None
         self._masked_updates: dict[int, _MaskedUpdate] = {}  # by client: in the sum of the attempt
         self._waiting: dict[int, RequestedUpload] = {}  # with bases: requests that came while no round was open
+        self._bounded = strategy if isinstance(strategy, BoundedStrategy) else None
+        self._held = HeldUpdates(strategy.bounds)
 
     def open(self, round_: Round, base: Tensor, masked: MaskedAttempt | None = None) -> None:
         """Take updates for this round. Another attempt at it goes on with the updates that count.
@@ -246,7 +171,7 @@ class UpdateReceiver:
         self._masked_updates = {}
         if not round_.accepted:
             self.totals = RoundTotals()
-            self.capped = {}
+            self._held.begin()
             self.timing.begin()
             self._to_begin = round_.round_id, base
         self._work.set()
@@ -292,7 +217,7 @@ class UpdateReceiver:
         if refusal is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
-        granted = [t for t in self._transfers.values() if t.source.client_id == client_id]
+        granted = self._granted_to(update)
         if any(transfer.is_complete for transfer in granted):
             return  # only then another one may come
         if self._packets is not None and await self._is_answered(self._packets, update):
@@ -303,8 +228,16 @@ class UpdateReceiver:
             if not transfer.source.goes_with(update):
                 self._drop(transfer.key)  # its client trained again: only the newest update counts
         if not any(transfer.source.repeats(update) for transfer in granted):
-            await self._wait_or_take_in(update)
+            self._take_in(update)
+            await self._settle()
         await self._grant_more()
+
+    def _granted_to(self, update: RequestedUpload) -> list[_IncomingUpdate]:
+        """The uploads of the same client that are on their way: of a repeated request mostly itself."""
+        same = self._transfers.get(update.key)
+        if same is not None and not isinstance(update.request, PacketRequest):
+            return [same]
+        return [one for one in self._transfers.values() if one.source.client_id == update.client_id]
 
     async def _is_answered(self, packets: PacketCollector, update: RequestedUpload) -> bool:
         """Whether packets that are here leave nothing to do for this request."""
@@ -315,14 +248,6 @@ class UpdateReceiver:
             await self._answer_packet(packets, update)
             return True
         return False
-
-    async def _wait_or_take_in(self, update: RequestedUpload) -> None:
-        """Take in an update that may be sent now, or let it wait for what is not known yet of a first round."""
-        if not self._admission.cap.is_settled and update.is_announced:
-            self._requests[update.client_id] = update
-            await self._settle()
-        else:
-            self._take_in(update)
 
     def _is_put_off(self, masked: MaskedAttempt, update: RequestedUpload) -> bool:
         """Whether the answer to a request has to wait, with secure aggregation: it is repeated."""
@@ -348,8 +273,9 @@ class UpdateReceiver:
         """The reason why an update is refused because of this packet; None: there is none, or it is no packet."""
         if not isinstance(update.request, PacketRequest):
             return None
-        if self.masked is not None or self._context.config.clients.kind == "sites":
-            return UpdateRefusal("packets", "this run takes masked updates, or sums of sites, each in one piece", True)
+        if self.masked is not None or self._context.config.clients.kind == "sites" or self.buffers.layout:
+            text = "this run takes masked updates, sums of sites, or updates with merged buffers, each in one piece"
+            return UpdateRefusal("packets", text, True)
         if self._packets is None:
             self._packets = PacketCollector(self._dim)
         if self._packets.is_outdated(update) or not (fault := self._packets.fault(update)):
@@ -357,15 +283,20 @@ class UpdateReceiver:
         self._packets.forget(update.client_id, update.incarnation)
         return UpdateRefusal("packets", fault, True)
 
-    async def settle_masked(self, partial: PartialSum | None) -> None:
+    async def settle_masked(self, partial: PartialSum | None, refusal: str = "") -> None:
         """End an attempt with secure aggregation: with its sum all of its updates count; None: it has failed.
+
+        Args:
+            refusal: why no other attempt follows; empty: one may.
 
         Raises:
             ValueError: the sum cannot be used, and nothing counts; the text says why.
         """
         updates = list(self._masked_updates.values())
         if partial is None:
-            self._masked_updates, self.totals, self.capped = {}, RoundTotals(), {}
+            self._masked_updates, self.totals = {}, RoundTotals()
+            for held in updates if refusal else ():
+                await self._send_receipt(held.update, refusal)
             return
         await self._context.compute.run(self._add_unmasked, partial, updates)
         self._counted.update({held.client_id: held.update.key for held in updates})
@@ -379,26 +310,37 @@ class UpdateReceiver:
         """Give the sum to the strategy, off the loop. The journal notes the updates before their receipts go out."""
         self._strategy.add_masked(partial, [facts_of(one.client_id, one.request, one.weight) for one in updates])
         for one in updates:
+            self.buffers.add(one.buffers)
             self._note_counted(one.update.key, one.request, one.weight, one.crc32)
 
     async def _settle(self) -> None:
-        """Take in the updates of a first round, once their weights can be fixed."""
+        """Let held updates be added, once the bounds of the round can be set."""
         round_ = self._round
-        here = (transfer.source for transfer in self._transfers.values())  # of asynchronous rounds, from the one before
-        updates = (update for update in (*here, *self._requests.values()) if update.is_announced)
-        announced = {update.client_id: update.request.num_samples for update in updates}
-        if self._admission.cap.is_settled or round_ is None or not announced:
+        waiting, now_s = len(self._transfers) + len(self._requests), time.monotonic()
+        if self._held.is_settled or round_ is None or not waiting:
             return
-        match self._admission.settle(round_, announced, time.monotonic()):
+        if not self._held.may_settle(round_, waiting, now_s):
+            return
+        here = (transfer.source for transfer in self._transfers.values())
+        announced = {
+            update.key: facts_of(update.client_id, update.request, update.request.num_samples)
+            for update in (*here, *self._requests.values())
+            if update.is_announced
+        }
+        match self._held.settle(round_, announced, now_s):
             case Settling.ALONE:
-                for client_id in announced:
-                    round_.fail(client_id, ALONE)
+                for facts in announced.values():
+                    round_.fail(facts.client_id, ALONE)
                 self._on_change()
             case Settling.SETTLED:
-                for update in list(self._requests.values()):
-                    self._take_in(update)
+                await self._context.compute.run(self._note_bounds, round_.round_id)
                 self._work.set()
                 await self._grant_more()
+
+    def _note_bounds(self, round_id: int) -> None:
+        """Note in the journal what is typical of a round."""
+        assert self._strategy.bounds is not None, "updates are held where there are bounds"
+        self._context.history.note("bounds", round=round_id, **self._strategy.bounds.in_force())
 
     def _take_in(self, update: RequestedUpload) -> None:
         """Read the update in its client's memory, or let its request wait for a grant."""
@@ -483,6 +425,7 @@ class UpdateReceiver:
                     await self._context.compute.run(self._begin_round, *beginning)
                 while self._waiting and self._round is not None:
                     await self.on_request(*self._waiting.pop(next(iter(self._waiting))))
+                await self._measure_held()
                 while self._complete and self._takes_more:
                     async with self._folding:
                         await self._fold(self._complete.popleft(), receipts)
@@ -493,23 +436,74 @@ class UpdateReceiver:
     def _begin_round(self, round_id: int, base: Tensor) -> None:
         """Make the strategy ready, on the compute thread."""
         self._strategy.begin(round_id, base)
+        if self._strategy.bounds is not None and self._strategy.bounds.is_settled:
+            self._note_bounds(round_id)
+        if self.buffers.layout:
+            self.buffers.begin(self._context.state.buffers)
         if self.bases is not None:
             self.bases.keep(round_id, base)
+
+    async def _measure_held(self) -> None:
+        """Measure complete updates where that says what is typical of the round."""
+        while self._round is not None and self._to_begin is None and self._held.must_measure:
+            transfer = next((one for one in self._complete if not one.is_measured), None)
+            if transfer is None:
+                return
+            async with self._folding:
+                await self._measure(transfer, self._round)
+            await self._settle()
+            await self._grant_more()
+
+    async def _measure(self, transfer: _IncomingUpdate, round_: Round | None) -> None:
+        """Note the norms of an update, which stays where it is."""
+        update = transfer.source
+        if round_ is None or self._transfers.get(transfer.key) is not transfer:
+            self._let_go(transfer)  # the round ended meanwhile
+            return
+        staleness = max(0, round_.staleness(update.request.round_id))
+        transfer.adding = True
+        try:
+            norms = await self._context.compute.run(self._norms_of, transfer, staleness)
+        except SharedMemoryFault as error:
+            if self._transfers.get(transfer.key) is transfer:
+                self._unreadable_from_here(transfer, error)
+            self._let_go(transfer)
+        except ValueError as error:
+            self._let_go(transfer)
+            await self._reject(update, unusable(error))
+        else:
+            transfer.is_measured = True
+            self._held.note(transfer.key, norms)
+        finally:
+            transfer.adding = False
+            if transfer.in_memory:
+                transfer.payload = None  # it is still there
+
+    def _let_go(self, transfer: _IncomingUpdate) -> None:
+        """Hold an update no longer."""
+        if transfer in self._complete:
+            self._complete.remove(transfer)
+        if self._transfers.get(transfer.key) is transfer:
+            del self._transfers[transfer.key]
+
+    def _norms_of(self, transfer: _IncomingUpdate, staleness: int) -> Norms:
+        assert self._bounded is not None, "updates are measured where there are bounds"
+        content, _ = self.buffers.layout.split(self._payload(transfer))
+        return self._bounded.norms(self._parsed(content, transfer.key.round_id, staleness))
 
     @property
     def _takes_more(self) -> bool:
         """Whether complete updates are to be added now; those of asynchronous rounds may wait for the next one."""
-        if self._to_begin is not None:  # the next round was opened while a grant was sent: its sum comes first
+        # The next round may have been opened while a grant was sent: its sum comes first.
+        if self._to_begin is not None or not self._held.is_settled:
             return False
-        if self.bases is None:
-            return True
-        # What came before may wait for a cap that is not known yet: without it, it would count as it was announced.
-        return self._round is not None and not self._round.is_full and self._admission.cap.is_settled
+        return self.bases is None or (self._round is not None and not self._round.is_full)
 
     def _unreadable_from_here(self, transfer: _IncomingUpdate, error: SharedMemoryFault) -> None:
         """The update is not in its client's memory: have it sent."""
         update = transfer.source
-        log.warning("no shared memory", client=update.client_id, reason=str(error), effect="its updates go over DDS")
+        facts = self._context.client_facts(update.client_id)
+        log.warning("no shared memory", **facts, reason=str(error), effect="its updates go over DDS")
         self._unreadable[update.client_id] = update.incarnation
         self._drop(transfer.key)
         self._requests[update.client_id] = update
@@ -527,21 +521,21 @@ class UpdateReceiver:
             self._drop(transfer.key)  # of another round, which was left without a close()
             return
         started_s = time.perf_counter()
-        weight = self._admission.cap.weight(update.request.num_samples)
         self.timing.note(update.client_id, "adding")
         transfer.adding = True
         try:
+            weight = self._weight_of(update)
             partial = await self._context.compute.run(self._add, transfer, weight, staleness)
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
                 self._unreadable_from_here(transfer, error)
         except ValueError as error:
-            await self._reject(update, _unusable(error))
+            await self._reject(update, unusable(error))
         else:
             self.totals.aggregate_s += time.perf_counter() - started_s
             self._count(round_, update, weight, from_memory=transfer.in_memory, partial=partial)
             if self.masked is not None:
-                self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32)
+                self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32, transfer.buffers)
             else:
                 self._counted[update.client_id] = update.whole_key
                 receipts.create_task(self._send_receipt(update), name="receipt")
@@ -549,7 +543,7 @@ class UpdateReceiver:
             self._transfers.pop(transfer.key, None)
             if transfer.in_memory and transfer.payload is not None:
                 self._context.bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(transfer.payload)
-            transfer.payload, transfer.packets = None, ()  # also where an error's traceback holds the transfer
+            transfer.payload = None  # also where an error's traceback holds the transfer
 
     def _count(
         self, round_: Round, update: RequestedUpload, weight: int, *, from_memory: bool, partial: SumSummary | None
@@ -561,47 +555,64 @@ class UpdateReceiver:
         )  # fmt: skip
         if self.counted is not None and self.masked is None:  # a masked one may still be lost with its attempt
             self.counted.append(dataclasses.replace(facts_of(client_id, request, weight), staleness=staleness))
-        if weight < request.num_samples:
-            log.warning(
-                "samples capped", client=client_id, round=request.round_id, announced=request.num_samples, weight=weight
-            )
-            self.capped[client_id] = request.num_samples
         self.timing.counted(client_id, request)
         round_.accept(client_id, time.monotonic())
         self._on_change()
+
+    def _weight_of(self, update: RequestedUpload) -> int:
+        """The samples that an update counts as. Raises ValueError: it cannot be used."""
+        samples, bounds = update.request.num_samples, self._strategy.bounds
+        if bounds is None:
+            return samples
+        return bounds.believed(facts_of(update.client_id, update.request, samples)).num_samples
+
+    def _payload(self, transfer: _IncomingUpdate) -> memoryview:
+        """The bytes of a complete update."""
+        if transfer.packets:
+            transfer.payload = sum_packets(transfer.packets, dim=self._dim, own=self.own_codecs)
+            transfer.packets = ()
+        if transfer.payload is None:
+            transfer.payload = read(transfer.request.memory, transfer.request.total_bytes)
+        return transfer.payload
+
+    def _parsed(self, content: memoryview, round_id: int, staleness: int) -> Update:
+        """The checked content of an update for a round, as it counts with a base so old."""
+        others = self._strategy.sections
+        update = parse_update(content, expected_dim=self._dim, others=others, own=self.own_codecs)
+        return (
+            update if self.bases is None else update.with_model(self.bases.brought(update.model, round_id, staleness))
+        )
 
     def _add(self, transfer: _IncomingUpdate, weight: int, staleness: int) -> SumSummary | None:
         """Read, decode and add, off the loop. The journal notes it before the receipt goes out. ``staleness``: of its
         base. Returns what a site has reported of its clients; None: it is the update of a client."""
         key, request, history = transfer.key, transfer.source.request, self._context.history
-        payload = transfer.payload
-        if transfer.packets:
-            payload = transfer.payload = sum_packets(transfer.packets, dim=self._dim)
-        elif payload is None:
-            payload = transfer.payload = read(request.memory, request.total_bytes)
+        payload = self._payload(transfer)
+        content, buffers = self.buffers.layout.split(payload)
         summary = None
         if self.masked is not None:
-            self.masked.add(key.sender, payload, request.num_samples)
+            self.masked.add(key.sender, content, request.num_samples)
+            transfer.buffers = buffers
             transfer.crc32 = history.checksum(payload)
             return None
         if self._context.config.clients.kind == "sites":
-            summary = self._add_sum(key.sender, payload, weight)
+            summary = self._add_sum(key.sender, content, weight)
         else:
-            update = parse_update(payload, expected_dim=self._dim, others=self._strategy.sections)
-            if self.bases is not None:
-                update = update.with_model(self.bases.brought(update.model, key.round_id, staleness))
-            facts = facts_of(key.sender, request, weight)
-            self._strategy.add(update, dataclasses.replace(facts, staleness=staleness))
+            facts = dataclasses.replace(facts_of(key.sender, request, request.num_samples), staleness=staleness)
+            self._strategy.add(self._parsed(content, key.round_id, staleness), facts)
+        self.buffers.add(buffers, staleness=staleness)
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         self._note_counted(key, request, weight, history.checksum(payload))
         return summary
 
     def _note_counted(self, key: FrameKey, request: UploadRequest, weight: int, crc32: int) -> None:
+        marks = [] if self._bounded is None else self._bounded.marks_of(key.sender)
         self._context.history.note(
-            "counted", round=key.round_id, client=key.sender, incarnation=key.incarnation, transfer=key.transfer,
-            num_samples=request.num_samples, bytes=request.total_bytes, crc32=crc32, weight=weight,
-            steps=request.steps,
+            "counted", round=key.round_id, **self._context.client_facts(key.sender), incarnation=key.incarnation,
+            transfer=key.transfer, num_samples=request.num_samples, bytes=request.total_bytes, crc32=crc32,
+            weight=weight, steps=request.steps,
             loss=request.loss if math.isfinite(request.loss) else None, metrics=request.metrics,
+            **({"bounded": marks} if marks else {}),
         )  # fmt: skip
 
     def _add_sum(self, site_id: int, payload: memoryview, announced: int) -> SumSummary:
@@ -622,27 +633,50 @@ class UpdateReceiver:
     async def _grant_more(self) -> None:
         """Grant requests in order of arrival while the budget lasts."""
         # Evaluated anew after each grant: while it is sent, requests come and go.
-        while (update := self._next_to_grant()) is not None:
+        while (update := self._next_request()) is not None:
+            if not self._has_room(update):
+                if self._give_up_one():
+                    continue
+                if (update := self._oldest_in_packets()) is None:
+                    return
             del self._requests[update.client_id]
             self.timing.note(update.client_id, "granted")
             await self._uploads.grant(self._begin(update))
 
-    def _next_to_grant(self) -> RequestedUpload | None:
-        """The request that is granted next; None: there is none, or no room for it. Beyond the budget there is room for
-        the oldest update in packets: else those of several clients could wait for each other."""
-        waiting = self._requests
-        if not self._admission.cap.is_settled:
-            waiting = {client_id: update for client_id, update in waiting.items() if not update.is_announced}
-        if (first := next(iter(waiting.values()), None)) is None:
-            return None
+    def _has_room(self, update: RequestedUpload) -> bool:
+        """Whether an update may be granted beside what is on its way, and the packets that are here."""
         on_their_way = (other.request for other in self._transfers.values() if not other.in_memory)
-        packets = self._packets
-        if self._admission.has_room(first.request, on_their_way, 0 if packets is None else packets.num_bytes):
-            return first
-        oldest = None if packets is None else packets.oldest
+        kept_bytes = 0 if self._packets is None else self._packets.num_bytes
+        return self._admission.has_room(update.request, on_their_way, kept_bytes)
+
+    def _oldest_in_packets(self) -> RequestedUpload | None:
+        """The request of the update that has begun first of those in packets, if none of its packets is on its way.
+        There is always room for it: else those of several clients could wait for each other."""
+        oldest = None if self._packets is None else self._packets.oldest
         if oldest is None or any(other.source.client_id == oldest for other in self._transfers.values()):
             return None
-        return waiting.get(oldest)
+        return self._requests.get(oldest)
+
+    def _next_request(self) -> RequestedUpload | None:
+        """The request to grant next, in order of arrival; while updates are measured, of those that have not been."""
+        requests = iter(self._requests.values())
+        if not self._held.must_measure:
+            return next(requests, None)
+        return next((update for update in requests if not self._held.is_measured(update.key)), None)
+
+    def _give_up_one(self) -> bool:
+        """Forget the bytes of an update that has been measured, to make room for another one: it is requested again."""
+        if not self._held.must_measure:
+            return False
+        measured = (
+            one for one in self._complete
+            if one.is_measured and not (one.in_memory or one.adding or isinstance(one.request, PacketRequest))
+        )  # fmt: skip
+        if (given_up := next(measured, None)) is None:
+            return False
+        self._drop(given_up.key)
+        self._requests[given_up.source.client_id] = given_up.source
+        return True
 
     async def _repair_if_due(self) -> None:
         """Request missing frames also where :meth:`run` never waits for long: with many updates in memory, or with ones
@@ -666,7 +700,8 @@ class UpdateReceiver:
     async def _reject(self, update: RequestedUpload, refusal: UpdateRefusal) -> None:
         """Refuse an update whose client is not waited for in this round any more."""
         client_id, round_id = update.client_id, update.request.round_id
-        log.warning("update dropped", client=client_id, round=round_id, reason=refusal.reason, detail=refusal.text)
+        facts = self._context.client_facts(client_id)
+        log.warning("update dropped", **facts, round=round_id, reason=refusal.reason, detail=refusal.text)
         if self._round is not None:
             self._round.fail(client_id, refusal.reason)
             self._on_change()

@@ -34,6 +34,7 @@ class EncodedUpdate:
     Attributes:
         key: of its frames. request: to upload it. payload: its bytes.
         state: tensors that the client keeps if it is accepted, the codec's residual among them.
+        buffers: the block of merged buffers that follows the payload, until that is offered.
         sealed: the shared memory with the payload, for a controller of this machine; None: it is in this process alone.
     """
 
@@ -41,7 +42,13 @@ class EncodedUpdate:
     request: UploadRequest
     payload: bytes | memoryview
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: bytes = b""
     sealed: SharedPayload | None = None
+
+    @property
+    def whole(self) -> bytes | memoryview:
+        """Return its bytes with the block."""
+        return b"".join([self.payload, self.buffers]) if self.buffers else self.payload
 
 
 class UpdateSender:
@@ -49,7 +56,9 @@ class UpdateSender:
 
     Attributes:
         phase: offering or uploading while there is an update, else idle.
-        bytes_up: bytes of updates sent so far, repairs included, or read by the controller in memory.
+        bytes_up: payload of updates so far, as they are encoded, whether sent in frames or read by the controller in
+            memory; with frames that were sent again, without headers. Without these repairs and updates that did not
+            count, the sum over all clients is ``bytes_up`` of the rounds.
     """
 
     def __init__(self, bus: Bus, identity: Identity, probe: Probe | None = None) -> None:

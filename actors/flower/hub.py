@@ -357,7 +357,7 @@ class MessageHub:
             log.info("node welcomed", node=sender.sender, host=hello.host)
             await self._publish(
                 Welcome(
-                    *_of(sender), self.run_id, 0, CODEC, 1.0, 1, 1, self._partitions[0] if self._partitions else 0,
+                    *_of(sender), self.run_id, 0, CODEC, "{}", self._partitions[0] if self._partitions else 0,
                     HEARTBEAT_S, memory=self._bus.memory.here, options=self._options, fetch_models=True,
                 )
             )  # fmt: skip

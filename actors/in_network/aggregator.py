@@ -249,9 +249,9 @@ class _JobServer:
 
     def totals(self) -> dict[str, int]:
         """Return what the log says of the job."""
-        streams, protocol = self._streams, self._protocol
+        streams, protocol, traffic = self._streams, self._protocol, self._streams.traffic
         return {
-            "packets": self._packets, "bytes_in": streams.received_bytes, "bytes_out": streams.sent_bytes,
+            "packets": self._packets, "bytes_in": traffic.received_bytes, "bytes_out": traffic.sent_bytes,
             "dropped": self.dropped + protocol.dropped, "violations": protocol.violations,
             "dropped_on_purpose": streams.lost_packets,
         }  # fmt: skip

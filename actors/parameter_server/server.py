@@ -54,7 +54,8 @@ class ServerSummary:
     Attributes:
         steps: of the slowest worker that was left. updates: of the weights. refused: gradients that were not finite.
         lost: workers that were dropped. staleness_mean, staleness_max: of the gradients that were applied, in updates.
-        held_bytes: of the weights. bytes_in, bytes_out: payload of all messages.
+        held_bytes: of the weights. bytes_in, bytes_out: payload of all messages to and from it. Of earlier starts of
+            the run what they had counted at the checkpoint that this one went on from: a server has no profile.
     """
 
     server: int
@@ -106,6 +107,7 @@ class ParameterServer:
         self._told: dict[int, CollectiveHandle[None]] = {}  # by worker, that it is dropped
         self._is_new = True
         self._epoch = self._step_number = 0
+        self._before = 0, 0  # bytes in and out before a resume
         self._stepped_to = 0  # schedules of a task are stepped once a clock
         self._max_bytes = 0
         # Made by _open:
@@ -115,15 +117,21 @@ class ParameterServer:
     @property
     def summary(self) -> ServerSummary:
         """Return what was done so far."""
-        clocks, stats = self._clocks, self._network.stats
+        clocks, (bytes_in, bytes_out) = self._clocks, self._exchanged
         counts = clocks.staleness_counts
         return ServerSummary(
             server=self._index, servers=self._roles.servers, workers=self._roles.workers, steps=clocks.slowest,
             updates=clocks.updates, refused=clocks.refused, lost=tuple(self._lost),
             staleness_mean=counts.total() and sum(k * n for k, n in counts.items()) / counts.total(),
-            staleness_max=max(counts, default=0), held_bytes=self._shard.nbytes, bytes_in=stats.bytes_in,
-            bytes_out=stats.bytes_out,
+            staleness_max=max(counts, default=0), held_bytes=self._shard.nbytes, bytes_in=bytes_in,
+            bytes_out=bytes_out,
         )  # fmt: skip
+
+    @property
+    def _exchanged(self) -> tuple[int, int]:
+        """Payload received and sent so far, with that of before a resume."""
+        traffic = self._network.traffic
+        return self._before[0] + traffic.received_bytes, self._before[1] + traffic.sent_bytes
 
     async def run(self) -> ServerSummary:
         """Serve until all workers have come to the end.
@@ -209,6 +217,7 @@ class ParameterServer:
     def _restore(self, checkpoint: Checkpoint, saved: SavedServer) -> None:
         self._shard.restore(checkpoint)
         self._run_id = int(saved.run_id, 16)
+        self._before = saved.bytes_in, saved.bytes_out
         self._own = {int(rank): (meta, own_tensors(checkpoint, int(rank))) for rank, meta in saved.own.items()}
         self._frozen = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(FROZEN)}
         counts = Counter({int(staleness): number for staleness, number in saved.staleness.items()})
@@ -401,9 +410,10 @@ class ParameterServer:
                 f"before are as they were",
             )  # fmt: skip
         own = {rank: (m.meta or {}, m.state) for rank, m in asked.items()} if self._index == 0 else {}
+        bytes_in, bytes_out = self._exchanged
         size = await self._compute.run(
             self._state.save, clock, self._shard, own, self._frozen, run_id=f"{self._run_id:016x}",
-            updates=self._clocks.updates, refused=self._clocks.refused,
+            updates=self._clocks.updates, refused=self._clocks.refused, bytes_in=bytes_in, bytes_out=bytes_out,
             staleness={str(key): number for key, number in self._clocks.staleness_counts.items()},
         )  # fmt: skip
         self._has_saved = True

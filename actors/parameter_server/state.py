@@ -53,7 +53,8 @@ class SavedServer(Meta):
         run_id: of the run. server, servers, workers: numbers. layout: of the model. pieces: of this server.
         names: where those of the model's state differ; None: saved by an earlier version.
         settings: that a resume must have, too. updates: of the weights. refused: gradients that were not finite.
-        staleness: gradients by their staleness. own: of each worker that was there, by its rank, what it has kept.
+        staleness: gradients by their staleness. bytes_in, bytes_out: payload so far; 0 if saved by an earlier version.
+        own: of each worker that was there, by its rank, what it has kept.
     """
 
     run_id: Hex64
@@ -67,6 +68,8 @@ class SavedServer(Meta):
     updates: Count
     refused: Count
     staleness: dict[str, Count]
+    bytes_in: Count = 0
+    bytes_out: Count = 0
     own: Annotated[dict[_Rank, dict[str, Any]], Field(max_length=_MAX_WORKERS)] = Field(default_factory=dict)
 
 
@@ -97,7 +100,7 @@ class ServerState(JointCheckpoints):
 
         Args:
             own: of each worker what it has sent: plain data, and tensors by name. frozen: of the model, by name.
-            counts: run_id, updates, refused and staleness.
+            counts: run_id, updates, refused, staleness, bytes_in and bytes_out.
 
         Raises:
             CheckpointError: it could not be written.

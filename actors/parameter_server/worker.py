@@ -53,7 +53,7 @@ class _Before(NamedTuple):
     started_s: float
     step: int
     wait_s: float
-    bytes_out: int
+    sent_bytes: int
     staleness: Counter[int]
     refused: int
 
@@ -62,7 +62,7 @@ class ParameterServerWorker(Rank):
     """One worker of a run. It runs once; make another one to run again.
 
     Attributes:
-        profiles: those of all workers, once the run has ended.
+        profiles: those of all workers, once the run has ended; of the others without their last request.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class ParameterServerWorker(Rank):
         self._met_at = 0  # the step at which all stood together last
         self.profiles: list[ProfileSummary] = []
         self._wait_s = 0.0
+        self._sent_bytes = 0  # in steps
         self._before = _Before(0.0, 0, 0.0, 0, Counter(), 0)
         self._num_batches = 0  # of this worker in this epoch
         self._pieces: list[tuple[TensorPart, ...]] = []  # by server
@@ -128,7 +129,9 @@ class ParameterServerWorker(Rank):
             await self._compute.run(self._callbacks.call, "on_end", self.summary)
             ends = await self._ask("end", meta=self.profile.summary().to_json())
             found = meta_of(ends[0], "all", dict)
-            self.profiles = [ProfileSummary.from_json(found[key]) for key in sorted(found, key=int)]
+            profiles = [ProfileSummary.from_json(found[key]) for key in sorted(found, key=int)]
+            own = self.profile.summary()  # with the bytes of this last request
+            self.profiles = [own if one.rank == own.rank else one for one in profiles]
         except PeerLost as error:
             raise self._roles.named(self._network.name, error) from None
         finally:
@@ -160,6 +163,7 @@ class ParameterServerWorker(Rank):
         replies = await self._ask("start", tensors=training.trained if begins else None, state=brought)
         await self._compute.run(self._take_weights, replies)
         await self._compute.run(self._take_kept, replies[0], step)
+        await self._compute.run(self.profile.begin_run, meta_of(replies[0], "run_id", str))
         self._log.info("started", workers=self._roles.workers, servers=self._roles.servers, step=self.step)
 
     def _take_kept(self, reply: Message, step: int | None) -> None:
@@ -300,9 +304,7 @@ class ParameterServerWorker(Rank):
         started_s = time.perf_counter()
         self._num_batches = await self._own_batches()
         _, counts = await self._meet("batches", self._num_batches)
-        self._before = _Before(
-            started_s, self.step, self._wait_s, self._network.stats.bytes_out, self._staleness, self._refused
-        )
+        self._before = _Before(started_s, self.step, self._wait_s, self._sent_bytes, self._staleness, self._refused)
         return EpochPlan.of([count or 0 for count in counts], self._config.accumulation_steps)
 
     async def _one_step(self, plan: EpochPlan) -> None:
@@ -317,11 +319,10 @@ class ParameterServerWorker(Rank):
             flags |= Flag.HAS_GRADIENT if gradients else Flag.NONE
             flags |= Flag.REFUSED if step.skipped_by is not None else Flag.NONE
             flags |= Flag.WANTS_END if self._wants_end else Flag.NONE
-            sent = self._network.stats.bytes_out
             replies = await self._ask("push", tensors=gradients, flags=flags)
-            measured.count("bytes_out", self._network.stats.bytes_out - sent)
             await self._compute.run(self._take_weights, replies)
             await self._compute.run(training.count, step)
+        self._sent_bytes += measured.sent_bytes
         position.step += 1
         position.epoch_step += 1
         self._is_stopped |= Flag.WANTS_END in replies[0].flags
@@ -330,7 +331,7 @@ class ParameterServerWorker(Rank):
         before = self._before
         await self._report_progress_if_due(
             steps=position.step - before.step, seconds=time.perf_counter() - before.started_s,
-            wait_s=self._wait_s - before.wait_s, bytes_out=self._network.stats.bytes_out - before.bytes_out,
+            wait_s=self._wait_s - before.wait_s, bytes_out=self._sent_bytes - before.sent_bytes,
         )  # fmt: skip
         if self._callbacks.follow("on_step"):
             report = await self._compute.run(training.report_of, step)
@@ -407,7 +408,7 @@ class ParameterServerWorker(Rank):
             served["staleness_max"] = float(max(counted, default=0))
         return self._reported(
             finished, tallies, served, step_s_mean=seconds / steps, wait_s_mean=(self._wait_s - before.wait_s) / steps,
-            bytes_out_per_step=(self._network.stats.bytes_out - before.bytes_out) / steps, seconds=seconds,
+            bytes_out_per_step=(self._sent_bytes - before.sent_bytes) / steps, seconds=seconds,
         )  # fmt: skip
 
     async def _save(self) -> None:

@@ -256,6 +256,9 @@ class CentralPrivacy(_Private):
         self._within = self._count = 0
         super().begin(round_id, base)
 
+    def weights(self, facts: Facts) -> tuple[float, ...]:
+        return ()  # see add()
+
     def add(self, update: Update, facts: Facts) -> None:
         norm = self._norm(update)
         if not norm <= self._clip_norm:

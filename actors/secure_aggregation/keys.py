@@ -27,7 +27,9 @@ from gradbus.actors.secure_aggregation.shamir import MAX_POINTS, SHARE_BYTES
 KEY_BYTES = 32
 KEYS_BYTES = 3 * KEY_BYTES  # of one member
 MAX_MEMBERS = min(MAX_POINTS, MAX_ADDENDS)
-SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and the tag of the AEAD
+DIGEST_BYTES = 16  # of a share: as long as no other one can be found with the same
+CIPHERTEXT_BYTES = 2 * SHARE_BYTES + 16  # two shares and the tag of the AEAD
+SEALED_BYTES = CIPHERTEXT_BYTES + 2 * DIGEST_BYTES
 MIN_MEMBERS = 2  # the sum of one update would be that update
 
 _ENTRY = struct.Struct(f"<I{KEYS_BYTES}s")
@@ -41,6 +43,14 @@ _GRID = struct.Struct("<QQ")
 
 class NotInProtocol(ValueError):
     """A message that does not belong to this attempt, or that no honest peer sends. It changes nothing."""
+
+
+class Dishonest(NotInProtocol):
+    """A message that shows by itself that its sender does not keep to the protocol."""
+
+
+class NotMember(NotInProtocol):
+    """An attempt goes on without this client, as it came too late or sits the round out."""
 
 
 class TooFewMembers(ValueError):
@@ -88,12 +98,12 @@ class RosterEntry:
 
     @classmethod
     def of(cls, client_id: int, keys: bytes) -> RosterEntry:
-        """Of the bytes that a client advertises. Raises NotInProtocol: another length, or a key repeated."""
+        """Of the bytes that a client advertises. Raises Dishonest: another length, or a key repeated."""
         if len(keys) != KEYS_BYTES:
-            raise NotInProtocol(f"keys of {len(keys)} bytes: expected {KEYS_BYTES}")
+            raise Dishonest(f"keys of {len(keys)} bytes: expected {KEYS_BYTES}")
         sealing, masking, commitment = (keys[at : at + KEY_BYTES] for at in range(0, KEYS_BYTES, KEY_BYTES))
         if sealing == masking:
-            raise NotInProtocol(f"client {client_id} has one key for two purposes")
+            raise Dishonest(f"client {client_id} has one key for two purposes")
         return cls(client_id, sealing, masking, commitment)
 
 
@@ -201,11 +211,11 @@ def derived(secret: bytes, purpose: bytes, roster: Roster, ids: Iterable[int]) -
 
 
 def agreed(private: X25519PrivateKey, public: bytes) -> bytes:
-    """The shared secret of two keys (RFC 7748). Raises NotInProtocol: the public key is a point of small order."""
+    """The shared secret of two keys (RFC 7748). Raises Dishonest: the public key is a point of small order."""
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
-        raise NotInProtocol(f"a public key that cannot be used: {error}") from None
+        raise Dishonest(f"a public key that cannot be used: {error}") from None
 
 
 def pair_seed(private: X25519PrivateKey, own_id: int, other: RosterEntry, roster: Roster) -> bytes:
@@ -216,3 +226,16 @@ def pair_seed(private: X25519PrivateKey, own_id: int, other: RosterEntry, roster
 def commitment(seed: bytes) -> bytes:
     """Return what a client advertises of the seed of its own mask."""
     return hashlib.sha256(b"gradbus own mask 1" + seed).digest()
+
+
+def share_digest(roster: Roster, kind: bytes, sender: int, receiver: int, share: bytes) -> bytes:
+    """Return what a sender fixes a share by, in clear. It shows nothing of the share, one of 2^257, and lets whoever
+    reads the share later see whether it is that one. ``kind``: ``b"seed"`` or ``b"key"``."""
+    ids = sender.to_bytes(4, "little") + receiver.to_bytes(4, "little")
+    return hashlib.sha256(b"gradbus share 1 " + kind + roster.digest + ids + share).digest()[:DIGEST_BYTES]
+
+
+def share_digests(roster: Roster, sender: int, receiver: int, shares: tuple[bytes, bytes]) -> bytes:
+    """Return the digests of a share of the own seed, and of one of the masking key, as they follow what is sealed."""
+    kinds = zip((b"seed", b"key"), shares, strict=True)
+    return b"".join(share_digest(roster, kind, sender, receiver, share) for kind, share in kinds)

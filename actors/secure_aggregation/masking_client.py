@@ -17,20 +17,24 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gradbus.actors.secure_aggregation.keys import (
+    CIPHERTEXT_BYTES,
     MIN_MEMBERS,
     SEALED_BYTES,
     Attempt,
     NotInProtocol,
+    NotMember,
     Roster,
     RosterEntry,
     agreed,
     commitment,
     derived,
     pair_seed,
+    share_digests,
 )
 from gradbus.actors.secure_aggregation.masks import SEED_BYTES, Words, add_masks
-from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, split
+from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, is_share, split
 
+NO_SHARE = bytes(SHARE_BYTES)  # in an answer: of a sender whose shares this client could not use
 _NONCE = bytes(12)  # each key seals one message
 
 
@@ -64,8 +68,8 @@ class MaskingClient:
         return b"".join(public) + commitment(self._own_seed)
 
     def share(self, roster: Roster) -> list[bytes]:
-        """Phase 1: shares of both secrets, sealed for each other member, in the order of the roster. Given again for
-        the same roster.
+        """Phase 1: shares of both secrets, sealed for each other member, with their digests, in the order of the
+        roster. Given again for the same roster.
 
         Raises:
             NotInProtocol: the roster is of another attempt, another one than before, or has a threshold that is too low
@@ -82,10 +86,10 @@ class MaskingClient:
                 f"a sum of {roster.threshold} of {len(roster.members)} members can be unmasked: this client asks for "
                 f"{self._least}"
             )
-        if self._client_id not in roster.points or roster.member(self._client_id) != RosterEntry.of(
-            self._client_id, self.advertise()
-        ):
-            raise NotInProtocol("a roster without this client, or with other keys of it")
+        if self._client_id not in roster.points:
+            raise NotMember("a roster without this client")
+        if roster.member(self._client_id) != RosterEntry.of(self._client_id, self.advertise()):
+            raise NotInProtocol("a roster with other keys of this client")
         points = tuple(roster.points.values())
         of_seed = split(self._own_seed, roster.threshold, points)
         of_key = split(self._masking, roster.threshold, points)
@@ -95,26 +99,31 @@ class MaskingClient:
                 self._shares[self._client_id] = seed_share, key_share
                 continue
             key = self._sealing_key(roster, other, self._client_id, other.client_id)
-            sealed.append(AESGCM(key).encrypt(_NONCE, seed_share + key_share, roster.digest))
+            ciphertext = AESGCM(key).encrypt(_NONCE, seed_share + key_share, roster.digest)
+            sealed.append(ciphertext + share_digests(roster, self._client_id, other.client_id, (seed_share, key_share)))
         self.roster, self._sealed = roster, sealed
         return sealed
 
     def _sealing_key(self, roster: Roster, other: RosterEntry, sender: int, receiver: int) -> bytes:
         return derived(agreed(self._sealing, other.sealing), b"seal", roster, (sender, receiver))
 
-    def receive(self, senders: Sequence[int], sealed: Sequence[bytes]) -> None:
+    def receive(self, senders: Sequence[int], sealed: Sequence[bytes]) -> list[int]:
         """Phase 2 begins: the shares of these members, ascending, of which this client is one; ``sealed`` is without
-        its own. Once; a repetition is ignored.
+        its own. Once; a repetition gives the same.
+
+        Returns:
+            The members that this client complains about, ascending: they have not sealed shares for it in this attempt
+            that are what they say. It goes on without their shares, unless fewer than the threshold are left: then
+            there are no :attr:`senders`, and nothing is masked.
 
         Raises:
-            NotInProtocol: not in this phase, fewer members than the threshold, other members, or a share that was not
-                sealed for this client by that member in this attempt.
+            NotInProtocol: not in this phase, fewer members than the threshold, or other members.
         """
         roster, senders = self._entered(), tuple(senders)
         if self.senders:
             if senders != self.senders:
                 raise NotInProtocol("a second set of shares for one attempt")
-            return
+            return [one for one in senders if one not in self._shares]
         self._check_members(senders, roster.ids, roster.threshold)
         if self._client_id not in senders:
             raise NotInProtocol("shares for an attempt that goes on without this client")
@@ -123,13 +132,23 @@ class MaskingClient:
             raise NotInProtocol(f"{len(sealed)} sealed shares of {len(others)} members, each of {SEALED_BYTES} bytes")
         opened = {self._client_id: self._shares[self._client_id]}
         for sender, one in zip(others, sealed, strict=True):
-            key = self._sealing_key(roster, roster.member(sender), sender, self._client_id)
-            try:
-                both = AESGCM(key).decrypt(_NONCE, one, roster.digest)
-            except InvalidTag:
-                raise NotInProtocol(f"the shares of client {sender} were not sealed for this client") from None
-            opened[sender] = both[:SHARE_BYTES], both[SHARE_BYTES:]
-        self._shares, self.senders = opened, senders
+            if (shares := self._opened(roster, sender, one)) is not None:
+                opened[sender] = shares
+        if len(opened) >= roster.threshold:
+            self._shares, self.senders = opened, senders
+        return [one for one in senders if one not in opened]
+
+    def _opened(self, roster: Roster, sender: int, sealed: bytes) -> tuple[bytes, bytes] | None:
+        """Both shares of a sender; None: they are of no use."""
+        key = self._sealing_key(roster, roster.member(sender), sender, self._client_id)
+        try:
+            both = AESGCM(key).decrypt(_NONCE, sealed[:CIPHERTEXT_BYTES], roster.digest)
+        except InvalidTag:
+            return None
+        shares = both[:SHARE_BYTES], both[SHARE_BYTES:]
+        # With other digests than those of its shares a sender could have this client called a liar later.
+        is_right = sealed[CIPHERTEXT_BYTES:] == share_digests(roster, sender, self._client_id, shares)
+        return shares if is_right and all(map(is_share, shares)) else None
 
     def mask(self, values: Words, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Phase 2: add the own mask and those of all pairs to the values, in place. Once. Added to zeros, it gives the
@@ -161,7 +180,8 @@ class MaskingClient:
 
     def unmask(self, survivors: Sequence[int]) -> list[bytes]:
         """Phase 3: one share for each of :attr:`senders`, in their order: of the own seed of a survivor, of the masking
-        key of a client that dropped out. Given again for the same survivors.
+        key of a client that dropped out; :data:`NO_SHARE` of those that it has complained about. Given again for the
+        same survivors.
 
         Raises:
             NotInProtocol: not in this phase, other survivors than before, fewer than the threshold, or none of ours.
@@ -174,7 +194,8 @@ class MaskingClient:
         self._check_members(survivors, self.senders, roster.threshold)
         self._survivors = survivors
         alive = frozenset(survivors)
-        return [self._shares[sender][0 if sender in alive else 1] for sender in self.senders]
+        none = NO_SHARE, NO_SHARE
+        return [self._shares.get(sender, none)[0 if sender in alive else 1] for sender in self.senders]
 
     def _entered(self) -> Roster:
         if self.roster is None:

@@ -6,19 +6,23 @@ raises, and the attempt has failed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hmac
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from gradbus.actors.aggregation.common_grid import EXACT, CommonGrid
+from gradbus.actors.secure_aggregation.complaints import Judgement, judge
 from gradbus.actors.secure_aggregation.keys import (
+    CIPHERTEXT_BYTES,
+    DIGEST_BYTES,
     MAX_MEMBERS,
     MIN_MEMBERS,
     SEALED_BYTES,
     Attempt,
+    Dishonest,
     NotInProtocol,
     Roster,
     RosterEntry,
@@ -28,7 +32,9 @@ from gradbus.actors.secure_aggregation.keys import (
     default_threshold,
     derived,
     pair_seed,
+    share_digest,
 )
+from gradbus.actors.secure_aggregation.masking_client import NO_SHARE
 from gradbus.actors.secure_aggregation.masks import Stopped, Words, add_masks
 from gradbus.actors.secure_aggregation.shamir import SHARE_BYTES, BadShares, Interpolation
 from gradbus.runtime.cores import usable_cores
@@ -39,6 +45,20 @@ _NO_SUM = (
     "The sum was not made. A client does not answer where the sums of a round's attempts together would show too few "
     "clients, which its log says: start those again that were in the earlier attempt"
 )
+
+
+class WrongSecrets(ValueError):
+    """Members have shared other secrets than they have advertised.
+
+    Attributes:
+        clients: their ids, ascending.
+    """
+
+    def __init__(self, clients: Sequence[int]) -> None:
+        super().__init__(
+            f"the shares that clients {list(clients)} have sealed for the others do not give what they have advertised"
+        )
+        self.clients = tuple(clients)
 
 
 class MaskingServer:
@@ -67,8 +87,8 @@ class MaskingServer:
         self._tried = X25519PrivateKey.generate()  # of no other use
         self._keys: dict[int, bytes] = {}
         self._sealed: dict[int, dict[int, bytes]] = {}
+        self._complaints: dict[int, frozenset[int]] = {}  # by client: whose shares it cannot use
         self._shares: dict[int, list[bytes]] = {}  # of unmasking, by client, in the order in which they came
-        self._secrets: dict[int, bytes] = {}  # by sender, as far as they are known
         self.roster: Roster | None = None
         self.senders: tuple[int, ...] = ()
         self.survivors: tuple[int, ...] = ()
@@ -76,7 +96,8 @@ class MaskingServer:
     # Phase 0
 
     def add_keys(self, client_id: int, keys: bytes) -> None:
-        """Keys that a client advertises. Raises NotInProtocol: too late, others than before, or of no use."""
+        """Keys that a client advertises. Raises NotInProtocol: too late, or others than before; Dishonest: of no
+        use."""
         if self._keys.get(client_id) == keys:
             return
         if self.roster is not None or client_id in self._keys:
@@ -96,8 +117,11 @@ class MaskingServer:
         """Clients whose keys have come."""
         return self._keys.keys()
 
-    def close_keys(self) -> Roster:
-        """The roster of those that have advertised. Raises TooFewMembers: fewer than the threshold."""
+    def close_keys(self, without: Collection[int] = ()) -> Roster:
+        """The roster of those that have advertised, ``without`` some of them. Raises TooFewMembers: fewer than the
+        threshold."""
+        for client_id in without:
+            self._keys.pop(client_id, None)
         count, limit = len(self._keys), self._threshold
         needed = default_threshold(count, limit) if isinstance(limit, float) else max(count // 2 + 1, limit)
         needed = max(needed, self._least)
@@ -109,13 +133,14 @@ class MaskingServer:
     # Phase 1
 
     def add_shares(self, client_id: int, sealed: Sequence[bytes]) -> None:
-        """What a member has sealed for each other one. Raises NotInProtocol: not in this phase, or a wrong length."""
+        """What a member has sealed for each other one. Raises NotInProtocol: not in this phase; Dishonest: a wrong
+        length."""
         roster = self._entered()
         if client_id not in roster.points or self.senders or client_id in self._sealed:
             raise NotInProtocol(f"shares of client {client_id}: not in this attempt, too late, or a second time")
         others = [one for one in roster.ids if one != client_id]
         if len(sealed) != len(others) or any(len(one) != SEALED_BYTES for one in sealed):
-            raise NotInProtocol(f"{len(sealed)} shares: expected {len(others)}, each of {SEALED_BYTES} bytes")
+            raise Dishonest(f"{len(sealed)} shares: expected {len(others)}, each of {SEALED_BYTES} bytes")
         self._sealed[client_id] = dict(zip(others, sealed, strict=True))
 
     @property
@@ -135,6 +160,30 @@ class MaskingServer:
 
     # Phase 2 and 3
 
+    def add_complaints(self, client_id: int, about: Sequence[int]) -> None:
+        """The members whose shares a member cannot use. Raises NotInProtocol: not in this phase; Dishonest: they do not
+        ascend, are no others, or differ from before."""
+        if client_id not in self.senders:
+            raise NotInProtocol(f"complaints of client {client_id}: not in this phase")
+        ascend = all(before < after for before, after in itertools.pairwise(about))
+        if not ascend or not set(about) <= set(self.senders) - {client_id}:
+            raise Dishonest("complaints about clients that do not ascend, or that have sealed nothing for it")
+        if self._complaints.setdefault(client_id, frozenset(about)) != frozenset(about):
+            raise Dishonest("other complaints than before")
+
+    @property
+    def has_complaints(self) -> bool:
+        """Whether a member cannot use the shares of another one, or says so."""
+        return any(self._complaints.values())
+
+    def judge(self) -> Judgement:
+        """Return what follows from the complaints that have come."""
+        return judge(self.senders, self._entered().threshold, self._complaints)
+
+    def complaints_about(self, client_id: int) -> set[int]:
+        """Return the members that cannot use the shares of this one, or say so."""
+        return {by for by, about in self._complaints.items() if client_id in about}
+
     def close_inputs(self, survivors: Collection[int]) -> tuple[int, ...]:
         """Fix the members whose masked values are in the sum. Raises TooFewMembers: fewer than the threshold."""
         if not set(survivors) <= set(self.senders):
@@ -144,12 +193,30 @@ class MaskingServer:
         return self.survivors
 
     def add_unmasking(self, client_id: int, shares: Sequence[bytes]) -> None:
-        """A member's answer to the survivors. Raises NotInProtocol: not in this phase, or a wrong length."""
+        """A member's answer to the survivors. A share that is not there is a complaint.
+
+        Raises:
+            NotInProtocol: not in this phase. Dishonest: a wrong length, or a share that is not the one which its sender
+                has fixed, and about which this member has not complained. Nothing of the answer is used.
+        """
         if not self.survivors or client_id not in self.senders or client_id in self._shares:
             raise NotInProtocol(f"unmasking shares of client {client_id}: not asked for, or a second time")
         if len(shares) != len(self.senders) or any(len(one) != SHARE_BYTES for one in shares):
-            raise NotInProtocol(f"{len(shares)} shares: expected {len(self.senders)}, each of {SHARE_BYTES} bytes")
+            raise Dishonest(f"{len(shares)} shares: expected {len(self.senders)}, each of {SHARE_BYTES} bytes")
+        lacking = {sender for sender, share in zip(self.senders, shares, strict=True) if share == NO_SHARE}
+        lacking |= self._complaints.get(client_id, frozenset())
+        for sender, share in zip(self.senders, shares, strict=True):
+            if sender not in lacking and sender != client_id:
+                self._check_share(sender, client_id, share)
+        self._complaints[client_id] = frozenset(lacking)
         self._shares[client_id] = list(shares)
+
+    def _check_share(self, sender: int, receiver: int, share: bytes) -> None:
+        at = CIPHERTEXT_BYTES + (0 if sender in self.survivors else DIGEST_BYTES)
+        fixed = self._sealed[sender][receiver][at : at + DIGEST_BYTES]
+        kind = b"seed" if sender in self.survivors else b"key"
+        if not hmac.compare_digest(fixed, share_digest(self._entered(), kind, sender, receiver, share)):
+            raise Dishonest(f"it gives a wrong share of client {sender}'s secret to unmask")
 
     @property
     def answered(self) -> Collection[int]:
@@ -158,62 +225,71 @@ class MaskingServer:
 
     @property
     def can_unmask(self) -> bool:
-        """Whether enough have answered."""
-        return len(self._shares) >= self._entered().threshold
+        """Whether enough have answered, with shares of each member."""
+        return len(self._shares) >= self._entered().threshold and not self.lacking
+
+    @property
+    def lacking(self) -> list[int]:
+        """Members of whose secret too few shares have come, ascending."""
+        threshold = self._entered().threshold
+        if not self.has_complaints:
+            return list(self.senders) if len(self._shares) < threshold else []
+        return [one for one in self.senders if len(self._holders(one)) < threshold]
+
+    def _holders(self, sender: int) -> list[int]:
+        """Members that have answered with a share of this one's secret."""
+        return [one for one in self._shares if sender not in self._complaints[one]]
 
     def unmask(self, total: Words, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Take all masks off the sum of the survivors' masked values, in place, modulo 2^64 or 2^16.
 
         Raises:
             Stopped: ``should_stop`` was true. The sum is then unusable.
-            TooFewMembers: fewer answers than the threshold. BadShares: an answer was wrong, and no others are here to
-                do without it. The sum is then as it was, and this may be called again when there is another answer.
+            TooFewMembers: fewer answers than the threshold. WrongSecrets: of some member they give another secret than
+                it has advertised. The sum is then as it was.
         """
         self._check_enough(self._shares, self._entered().threshold, "sent their shares to unmask", _NO_SUM)
+        if lacking := self.lacking:
+            raise TooFewMembers(
+                f"secure aggregation: of client {lacking[0]}'s secret {len(self._holders(lacking[0]))} shares have "
+                f"come, the threshold is {self._entered().threshold}. {_NO_SUM}"
+            )
         threads = min(MAX_THREADS, usable_cores())  # the clients wait for this, with nothing to do
         add_masks(total, self._seeds(self._checked_secrets(should_stop)), should_stop, threads=threads)
 
     def _checked_secrets(self, should_stop: Callable[[], bool]) -> list[bytes]:
         """Return for each sender the seed of its own mask, or its masking key, as it has advertised them.
 
-        Where the first answers give something else, each of them in turn gives way to the newest one. Who is to blame
-        then is not known: the one that has answered, or the sender, which may have sealed a wrong share for it.
+        The shares are those that the sender has fixed, but for its own, which it gives itself. So where they give
+        something else, the sender is to blame, and nobody else.
         """
-        roster, known = self._entered(), list(self._shares)
-        first, newest = known[: roster.threshold], known[roster.threshold :][-1:]
-        choices = [first, *([*first[:place], *newest, *first[place + 1 :]] for place in range(len(first)) if newest)]
-
-        @functools.cache
-        def interpolation(choice: int) -> Interpolation:
-            return Interpolation([roster.points[one] for one in choices[choice]])
-
+        roster = self._entered()
+        interpolation = functools.cache(Interpolation)
+        secrets, wrong = [], []
         for place, sender in enumerate(self.senders):
-            for choice, answered in enumerate(choices):
-                if sender in self._secrets:
-                    break
-                if should_stop():
-                    raise Stopped
-                shares = {roster.points[one]: self._shares[one][place] for one in answered}
-                with contextlib.suppress(BadShares):
-                    self._secrets[sender] = self._checked(sender, interpolation(choice).secret(shares))
-            else:
-                if sender not in self._secrets:
-                    raise BadShares(
-                        f"{len(known)} clients have answered with shares of client {sender}'s secret that do not give "
-                        f"what it has advertised"
-                    )
-        return [self._secrets[sender] for sender in self.senders]
+            if should_stop():
+                raise Stopped
+            holders = self._holders(sender)[: roster.threshold]
+            shares = {roster.points[one]: self._shares[one][place] for one in holders}
+            secret = self._secret_of(sender, interpolation(tuple(shares)), shares)
+            secrets.append(secret or b"")
+            wrong += [] if secret else [sender]
+        if wrong:
+            raise WrongSecrets(wrong)
+        return secrets
 
-    def _checked(self, sender: int, secret: bytes) -> bytes:
-        """The secret of a sender. Raises BadShares: it is another one."""
+    def _secret_of(self, sender: int, interpolation: Interpolation, shares: Mapping[int, bytes]) -> bytes | None:
+        """The secret of a sender; None: the shares are of another one than it has advertised."""
+        try:
+            secret = interpolation.secret(shares)
+        except BadShares:
+            return None
         member = self._entered().member(sender)
         if sender in self.survivors:
             is_right = hmac.compare_digest(commitment(secret), member.commitment)
         else:
             is_right = _masking_key(secret).public_key().public_bytes_raw() == member.masking
-        if not is_right:
-            raise BadShares(f"not what client {sender} has advertised")
-        return secret
+        return secret if is_right else None
 
     def _seeds(self, secrets: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
         """Yield the seed of each mask that is left in the sum, and whether it is to be taken off, one by one: there are

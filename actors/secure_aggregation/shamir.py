@@ -19,6 +19,11 @@ class BadShares(ValueError):
     """These shares are of no secret."""
 
 
+def is_share(share: bytes) -> bool:
+    """Whether this is an element of the field."""
+    return len(share) == SHARE_BYTES and int.from_bytes(share) < PRIME
+
+
 def split(secret: bytes, threshold: int, points: Sequence[int]) -> list[bytes]:
     """Shares of a secret of 32 bytes, one of 33 bytes for each point, all of which differ and are not 0.
 

@@ -23,7 +23,14 @@ from torch import Tensor
 from gradbus.actors.federated.client_state import ClientStateStore
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import EvaluationStopped, LocalEvaluation, told
-from gradbus.actors.federated.local_training import LocalTraining, NothingToTrain, RoundInputs, reason_of
+from gradbus.actors.federated.local_training import (
+    NOTHING_OWN,
+    Allowed,
+    LocalTraining,
+    NothingToTrain,
+    RoundInputs,
+    reason_of,
+)
 from gradbus.actors.federated.rounds import SAT_OUT
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask
@@ -49,14 +56,14 @@ class PoolSettings:
     """Holds what all training processes of a pool have in common.
 
     Attributes:
-        state_dir: where the clients' states are, on the host's machine. rule: of the user's own, that a controller may
-            name.
+        state_dir: where the clients' states are, on the host's machine. allowed: of the user's own, what a controller
+            may name.
         threads: of torch, in each process. full_traceback: failures are reported with all lines.
         shared_memory: updates may lie in memory that a controller of this machine reads.
     """
 
     state_dir: Path
-    rule: str = ""
+    allowed: Allowed = NOTHING_OWN
     threads: int = 1
     full_traceback: bool = False
     shared_memory: bool = True
@@ -100,7 +107,7 @@ class ClientTrainer:
         self._prepared: tuple[int, int] | None = None  # client, and number of clients
         self._sealed: dict[int, SharedPayload] = {}  # by transfer: updates that the controller may still read
         self._inputs: RoundInputs
-        self._evaluated: tuple[Tensor, control.Welcome, control.EvaluationRequest]
+        self._evaluated: tuple[Tensor, bytes, control.Welcome, control.EvaluationRequest]
         self.work = 0
 
     def begin(self, head: Mapping[str, Any], parts: Sequence[Any]) -> None:
@@ -114,16 +121,16 @@ class ClientTrainer:
             self._model.arrange(Sharing.of_welcome(welcome))
             self._model.write_frozen(_vector(frozen))
         if head["do"] == MODEL:
-            request = control.decode(others[0])
+            request, buffers = control.decode(others[0]), bytes(others[1])
             assert isinstance(request, control.EvaluationRequest)
-            self._evaluated = _vector(vector), welcome, request
+            self._evaluated = _vector(vector), buffers, welcome, request
             return
-        broadcast, terms = others
+        broadcast, terms, buffers = others
         terms = control.decode(terms) if terms else None
         assert terms is None or isinstance(terms, control.RoundTerms)
         self._inputs = RoundInputs(
             welcome=welcome, command=TrainCmd(**head["command"]), base=_vector(vector), broadcast=_vector(broadcast),
-            terms=terms,
+            buffers=bytes(buffers), terms=terms,
         )  # fmt: skip
 
     def answer(self, do: str, given: Mapping[str, Any], open_kept: OpenKept) -> Parcel:
@@ -143,7 +150,7 @@ class ClientTrainer:
 
     def _evaluate(self, open_kept: OpenKept, client_id: int, tells_errors: bool) -> Parcel:
         """Evaluate the model on the data of a client: its result."""
-        work, (vector, welcome, request) = self.work, self._evaluated
+        work, (vector, buffers, welcome, request) = self.work, self._evaluated
 
         def should_stop() -> bool:
             return self._stopped_up_to() >= work
@@ -152,7 +159,7 @@ class ClientTrainer:
             self._prepare(client_id, welcome.num_clients)
             with contextlib.closing(open_kept(client_id, False)) as kept:
                 evaluation = LocalEvaluation(self._task, self._model, client_id, kept, tells_errors)
-                result = evaluation.evaluate(vector, welcome, request, should_stop)
+                result = evaluation.evaluate(vector, welcome, request, should_stop, buffers)
         except EvaluationStopped:
             return Parcel({"is": "stopped"})
         except Exception as error:  # its data cannot be loaded
@@ -186,7 +193,7 @@ class ClientTrainer:
         with contextlib.closing(open_kept(client.sender, releases)) as kept:
             memory = self._memory if len(self._sealed) < MAX_SEALED else self._no_memory
             training = LocalTraining(
-                self._task, client, self._model, kept, memory, self._probe, self._settings.rule
+                self._task, client, self._model, kept, memory, self._probe, self._settings.allowed
             )  # fmt: skip
             update = training.train(inputs, transfer, should_stop)
             released = kept.released(inputs.command.round_id) if releases and not kept.is_durable else None

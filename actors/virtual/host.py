@@ -19,16 +19,17 @@ from typing import Any
 
 from torch import Tensor
 
+from gradbus.actors.federated.chosen_codecs import codec_of
 from gradbus.actors.federated.client import Client
 from gradbus.actors.federated.client_optimizer import split_terms
 from gradbus.actors.federated.clients import FIRST_HOST
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_evaluation import DECLINED, HOSTED
-from gradbus.actors.federated.local_training import RoundInputs, codec_of
+from gradbus.actors.federated.local_training import RoundInputs
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.session import ControllerSession
-from gradbus.actors.federated.sharing import Sharing
+from gradbus.actors.federated.sharing import Sharing, layout_of
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender
 from gradbus.actors.virtual.client_trainer import open_state, vector_bytes
@@ -57,12 +58,12 @@ from gradbus.runtime.wire.control import (
     TrainingFailure,
     Welcome,
 )
-from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse_ids
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, TrainCmd
 
 MAX_DEATHS = 3  # of training processes, in one client's training
-# Updates that wait for their receipts: in a first round the controller adds none before it knows the samples of all.
+# Updates that wait for their receipts: where clients may lie, the controller adds none before all are announced.
 WAITING_UPDATES = 2  # for each training process, however large they are
 WAITING_BYTES = 1 << 30
 REPEATED_FAILURES = 64  # that go out with one heartbeat
@@ -71,13 +72,13 @@ log = get_logger("host")
 
 
 def check_room(asked: int, update_bytes: int) -> None:
-    """Raises ConfigError: the updates of so many clients, which wait until the samples of all are known, do not fit."""
+    """Raises ConfigError: the updates of so many clients, which wait until all are announced, do not fit."""
     if asked * update_bytes > WAITING_BYTES:
         raise ConfigError(
-            f"federated.limits.cap_samples=median: no update of the first round is added before the samples of all are "
-            f"known, and {asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that "
-            f"may wait in one process. On the controller, set it to a number of samples or to null, or ask fewer "
-            f"clients in a round; or spread the clients over more hosts"
+            f"federated.limits.trust=adversarial: no update of a round is added before all are announced, and "
+            f"{asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that may wait in "
+            f"one process. On the controller, set it to cooperative, or ask fewer clients in a round; or spread the "
+            f"clients over more hosts"
         )
 
 
@@ -146,7 +147,7 @@ class ClientHost(Client):
 
     def __init__(
         self, bus: Bus, task: FederatedTask, *, ids: Iterable[int], pool: TrainingPool[Any], state_dir: Path,
-        config: ClientConfig | None = None,
+        config: ClientConfig | None = None, name: str = "",
     ) -> None:  # fmt: skip
         """A host that has not started.
 
@@ -157,12 +158,15 @@ class ClientHost(Client):
             pool: closed by whoever has made it.
             state_dir: where the clients keep what they need from round to round, that of the pool.
             config: of all clients.
+            name: of all of them: client 7 of ``lab`` is shown as ``lab.7``.
         """
         self._text = format_ids(ids)
         self._ids = parse_ids(self._text)
         if not self._ids:
             raise ValueError("ids: expected at least one client")
-        super().__init__(bus, task, client_id=self._ids[0].start, config=config)
+        if FIRST_HOST | self._ids[0].start >= UNASSIGNED:
+            raise ValueError("ids: expected the lowest one of a host to be at most 2^31 - 3")
+        super().__init__(bus, task, client_id=self._ids[0].start, name=name, config=config)
         self._identity = Identity(FIRST_HOST | self.client_id, self._identity.incarnation)
         self._session = HostSession(self._config.controller_timeout_s, self._ids)
         self._pool = pool
@@ -183,10 +187,11 @@ class ClientHost(Client):
         """Return what its clients did so far, in sum."""
         return ClientSummary(self._rounds, self._refused, self._bytes_up, self._trained_s)
 
-    def _open(self) -> None:
-        """Build the model, off the loop."""
+    def _build(self) -> None:
         self._bus.access_policy.check_host()
         self._model = FlatModel(build_model(self._task))
+
+    def _open(self) -> None:
         self._open_parts(self)
 
     def _describe(self, matched: bool) -> Hello:
@@ -261,15 +266,17 @@ class ClientHost(Client):
         random.Random(f"{command.seed} {command.round_id}").shuffle(order)
         queue = deque((client_id, 0) for client_id in order)
         inputs = RoundInputs(
-            welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast, terms=current.terms,
-            commanded_s=current.commanded_s,
+            welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
+            buffers=self._models.replica.buffers, terms=current.terms, commanded_s=current.commanded_s,
         )  # fmt: skip
         frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
         work = self._work_now = self._pool.new_work(inputs, frozen)
         began_s, asked, before = time.monotonic(), len(queue), self._rounds
         self._status.set("training")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")
-        largest = codec_of(welcome, split_terms(inputs.options())[1]).max_bytes(self._shape.dim)
+        buffers = layout_of(self._model.specs, Sharing.of_welcome(welcome))
+        codec = codec_of(welcome, split_terms(inputs.options())[1], allowed=self._config.codecs)
+        largest = codec.max_bytes(self._shape.dim) + buffers.max_bytes
         if current.terms is not None and current.terms.held:
             check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
@@ -376,7 +383,9 @@ class ClientHost(Client):
         if not queue or (vector := await self._models.fetch_evaluated(welcome, request)) is None:
             return
         frozen = vector_bytes(self._model.read_frozen()) if welcome.frozen else b""
-        work = self._evaluating = self._pool.new_evaluation(welcome, request, vector, frozen)
+        work = self._evaluating = self._pool.new_evaluation(
+            welcome, request, vector, frozen, self._models.replica.buffers
+        )
         self._evaluating_session = session
         self._status.set("evaluating")
         group.create_task(self._heartbeat.send_hello(), name="host-hello")

@@ -83,6 +83,7 @@ class RoundWork(PoolWork):
         terms = b"" if inputs.terms is None else control.encode(inputs.terms)
         self.parcel = Parcel({"do": ROUND, "work": number, "command": asdict(inputs.command)}, [
             vector_bytes(inputs.base), frozen, control.encode(inputs.welcome), vector_bytes(inputs.broadcast), terms,
+            inputs.buffers,
         ])  # fmt: skip
 
     def needs(self, kept: ClientStateStore) -> Mapping[str, Tensor]:
@@ -98,13 +99,13 @@ class EvaluationWork(PoolWork):
 
     def __init__(
         self, number: int, welcome: control.Welcome, request: control.EvaluationRequest, vector: Tensor,
-        frozen: Any = b"",
+        frozen: Any = b"", buffers: bytes = b"",
     ) -> None:  # fmt: skip
         self.number = number
         self.request = request
         self.run_id, self.round_id, self.dim = welcome.run_id, request.round_id, vector.numel()
         self.parcel = Parcel({"do": MODEL, "work": number}, [
-            vector_bytes(vector), frozen, control.encode(welcome), control.encode(request),
+            vector_bytes(vector), frozen, control.encode(welcome), control.encode(request), buffers,
         ])  # fmt: skip
 
     def needs(self, kept: ClientStateStore) -> Mapping[str, Tensor]:
@@ -239,11 +240,12 @@ class TrainingPool(ABC, Generic[P]):
         return RoundWork(self._work, inputs, frozen)
 
     def new_evaluation(
-        self, welcome: control.Welcome, request: control.EvaluationRequest, vector: Tensor, frozen: Any = b""
-    ) -> EvaluationWork:
+        self, welcome: control.Welcome, request: control.EvaluationRequest, vector: Tensor, frozen: Any = b"",
+        buffers: bytes = b"",
+    ) -> EvaluationWork:  # fmt: skip
         """Return the work of evaluating this model."""
         self._work += 1
-        return EvaluationWork(self._work, welcome, request, vector, frozen)
+        return EvaluationWork(self._work, welcome, request, vector, frozen, buffers)
 
     def stop(self, work: PoolWork) -> None:
         """Answers to this work, and of what came before, give up at the next batch. A process that does not is killed

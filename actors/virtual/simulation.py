@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from gradbus.actors.aggregation.clipping import sample_cap
 from gradbus.actors.federated.combinations import check_combination, make_strategy
 from gradbus.actors.federated.controller import Controller
 from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.local_training import Allowed
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.selectors.base import make_selector
 from gradbus.actors.federated.sharing import Sharing
@@ -177,9 +177,10 @@ def settings_of(config: FederatedConfig, clients: int, fraction: float | None) -
 
 
 def check_first_round(config: FederatedConfig, task: FederatedTask) -> None:
-    """Raises ConfigError: the updates of a first round, which wait until the samples of all are known, have no room."""
+    """Raises ConfigError: the updates of a round, which wait until all are announced, have no room."""
     dim = FlatModel(build_model(task), Sharing.of(config)).dim
-    if not sample_cap(make_strategy(config, dim), config).is_settled:
+    bounds = make_strategy(config, dim).bounds
+    if bounds is not None and not bounds.is_settled:
         asked = make_selector(config.selection).wanted(config.clients.num or 0, config.clients.min)
         check_room(asked, int(CODECS.make(config.longest_codec).max_bytes(dim)))
 
@@ -215,7 +216,7 @@ def simulate(
     run = _Simulation(task, clients, rules, options, callbacks, on_report)
     with _state_dir(options.state_dir) as state_dir:
         pool = options.open_pool(task, PoolSettings(
-            state_dir=state_dir, rule=options.client.rule, threads=options.threads,
+            state_dir=state_dir, allowed=Allowed(options.client.rule, options.client.codecs), threads=options.threads,
             full_traceback=options.client.full_traceback,
             shared_memory=options.network is None or options.network.shared_memory,
         ))  # fmt: skip

@@ -43,6 +43,7 @@ class DgcConfig:
     resample: bool = True  # too many: take the exact top k of those that came through, and never raise
     min_numel: int = 0  # smaller tensors travel dense, as do all of fewer than two dimensions
     value_dtype: Literal["fp32", "fp16"] = "fp32"
+    dense_dtype: Literal["fp32", "fp16"] = "fp32"  # of the tensors that are sent whole; fp16 rounds them for good
     residual: Literal["exact", "authors"] = "exact"  # "authors" forgets what fp16 rounds away
 
     def __post_init__(self) -> None:
@@ -57,6 +58,7 @@ class DgcConfig:
         self._check(self.max_iterations >= 0, "max_iterations", ">= 0")
         self._check(self.min_numel >= 0, "min_numel", ">= 0")
         self._check(self.value_dtype in ("fp32", "fp16"), "value_dtype", "'fp32' or 'fp16'")
+        self._check(self.dense_dtype in ("fp32", "fp16"), "dense_dtype", "'fp32' or 'fp16'")
         self._check(self.residual in ("exact", "authors"), "residual", "'exact' or 'authors'")
 
     def _check(self, is_right: bool, name: str, expected: str) -> None:

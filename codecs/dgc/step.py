@@ -139,7 +139,9 @@ def dgc_step(
             masked.append(chosen[-1])
     indices = torch.cat(chosen)
     values = V[indices]
-    payload, decoded = encode_dgc(layout, dense, indices, values, value_dtype=config.value_dtype)
+    payload, decoded = encode_dgc(
+        layout, dense, indices, values, value_dtype=config.value_dtype, dense_dtype=config.dense_dtype
+    )
     V[indices] = values - decoded if config.residual == "exact" else 0.0  # sent, so no longer residual
     if masked:
         U[torch.cat(masked)] = 0

@@ -35,7 +35,8 @@ MAGIC = b"DG\x00\x01"
 
 # magic, flags, index coding, exponent, layout digest, k, bytes of the coded indices
 HEADER = struct.Struct("<4sBBhQII")
-_FLAG_NON_FINITE, _FLAG_FP16 = 0x01, 0x02
+_FLAG_NON_FINITE, _FLAG_FP16, _FLAG_DENSE_FP16 = 0x01, 0x02, 0x04
+_DENSE_EXPONENT = struct.Struct("<h")  # before dense tensors in fp16
 
 # fp16 values are scaled by a power of two, which rounds nothing, so that the largest lies in [2**14, 2**15). So none
 # overflows, and only values 2**-39 times as small as the largest are rounded to 0.
@@ -59,15 +60,16 @@ class DgcMessage:
 
 
 def encode_dgc(
-    layout: DgcLayout, dense: Tensor, indices: Tensor, values: Tensor, *, value_dtype: str
+    layout: DgcLayout, dense: Tensor, indices: Tensor, values: Tensor, *, value_dtype: str, dense_dtype: str = "fp32"
 ) -> tuple[bytes, Tensor]:
-    """The message, and ``values`` as every receiver will read them.
+    """Return the message, and ``values`` as every receiver will read them.
 
     Args:
         dense: float32, shape (dense_elems,), finite.
         indices: int64, shape (k,), strictly ascending, below sparse_elems.
         values: float32, shape (k,), finite.
-        value_dtype: "fp32", or "fp16" for ``values``. ``dense`` is always float32: nothing feeds its rounding back.
+        value_dtype: "fp32", or "fp16" for ``values``.
+        dense_dtype: the same for ``dense``. No residual keeps what fp16 rounds away there.
     """
     k = indices.numel()
     if k >= 1 << 32:
@@ -81,8 +83,12 @@ def encode_dgc(
         halves, exponent = _to_fp16(values.detach().cpu().numpy())
         flags, content = _FLAG_FP16, halves.data.cast("B") if k else memoryview(b"")
         decoded = torch.from_numpy(_from_fp16(halves, exponent)).to(values.device)
+    parts: list[bytes | memoryview] = [tensor_bytes(dense)]
+    if dense_dtype == "fp16" and dense.numel():
+        dense_halves, dense_exponent = _to_fp16(dense.detach().cpu().numpy())
+        flags, parts = flags | _FLAG_DENSE_FP16, [_DENSE_EXPONENT.pack(dense_exponent), dense_halves.data.cast("B")]
     header = HEADER.pack(MAGIC, flags, coding, exponent, layout.digest, k, len(coded))
-    return b"".join((header, tensor_bytes(dense), content, coded)), decoded
+    return b"".join((header, *parts, content, coded)), decoded
 
 
 def encode_non_finite(layout: DgcLayout) -> bytes:
@@ -117,18 +123,17 @@ def decode_dgc(payload: Payload, layout: DgcLayout) -> DgcMessage:
             raise CodecError(f"DGC header: non-finite, expected no entries, got k={k}, {index_bytes} index bytes")
         none = torch.empty(0, dtype=torch.float32)
         return DgcMessage(False, none.new_zeros(layout.dense_elems), torch.empty(0, dtype=torch.int64), none)
-    if flags & ~_FLAG_FP16:
+    if flags & ~(_FLAG_FP16 | _FLAG_DENSE_FP16) or (flags & _FLAG_DENSE_FP16 and not layout.dense_elems):
         raise CodecError(f"DGC header: unknown bits in flags {flags:#04x}; newer peer?")
-    is_fp16 = flags == _FLAG_FP16
-    if not (_MIN_EXPONENT <= exponent <= _MAX_EXPONENT if is_fp16 else exponent == 0):
-        wanted = f"{_MIN_EXPONENT} .. {_MAX_EXPONENT}" if is_fp16 else "0 in a message of fp32 values"
-        raise CodecError(f"DGC header: exponent {exponent}, expected {wanted}")
+    is_fp16, is_dense_fp16 = bool(flags & _FLAG_FP16), bool(flags & _FLAG_DENSE_FP16)
+    if is_fp16 or exponent:
+        _check_exponent("exponent", exponent, is_fp16)
     check_count("DGC", k, layout.sparse_elems)
-    values_start = HEADER.size + 4 * layout.dense_elems
+    dense_bytes = _DENSE_EXPONENT.size + 2 * layout.dense_elems if is_dense_fp16 else 4 * layout.dense_elems
+    values_start = HEADER.size + dense_bytes
     indices_start = values_start + (2 if is_fp16 else 4) * k
     check_length("DGC", view, indices_start + index_bytes, f"k={k}, {index_bytes} index bytes")
-    dense = tensor_view(view, torch.float32, HEADER.size, layout.dense_elems)
-    check_finite(dense, "DGC dense values")
+    dense = _read_dense(view, layout, is_fp16=is_dense_fp16)
     if is_fp16:
         halves = np.frombuffer(view, dtype="<f2", count=k, offset=values_start)
         values = torch.from_numpy(_from_fp16(halves, exponent))
@@ -136,6 +141,26 @@ def decode_dgc(payload: Payload, layout: DgcLayout) -> DgcMessage:
         values = tensor_view(view, torch.float32, values_start, k)
     check_finite(values, "DGC values")
     return DgcMessage(True, dense, _read_indices(coding, view[indices_start:], layout.sparse_elems, k), values)
+
+
+def _read_dense(view: memoryview, layout: DgcLayout, *, is_fp16: bool) -> Tensor:
+    """Read the dense tensors behind the header, whose length has been checked: float32, shape (dense_elems,)."""
+    if is_fp16:
+        (exponent,) = _DENSE_EXPONENT.unpack_from(view, HEADER.size)
+        _check_exponent("exponent of the dense tensors", exponent, True)
+        start = HEADER.size + _DENSE_EXPONENT.size
+        halves = np.frombuffer(view, dtype="<f2", count=layout.dense_elems, offset=start)
+        dense = torch.from_numpy(_from_fp16(halves, exponent))
+    else:
+        dense = tensor_view(view, torch.float32, HEADER.size, layout.dense_elems)
+    check_finite(dense, "DGC dense values")
+    return dense
+
+
+def _check_exponent(name: str, exponent: int, is_fp16: bool) -> None:
+    if not (is_fp16 and _MIN_EXPONENT <= exponent <= _MAX_EXPONENT):
+        wanted = f"{_MIN_EXPONENT} .. {_MAX_EXPONENT}" if is_fp16 else "0 in a message of fp32 values"
+        raise CodecError(f"DGC header: {name} {exponent}, expected {wanted}")
 
 
 def _read_indices(coding: int, coded: memoryview, dim: int, k: int) -> Tensor | None:

@@ -3,6 +3,9 @@
 Workers and aggregators are processes of this machine with all data over DDS; each sum is checked to be exact. Direct
 sums and those through aggregators take turns. A packet is lost by chance before its sender hands it to DDS.
 
+Part ``within-host`` is of another kind: workers are on two hosts, network namespaces with links of a given rate, and
+their aggregators on a third; ranks of a host add up first, or each one sends by itself.
+
 ``make bench-aggregation``. On one machine nothing can be won: direct sums have one process less on the same cores. What
 the figures show is what the protocol costs, and what loss adds.
 """
@@ -20,15 +23,16 @@ import torch
 
 from gradbus.actors.in_network.aggregator import AggregatorActor, AggregatorConfig
 from gradbus.experiments.bench.command import Benchmark, Part, add_effort
-from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, BenchRank, run_ranks
+from gradbus.experiments.bench.processes import LEASE_S, BenchRank, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.timing import cpu_s, in_turns, size_text
-from gradbus.runtime.bus.bus import connect
+from gradbus.experiments.lab.conditions import LinkConditions
+from gradbus.experiments.namespaces import Host, hosts_on_a_switch
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.collectives.in_network import join_aggregator
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.in_network.options import InNetworkOptions, InNetworkRoute
-from gradbus.runtime.in_network.topology import SINGLE, AggregatorTopology
+from gradbus.runtime.in_network.topology import SINGLE, AggregatorTopology, WithinHost
 
 TOPOLOGIES: Mapping[str, AggregatorTopology] = {
     "single": SINGLE,
@@ -49,6 +53,7 @@ class AggregatorBench:
 
     Attributes:
         losses: one after the other. numel: int32 entries of a vector. repeats: sums of each way and loss.
+        shared_memory: whether processes of one host may use it. retransmit_s: above what a packet takes at worst.
     """
 
     world: int
@@ -58,6 +63,8 @@ class AggregatorBench:
     numel: int = NUMEL
     block_elems: int = 1 << 16
     repeats: int = 9
+    shared_memory: bool = False
+    retransmit_s: float = RETRANSMIT_S
 
 
 @dataclass
@@ -74,11 +81,10 @@ class WorkerTimes:
 async def member(place: BenchRank) -> Any:
     """The role of a worker, or of an aggregator, which are the ranks after the workers. Its spec: AggregatorBench."""
     plan: AggregatorBench = place.spec
-    bus_ = connect(place.job, domain=DOMAIN, network=NetworkConfig(lease_s=LEASE_S, shared_memory=False))
-    async with bus_ as bus:
+    async with place.bus(NetworkConfig(lease_s=LEASE_S, shared_memory=plan.shared_memory)) as bus:
         if place.rank >= plan.world:
             actor = AggregatorActor(
-                AggregatorConfig(slots=1024, block_elems=plan.block_elems, retransmit_s=RETRANSMIT_S)
+                AggregatorConfig(slots=1024, block_elems=plan.block_elems, retransmit_s=plan.retransmit_s)
             )
             used_s = cpu_s()
             for _ in plan.losses:
@@ -93,7 +99,7 @@ async def member(place: BenchRank) -> Any:
                     topology=plan.topology,
                     loss=loss,
                     timeout_s=30.0,
-                    retransmit_s=RETRANSMIT_S,
+                    retransmit_s=plan.retransmit_s,
                 )
                 async with join_aggregator(group, options) as sums:
                     found.append(await _take_turns(group, sums, plan))
@@ -128,9 +134,12 @@ async def _take_turns(group: Any, sums: Any, plan: AggregatorBench) -> WorkerTim
     return times
 
 
-def measure(plan: AggregatorBench, name: str) -> Iterator[Measurement]:
+def measure(plan: AggregatorBench, name: str, hosts: tuple[Host, ...] = ()) -> Iterator[Measurement]:
     """Milliseconds of a sum through aggregators against a direct one, the slowest worker of each turn, by loss."""
-    ends = run_ranks(member, plan.world + plan.topology.num_nodes, plan, transport="dds-only", timeout_s=600.0)
+    ends = run_ranks(
+        member, plan.world + plan.topology.num_nodes, plan, transport="one-host" if plan.shared_memory else "dds-only",
+        timeout_s=600.0, hosts=hosts,
+    )  # fmt: skip
     workers: list[list[WorkerTimes]] = ends[: plan.world]
     aggregators_s = sum(ends[plan.world :]) / (len(plan.losses) * (plan.repeats + 1))
     for at, loss in enumerate(plan.losses):
@@ -167,10 +176,29 @@ def _measure_all(chosen: argparse.Namespace, losses: tuple[float, ...]) -> Itera
             yield from measure(plan, name)
 
 
+def _measure_within_host(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Four workers on two hosts, two aggregators on a third one."""
+    effort = chosen.effort
+    with hosts_on_a_switch(3, LinkConditions(rate_bit_s=1e6 * chosen.rate_mbit_s)) as network:
+        ways: tuple[tuple[WithinHost, str], ...] = (
+            ("none", "each rank sends"), ("ring-reduce", "the host adds up first"),
+        )  # fmt: skip
+        for within_host, text in ways:
+            plan = AggregatorBench(
+                world=4, topology=AggregatorTopology(roots=2, within_host=within_host), shared_memory=True,
+                retransmit_s=4.0,  # a window of whole vectors of all workers waits for the aggregators' link
+                numel=(1 << 16) if effort == "tiny" else chosen.numel,
+                block_elems=(1 << 12) if effort == "tiny" else 1 << 16,
+                repeats={"tiny": 2, "quick": 5, "full": 9}[effort],
+            )  # fmt: skip
+            yield from measure(plan, f"2 hosts at {chosen.rate_mbit_s:g} Mbit/s, {text}", network.hosts)
+
+
 def _options(parser: argparse.ArgumentParser) -> None:
     add_effort(parser, "fewer repeats, 2 and 4")
     parser.add_argument("--world", type=int, choices=WORLDS, help="only so many workers")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), help="only this")
+    parser.add_argument("--rate-mbit-s", type=float, default=100.0, help="of each host's link, of part within-host")
     parser.add_argument("--numel", type=int, default=NUMEL, help="int32 entries of a vector")
 
 
@@ -181,6 +209,8 @@ BENCHMARK = Benchmark(
         "loss": Part(
             lambda it: _measure_all(it, LOSSES[1:]), "each topology, with 1 and 10 % of the packets lost", 180, 60
         ),
+        "within-host": Part(_measure_within_host, "ranks of two hosts add up before they send", 60, 40),
     },
     _options,
+    default=("topologies", "loss"),  # the other needs network namespaces
 )

@@ -121,7 +121,6 @@ def train(setting: DriftSetting, method: DriftMethod, seed: int, held_out: int =
         rounds=setting.rounds, seed=seed, strategy=method.strategy, codec={"name": "fp32", "version": 2},
         training={"lr": method.lr or setting.lr, "rule": method.rule, "epochs": setting.epochs},
         selection={"name": "uniform", **({} if setting.count is None else {"count": setting.count})},
-        limits={"cap_samples": None},  # weights as in the papers
     )  # fmt: skip
     result = gradbus.simulate(
         task, setting.clients, config=config, callbacks=[_Target(setting.target)],

@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from inspect import iscoroutine
@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from gradbus.experiments.namespaces import Host, enter_host
 from gradbus.runtime import logs
-from gradbus.runtime.bus.bus import connect
+from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.fast_paths import IS_LINUX
@@ -193,9 +193,8 @@ class BenchRank:
         gloo = self.start("gloo")
         return {"ours": dds_group() if self.transport == "one-host" else unsealed_group(), "gloo": gloo}
 
-    @asynccontextmanager
-    async def group(self, network: NetworkConfig | None = None) -> AsyncIterator[Group]:
-        """The ranks as a :class:`Group` of a bus of their own; none leaves it while another one still works."""
+    def bus(self, network: NetworkConfig | None = None) -> AbstractAsyncContextManager[Bus]:
+        """Return a bus of this rank, to be entered, on its host if it has one."""
         bus_network = network or NetworkConfig(lease_s=LEASE_S)
         security: Level | Security = "user"
         if self.host is not None:
@@ -204,10 +203,12 @@ class BenchRank:
                 bus_network, profile="network", interface=self.host.interface,
                 peers=tuple(host.address for host in self.hosts),
             )  # fmt: skip
-        async with (
-            connect(self.job, domain=DOMAIN, network=bus_network, security=security) as bus,
-            join_group(bus, rank=self.rank, world=self.world) as group,
-        ):
+        return connect(self.job, domain=DOMAIN, network=bus_network, security=security)
+
+    @asynccontextmanager
+    async def group(self, network: NetworkConfig | None = None) -> AsyncIterator[Group]:
+        """The ranks as a :class:`Group` of a bus of their own; none leaves it while another one still works."""
+        async with self.bus(network) as bus, join_group(bus, rank=self.rank, world=self.world) as group:
             yield group
             await group.barrier("bench/end")
 

@@ -104,7 +104,7 @@ def count_bytes(
         NoNamespaces: none can be made here. ProcessFailed: a process failed, or they have not ended in time.
     """
     rules = {
-        "rounds": rounds, "eval_every": 0, "selection": dict(selection), "limits": {"cap_samples": None},
+        "rounds": rounds, "eval_every": 0, "selection": dict(selection),
         "clients": {"num": clients, "min": 1, "start_timeout_s": 240.0, "start_grace_s": 240.0, "dead_after_s": 240.0},
         "round": {"timeout_s": 240.0},
     }  # fmt: skip

@@ -84,7 +84,7 @@ def run_here(spec: Mapping[str, Any]) -> None:
     gradbus.simulate(
         task_of(spec["clients"], spec["batch_size"]), spec["clients"], fraction=spec["share"],
         config=gradbus.FederatedConfig(
-            rounds=spec["rounds"], eval_every=0, training={"lr": spec["lr"]}, limits={"cap_samples": None}
+            rounds=spec["rounds"], eval_every=0, training={"lr": spec["lr"]}
         ),
         options=gradbus.SimulationOptions(processes=spec["processes"]), on_report=done,
     )  # fmt: skip

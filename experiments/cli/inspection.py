@@ -118,7 +118,7 @@ def check(
     from gradbus.experiments.history.invariants import check as check_all
     from gradbus.experiments.history.invariants import table_of
     from gradbus.experiments.history.reader import read_history
-    from gradbus.experiments.history.replay import own_strategy
+    from gradbus.experiments.history.replay import own_choice
 
     run = read_history(run_dir)
     results = check_all(run)
@@ -130,8 +130,8 @@ def check(
     lines += run.left_out[:20]
     if run.left_out:
         lines.append("not checked to the end: what is left out may hold events that do not fit the others")
-    if name := next(filter(None, (own_strategy(start.opening) for start in run.controller)), ""):
-        lines.append(f"rounds of the strategy {name[:100]} are not computed again: no code that a run names is run")
+    if name := next(filter(None, (own_choice(start.opening) for start in run.controller)), ""):
+        lines.append(f"rounds of the {name[:100]} are not computed again: no code that a run names is run")
     print_text("".join(f"{plain_line(line)}\n" for line in lines))
     does_not_hold = any(result.violations for result in results)
     return ExitCode.HISTORY if does_not_hold or run.left_out else ExitCode.OK

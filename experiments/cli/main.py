@@ -37,6 +37,8 @@ from gradbus.experiments.cli.options import (
     settings_of,
 )
 from gradbus.experiments.run.lifecycle import guard, run_loop
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.names import check_name
 
 app = typer.Typer(
     name="gradbus",
@@ -142,11 +144,20 @@ def controller(
 def client(
     config: Config,
     client_id: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--id", min=0, help="Id of this client, another one for each client of the job.", show_default=False
         ),
-    ],
+    ] = None,
+    name: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="Name of this client, another one for each client of the job; without --id the controller assigns its "
+            "id. With security 'identity' it is that of the node, as the allow list has it, by default.",
+        ),
+    ] = "",
     metrics_port: MetricsPort = None,
     insecure: Insecure = False,
     overrides: Overrides = None,
@@ -167,9 +178,12 @@ def client(
     own += ["client.full_traceback=true"] if full_traceback else []
     file = load(ClientFile, config, overrides=own, data_root=data_root)
     check(file.bus)
+    if client_id is None and not name and file.bus.security != "identity":
+        raise ConfigError("which client is this? Name it, as in --name site-1, or give it an id, as in --id 0")
+    check_name(name) if name else None
     from gradbus.experiments.run.federated import run_client
 
-    run_loop(lambda: run_client(file, client_id), loop)
+    run_loop(lambda: run_client(file, client_id, name), loop)
 
 
 Processes = Annotated[
@@ -245,6 +259,9 @@ def host(
     ids: Annotated[
         str, typer.Option(metavar="IDS", help="Ids of its clients, as in 0-999 or 0,3-7,12.", show_default=False)
     ],
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Name of its clients: client 7 of lab is lab.7.", show_default=False)
+    ] = "",
     processes: Processes = 0,
     ray: RayAddress = None,
     gpus: Gpus = 0.0,
@@ -273,7 +290,7 @@ def host(
     check(file.bus)
     from gradbus.experiments.run.virtual import host_run, pool_options
 
-    host_run(file, ids, pool_options(processes, ray, gpus), lambda main: run_loop(main, loop))
+    host_run(file, ids, pool_options(processes, ray, gpus), lambda main: run_loop(main, loop), name=name)
 
 
 @app.command()

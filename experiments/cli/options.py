@@ -33,7 +33,8 @@ Bind = Annotated[
     BindMode,
     typer.Option(
         help="Cores of its own for each rank of a machine, within a NUMA node: auto, where there are two for each and "
-        "nothing else has bound it; cores, or an error; none."
+        "nothing else has bound it; cores, or an error; network, cores of the NUMA node of the network card, or an "
+        "error; none."
     ),
 ]
 RunDir = Annotated[

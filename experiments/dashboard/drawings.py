@@ -49,7 +49,7 @@ def _of_rounds(run: RunFiles) -> list[PageFigure]:
     ]  # fmt: skip
     if newest is not None:
         title = f"Where the time went in round {newest.round_id}"
-        shown.append(PageFigure("timeline", partial(draw.draw_timeline, newest), title))
+        shown.append(PageFigure("timeline", partial(draw.draw_timeline, newest, run.names), title))
     title = "Bytes of each round, up and down"
     shown.append(PageFigure("bytes", partial(draw.draw_bytes, reports, up=up, down=down), title))
     return [*shown, *cross_site_figures(run)]
@@ -63,7 +63,7 @@ def _of_epochs(run: RunFiles) -> list[PageFigure]:
             "learning", partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),
             f"{quality_name(run.epochs)} and loss over epochs, bytes and time",
         ),
-        PageFigure("windows", partial(draw.draw_windows, run.windows), "Step time and wait over the run"),
+        PageFigure("windows", partial(draw.draw_windows, run.windows), "Step time, wait and bytes over the run"),
         PageFigure("step-parts", partial(draw.draw_step_parts, run.profiles), "Where the time of a step goes"),
         PageFigure("bytes", partial(draw.draw_step_bytes, run.epochs, look), "Bytes of a step"),
     ]  # fmt: skip

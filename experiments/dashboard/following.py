@@ -15,10 +15,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.client_names import NAMES_FILE, names_of_rows
 from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.dashboard.growing_file import GrowingFile
-from gradbus.experiments.rundir.reading import Kind, RunFiles, profiles_of, reason, report_in
+from gradbus.experiments.rundir.reading import Kind, RunFiles, client_names_in, profiles_of, reason, report_in
 from gradbus.experiments.rundir.report_size import names_in, weight_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.foreign_files import names_inside, text_inside
@@ -50,7 +51,7 @@ class OpenRound:
 
     Attributes:
         expected, counted: ids of clients; refused: how many updates. since_s: of its command, since the epoch.
-        committed: whether its model is made.
+        committed: whether its model is made. names: of clients, the first ones.
     """
 
     number: int
@@ -59,6 +60,7 @@ class OpenRound:
     counted: set[int] = field(default_factory=set)
     refused: int = 0
     committed: bool = False
+    names: Mapping[int, str] = field(default_factory=dict)
 
 
 class Following:
@@ -129,7 +131,7 @@ class Following:
         return RunFiles(
             path=old.path, kind=old.kind, config=self._entry("config.json")[1], summary=self._entry("summary.json")[1],
             rounds=reports if federated else (), epochs=() if federated else reports, profiles=profiles,
-            windows=windows, cross_site=self._cross_site(),
+            windows=windows, cross_site=self._cross_site(), names=client_names_in(self._entry(NAMES_FILE)[1]),
             missing=tuple(f"{name} cannot be read: {why}." for name, why in sorted(self._refused.items()) if why),
         )  # fmt: skip
 
@@ -210,6 +212,8 @@ class Following:
                 if self.open_round is None or self.open_round.number != number:
                     self.open_round = OpenRound(number, now_s)
                 self.open_round.expected = frozenset(int(one) for one in event.get("expected") or ())
+                rows = [{"clients": one, "name": name} for one, name in (event.get("names") or {}).items()]
+                self.open_round.names = names_of_rows(rows, MAX_NAMED)
             case "counted" | "refused" | "committed" as name:
                 open_round = self.open_round
                 if open_round is None or open_round.number != int(event["round"]):
@@ -225,7 +229,7 @@ class Following:
 
     def _read_json(self) -> bool:
         changed = False
-        for name in ("config.json", "summary.json", "cross_site.json"):
+        for name in ("config.json", "summary.json", "cross_site.json", NAMES_FILE):
             try:
                 now = (self.files.path / name).lstat()
                 key = (now.st_mtime, now.st_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gradbus.actors.federated.client_names import label_of
 from gradbus.experiments.amounts import DASH, size
 from gradbus.experiments.dashboard.drawings import figures_of
 from gradbus.experiments.dashboard.following import MAX_NAMED, Following
@@ -127,7 +128,8 @@ def _round_now(run: Following) -> Now:
     refused = f", {open_round.refused} refused" if open_round.refused else ""
     text = f"round {open_round.number}: {what}, {len(counted)} of {len(expected | counted)} updates{refused}"
     ids = sorted(expected | counted)
-    chips = tuple(Chip(str(one), "in" if one in counted else "expected") for one in ids[:MAX_NAMED])
+    names = {**files.names, **open_round.names}
+    chips = tuple(Chip(label_of(one, names), "in" if one in counted else "expected") for one in ids[:MAX_NAMED])
     return Now(
         text=text, done=done, total=total, since_s=open_round.since_s, chips=chips, more=max(0, len(ids) - MAX_NAMED)
     )
@@ -168,8 +170,8 @@ def _sections(files: RunFiles) -> list[Section]:
         return [
             Section(title="Newest rounds", text=left, tables=tables),
             Section(title="Evaluation by clients", tables=federated.evaluation_tables(files)),
-            Section(title="Clients", tables=federated.clients_tables([r for r in reports if r.timeline], files.whole)),
-            federated.faults(files.whole.faults, any_round=bool(reports)),
+            Section(title="Clients", tables=_clients_tables(files)),
+            federated.faults(files.whole.faults, files.names, any_round=bool(reports)),
         ]
     newest_epochs = list(reversed(files.epochs[-MAX_ROWS:]))
     return [
@@ -179,6 +181,10 @@ def _sections(files: RunFiles) -> list[Section]:
         ),
         Section(title="Ranks", tables=[parallel.ranks_table(files.profiles)] if files.profiles else []),
     ]  # fmt: skip
+
+
+def _clients_tables(files: RunFiles) -> list[PageTable]:
+    return federated.clients_tables([r for r in files.rounds if r.timeline], files.whole, files.names)
 
 
 def _left_out(count: int, unit: str) -> str:

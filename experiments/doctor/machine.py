@@ -50,7 +50,7 @@ def machine(settings: BusSettings) -> list[Finding]:
     """Findings about versions, interface, buffers and ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
     ports = Finding("UDP ports", f"{port_range(settings.domain)} (domain {settings.domain})")
-    found += [_network(settings), *_buffers(settings), ports, _fast_paths(), _cores()]
+    found += [_network(settings), *_buffers(settings), ports, _fast_paths(), _cores(settings.interface)]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
     if document:
         shown = document if len(document) <= 60 else f"{document[:57]}..."
@@ -110,13 +110,15 @@ def _fast_paths() -> Finding:
     return Finding("fast paths", used, Severity.ADVICE, f"{why}{missing}")
 
 
-def _cores() -> Finding:
-    found = read_topology(usable_cpus())
+def _cores(interface: str) -> Finding:
+    found = read_topology(usable_cpus(), interface=None if interface == LOOPBACK else interface)
     nodes, most = len(found.nodes), found.most_ranks
     quota = "" if found.quota == float("inf") else f", time for {found.quota:g}"
     bound = f"up to {most} rank{'s' * (most > 1)}" if most else "no rank"
+    cards = "".join(f", {name} at node {node}" for name, node in found.card_nodes.items())
     value = (
-        f"{len(found.cores)} in {nodes} NUMA node{'s' * (nodes > 1)}{quota}; --bind auto gives {bound} some of its own"
+        f"{len(found.cores)} in {nodes} NUMA node{'s' * (nodes > 1)}{cards}{quota}; "
+        f"--bind auto gives {bound} some of its own"
     )
     return Finding("cores", value)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Expect = Callable[[bool, str], None]  # whether a fact holds, and a sentence for where it does not
 _ONE = float(1 << 30)  # of the fixed point
+_CODE = {"strategy": "strategy", "codec": "codec", "section_codec": "codec", "downlink_codec": "codec"}
 
 
 def replay(run: RunHistory, expect: Expect) -> None:
@@ -26,6 +27,7 @@ def replay(run: RunHistory, expect: Expect) -> None:
     runs: dict[str, list[tuple[Event, list[Event]]]] = {}
     openings: dict[str, Event] = {}
     before: dict[str, dict[int, list[Event]]] = {}  # updates that the start before has counted
+    bounds: dict[str, dict[int, Event]] = {}  # of each round, where clients may lie: the newest ones
     for start in run.controller:
         name = start.opening["run"]
         openings.setdefault(name, start.opening)
@@ -36,29 +38,34 @@ def replay(run: RunHistory, expect: Expect) -> None:
         counted: dict[int, list[Event]] = {}
         before[name] = counted
         for event in start.events:
-            if event["event"] == "counted":
+            if event["event"] == "bounds":
+                bounds.setdefault(name, {})[event["round"]] = event
+            elif event["event"] == "counted":
                 counted.setdefault(event["round"], []).append(event)
             elif event["event"] == "committed":
                 rounds.append((event, counted.get(event["round"], [])))
     for name, rounds in runs.items():
         opening = openings[name]
         kept = run.has_payload(weights_name(int(name, 16), opening["round"]))
-        if kept and _has_all(opening) and not own_strategy(opening):
+        if kept and _has_all(opening) and not own_choice(opening):
             try:
-                _Replay(run, expect, opening).all(rounds)
+                _Replay(run, expect, opening, bounds.get(name, {})).all(rounds)
             except OSError as error:
                 expect(False, f"the rounds of run {name} cannot be computed again: {error}")
 
 
-def own_strategy(opening: Event) -> str:
-    """Return the name of a strategy that is not one of gradbus; "" if it is one.
+def own_choice(opening: Event) -> str:
+    """Return the name of a strategy or a codec that is not one of gradbus, and which of them it is; "" if all are.
 
     Rounds of it are not computed again: that would import a module that a file of the run names.
     """
     rules = opening.get("federated")
-    chosen = rules.get("strategy") if isinstance(rules, dict) else None
-    name = chosen.get("name") if isinstance(chosen, dict) else chosen
-    return name if isinstance(name, str) and ":" in name else ""
+    for key, what in _CODE.items():
+        chosen = rules.get(key) if isinstance(rules, dict) else None
+        name = chosen.get("name") if isinstance(chosen, dict) else chosen
+        if isinstance(name, str) and ":" in name:
+            return f"{what} {name}"
+    return ""
 
 
 def _has_all(opening: Event) -> bool:
@@ -75,9 +82,10 @@ def _weight(update: Event) -> int:
 
 
 class _Replay:
-    def __init__(self, run: RunHistory, expect: Expect, opening: Event) -> None:
+    def __init__(self, run: RunHistory, expect: Expect, opening: Event, bounds: dict[int, Event]) -> None:
         import numpy as np
 
+        from gradbus.actors.aggregation.bounded_strategy import bounded
         from gradbus.actors.aggregation.clipping import within_limits
         from gradbus.actors.aggregation.strategies import FedAvg
         from gradbus.runtime.choices import STRATEGIES
@@ -85,12 +93,14 @@ class _Replay:
 
         self._run = run
         self._expect = expect
+        self._bounds = bounds
         self._run_id = int(opening["run"], 16)
+        self._has_buffers = opening.get("has_buffers") is True
         config = FederatedConfig.model_validate(opening["federated"])
         data = self._bytes_of(weights_name(self._run_id, opening["round"]))
         self._weights: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(data, dtype="<f4").copy()
         self._held = None if config.downlink_codec.name == "fp32" else self._weights.copy()
-        strategy = within_limits(STRATEGIES.make(config.strategy, self._weights.size), config)
+        strategy = bounded(within_limits(STRATEGIES.make(config.strategy, self._weights.size), config), config)
         self._strategy = None if type(strategy) is FedAvg else strategy
 
     def all(self, rounds: list[tuple[Event, list[Event]]]) -> None:
@@ -113,7 +123,13 @@ class _Replay:
 
     def _payload(self, round_id: int, update: Event) -> bytes:
         name = update_name(round_id, update["client"], update["incarnation"], update["transfer"])
-        return self._bytes_of(name)
+        return self._without_buffers(self._bytes_of(name))
+
+    def _without_buffers(self, payload: bytes) -> bytes:
+        """Return a payload without the block of merged buffers that ends it: what they were before is not noted."""
+        from gradbus.actors.aggregation.merged_buffers import split
+
+        return bytes(split(memoryview(payload))[0]) if self._has_buffers else payload
 
     def _bytes_of(self, name: str) -> bytes:
         with self._run.open_payload(name) as file:
@@ -132,12 +148,15 @@ class _Replay:
         base = self._weights if self._held is None else self._held
         if self._strategy is not None:
             weights = torch.from_numpy(self._weights)
+            if (own := self._strategy.bounds) is not None and (noted := self._bounds.get(round_id)) is not None:
+                own.set_in_force(round_id, noted["weights"], noted["norms"])
             self._strategy.begin(round_id, torch.from_numpy(base))
             for update in updates:
                 payload = bytearray(self._payload(round_id, update))
                 parsed = updates_format.parse(payload, expected_dim=base.size, others=self._strategy.sections)
                 facts = Facts(
-                    client_id=update["client"], num_samples=_weight(update), round_id=round_id,
+                    client_id=update["client"], round_id=round_id,
+                    num_samples=_weight(update) if self._strategy.bounds is None else update["num_samples"],
                     steps=update.get("steps", 0), loss=update.get("loss"), metrics=update.get("metrics", {}),
                 )  # fmt: skip
                 self._strategy.add(parsed, facts)
@@ -165,5 +184,5 @@ class _Replay:
 
         from gradbus.codecs import add_into
 
-        payload = bytearray(self._bytes_of(model_name(self._run_id, round_id)))
+        payload = bytearray(self._without_buffers(self._bytes_of(model_name(self._run_id, round_id))))
         add_into(torch.from_numpy(self._held), payload)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
+from gradbus.actors.federated.client_names import label_of
 from gradbus.actors.federated.participation import FOR_GOOD, Strike
 from gradbus.actors.federated.report import MAX_CLIENTS, ClientTimeline, RoundReport
 from gradbus.experiments.amounts import duration, size
@@ -37,6 +39,7 @@ from gradbus.experiments.report.page import (
 from gradbus.experiments.run.live import MAX_SHOWN_METRICS
 from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.experiments.rundir.whole_run import MAX_NAMES, RoundFaults, Uneven, WholeRun
+from gradbus.runtime.config.federated import TRUST_MEANS
 from gradbus.runtime.plain_text import plain_line
 
 MAX_FAULTS = 60  # rows of a table of faults
@@ -64,24 +67,24 @@ def page_of(run: RunFiles) -> Page:
                 "includes the evaluation.",
             )]),
             Section(title="Training at the clients", figures=[PageFigure(
-                "client-training", partial(draw.draw_client_training, reports), "Training at each client",
+                "client-training", partial(draw.draw_client_training, reports, run.names), "Training at each client",
                 f"As the clients announce them. {of_each(run.whole)}".rstrip(),
             )]),
             evaluation(run),
-            _time(reports, run.whole),
+            _time(reports, run.whole, run.names),
             Section(title="Bytes", figures=[PageFigure(
                 "bytes", partial(draw.draw_bytes, reports, up=up, down=down), "Bytes of each round, up and down",
                 "Encoded updates that count, and the encoded model times the clients it went to. What frames, DDS and "
                 "repetitions add is not included.",
             )]),
             Section(title="Residuals of the codecs", figures=[PageFigure(
-                "norms", partial(draw.draw_norms, reports),
+                "norms", partial(draw.draw_norms, reports, run.names),
                 "L2 norms of updates, and of the residuals of their codecs",
                 "A lossy codec sends a part of an update; the rest is its residual, and is sent later. It should stay "
                 "within a few times an update; one that only grows is never sent. Controller: the residual of its "
                 "message to the clients.",
             )]),
-            faults(run.whole.faults, any_round=bool(reports)),
+            faults(run.whole.faults, run.names, any_round=bool(reports)),
             Section(title="Rounds", tables=[rounds_table(reports, run.whole.sums.rounds)] if reports else []),
         ],
     )  # fmt: skip
@@ -93,13 +96,14 @@ def tiles_of(run: RunFiles) -> list[Tile]:
     count, sums = whole.sums.rounds, whole.sums.sums
     clients = f"{len(whole.clients)}" + (" or more" if len(whole.clients) >= MAX_NAMES else "")
     wanted, wall_s, epsilon = run.setting("federated", "rounds"), run.number("wall_s"), reports[-1].epsilon
-    budget = run.setting("federated", "privacy.epsilon")
+    budget, trust = run.setting("federated", "privacy.epsilon"), run.setting("federated", "limits.trust")
     allowed = f", of {budget:g} allowed" if isinstance(budget, int | float) else ""
     return [
         *quality_tiles(reports),
         *client_tiles(reports),
         Tile("rounds", str(count), f"of {wanted}" if wanted else ""),
         Tile("clients", clients, "whose updates count"),
+        *([Tile("trust", str(trust), TRUST_MEANS[trust])] if trust in TRUST_MEANS else []),
         Tile("up", size(sums["bytes_up"]), f"{size(int(sums['bytes_up']) // count)} a round"),
         Tile("down", size(sums["bytes_down"]), f"{size(int(sums['bytes_down']) // count)} a round"),
         Tile("a round", duration(whole.median_s), "median, without evaluation"),
@@ -125,10 +129,15 @@ def _notes(run: RunFiles) -> list[str]:
         notes.append(f"By its summary the run is done, but its last report is of round {last} of {wanted}.")
     never = run.summary.get("never_counted")
     named = [one for one in never if isinstance(one, dict)] if isinstance(never, list) else []
-    notes += [f"Of client {one.get('client')} no update has ever counted: {one.get('reason')}." for one in named]
+    notes += [f"Of client {_client_in(one)} no update has ever counted: {one.get('reason')}." for one in named]
     if not run.whole.has_timelines:
         notes.append("There are no timelines of clients: the run was made by an older program.")
     return notes
+
+
+def _client_in(entry: Mapping[str, Any]) -> str:
+    """Id and name of a client that a summary names."""
+    return f"{entry.get('client')} ({entry['name']})" if "name" in entry else str(entry.get("client"))
 
 
 # -- evaluation by clients ---------------------------------------------------------------------------------------------
@@ -159,7 +168,7 @@ def cross_site_figures(run: RunFiles) -> list[PageFigure]:
         return []
     return [
         PageFigure(
-            f"cross-site-{place}", partial(draw.draw_cross_site, found, name),
+            f"cross-site-{place}", partial(draw.draw_cross_site, found, name, run.names),
             f"{plain_line(name)} of each model on the data of each client",
             f"After round {found.round_id}. The models are those of each client's last training, and the global one. "
             "An empty cell: the client was lost, or had no result.",
@@ -178,7 +187,7 @@ def evaluation_tables(run: RunFiles) -> list[PageTable]:
         rows = [
             [
                 plain_line(name), *(decimal(one.spread.get(of), 4) for of in SPREAD),
-                str(one.clients), ", ".join(f"{client} ({decimal(value, 4)})" for client, value in one.worst),
+                str(one.clients), ", ".join(f"{run.client(who)} ({decimal(value, 4)})" for who, value in one.worst),
             ]
             for name, one in found.metrics.items()
         ]  # fmt: skip
@@ -193,7 +202,8 @@ def evaluation_tables(run: RunFiles) -> list[PageTable]:
     if run.cross_site is not None:
         tables.append(row_table(
             "cross-site-missing", ("client", "why its model was not evaluated"),
-            [[str(row.model), row.failure] for row in run.cross_site.rows if row.failure], "clients", most=MAX_FAULTS,
+            [["global" if row.model is None else run.client(row.model), row.failure]
+             for row in run.cross_site.rows if row.failure], "clients", most=MAX_FAULTS,
         ))  # fmt: skip
     return [table for table in tables if table.rows]
 
@@ -208,7 +218,7 @@ _TIMELINE = (
 )
 
 
-def _time(reports: Sequence[RoundReport], whole: WholeRun) -> Section:
+def _time(reports: Sequence[RoundReport], whole: WholeRun, names: Mapping[int, str]) -> Section:
     shown = [PageFigure(
         "round-times", partial(draw.draw_round_times, reports), "Time of each round",
         "From the command to the published model. Training and encoding are those of the slowest client; wire and "
@@ -219,11 +229,11 @@ def _time(reports: Sequence[RoundReport], whole: WholeRun) -> Section:
         some = f" Of {report.updates} clients the {rows} that counted last." if report.updates > rows else ""
         title = f"Where the time went in {what}: round {report.round_id}, {duration(report.seconds)}"
         caption = (_TIMELINE if index == 1 else "As above.") + some
-        shown.append(PageFigure(f"timeline-{index}", partial(draw.draw_timeline, report), title, caption))
-    return Section(title="Time", figures=shown, tables=clients_tables(reports, whole))
+        shown.append(PageFigure(f"timeline-{index}", partial(draw.draw_timeline, report, names), title, caption))
+    return Section(title="Time", figures=shown, tables=clients_tables(reports, whole, names))
 
 
-def clients_tables(reports: Sequence[RoundReport], whole: WholeRun) -> list[PageTable]:
+def clients_tables(reports: Sequence[RoundReport], whole: WholeRun, names: Mapping[int, str]) -> list[PageTable]:
     """The means of each client over its rounds, as far as these are kept; no table without timelines."""
     of_client: dict[int, list[ClientTimeline]] = {}
     for report in reports:
@@ -239,7 +249,7 @@ def clients_tables(reports: Sequence[RoundReport], whole: WholeRun) -> list[Page
 
     phases = ("send", "wait", "train", "encode", "queue", "upload", "decode")
     columns = [
-        column("client", ids),
+        column("client", ids)._replace(cells=[label_of(i, names) for i in ids]),
         column("rounds", [len(of_client[i]) for i in ids]),
         *(time_column(phase, mean_s(phase)) for phase in phases),
         byte_column("update", [sum(t.num_bytes for t in of_client[i]) / len(of_client[i]) for i in ids]),
@@ -311,7 +321,7 @@ REASONS = {
 """The meaning of the reasons in a report. Others explain themselves, or come from the wire: see docs/wire.md."""
 
 
-def faults(found: RoundFaults, *, any_round: bool) -> Section:
+def faults(found: RoundFaults, names: Mapping[int, str], *, any_round: bool) -> Section:
     """Updates and frames that did not count, rounds that did not go smoothly, and clients with bad updates."""
     marked_clients = sorted({client for counts in found.marks.values() for client in counts})
     tables = [
@@ -328,13 +338,15 @@ def faults(found: RoundFaults, *, any_round: bool) -> Section:
         ),
         row_table(
             "strikes", ("client", "strikes", "in round", "the last", "what was wrong", "kept out"),
-            [[str(client), str(struck.rounds.count), struck.rounds.text, struck.last.reason, struck.last.detail,
-              _spans(struck.out)] for client, struck in sorted(found.strikes.items()) if struck.last is not None],
+            [[label_of(client, names), str(struck.rounds.count), struck.rounds.text, struck.last.reason,
+              struck.last.detail, _spans(struck.out)]
+             for client, struck in sorted(found.strikes.items()) if struck.last is not None],
             "clients", most=MAX_FAULTS, title="Clients with bad updates",
         ),
         row_table(
             "marks", ("client", *found.marks),
-            [[str(client), *(str(counts[client]) for counts in found.marks.values())] for client in marked_clients],
+            [[label_of(client, names), *(str(counts[client]) for counts in found.marks.values())]
+             for client in marked_clients],
             "clients", most=MAX_FAULTS, title="Updates that did not count as they were, in how many rounds",
         ),
     ]  # fmt: skip

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.client_names import label_of
 from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import ClientTimeline, Piece, RoundReport
 from gradbus.experiments.report import style
@@ -32,6 +34,7 @@ MAX_CLIENTS = 24  # rows of a timeline
 MAX_RANKS = 16  # bars
 MAX_HEAT = 48  # clients of a heat map
 MAX_WRITTEN = 150  # cells of one whose numbers are written
+NO_NAMES: Mapping[int, str] = MappingProxyType({})
 MAX_LINES = 10  # clients or ranks that get a line of their own; of more there is the median in a band
 
 Bar = Sequence[tuple[str, str, float]]
@@ -236,7 +239,7 @@ def typical_rounds(reports: Sequence[RoundReport]) -> list[tuple[str, RoundRepor
     return chosen if longest is median else [*chosen, ("the longest round", longest)]
 
 
-def draw_timeline(report: RoundReport) -> Figure:
+def draw_timeline(report: RoundReport, names: Mapping[int, str] = NO_NAMES) -> Figure:
     """A row for each client, from the command to the sum, and one for the controller.
 
     On the right the same from the end of each client's training, and for the controller from the last update on.
@@ -256,8 +259,8 @@ def draw_timeline(report: RoundReport) -> Figure:
         ]
         for title, rows in panels.items()
     }
-    names = [*(f"client {client.client_id}" for client in shown), "controller"]
-    return _draw_spans(spans, names, style.PHASES, row_in=0.3, widths=[3, 2])
+    rows = [*(f"client {label_of(client.client_id, names)}" for client in shown), "controller"]
+    return _draw_spans(spans, rows, style.PHASES, row_in=0.3, widths=[3, 2])
 
 
 def _controller_pieces(report: RoundReport) -> Iterator[Piece]:
@@ -295,7 +298,7 @@ def draw_bytes(reports: Sequence[RoundReport], *, up: Look, down: Look) -> Figur
     return figure
 
 
-def draw_client_training(reports: Sequence[RoundReport]) -> Figure | None:
+def draw_client_training(reports: Sequence[RoundReport], known: Mapping[int, str] = NO_NAMES) -> Figure | None:
     """Return the loss of each client's training, and the first metrics that it announced, with their means."""
     trained = [client for report in reports for client in report.timeline]
     announced = [*(client.metrics for client in trained), *(report.train_metrics for report in reports)]
@@ -303,10 +306,10 @@ def draw_client_training(reports: Sequence[RoundReport]) -> Figure | None:
     if not names and all(client.loss is None for client in trained):
         return None
     figure, panels = _new(1, 1 + len(names), height_in=3.3, sharex=True)
-    _client_lines(panels[0], reports, lambda client: client.loss, "training loss")
+    _client_lines(panels[0], reports, lambda client: client.loss, "training loss", known)
     _mean_line(panels[0], {report.round_id: report.loss for report in reports})
     for axes, name in zip(panels[1:], names, strict=True):
-        _client_lines(axes, reports, partial(_metric_of, name), style.plain(plain_line(name)))
+        _client_lines(axes, reports, partial(_metric_of, name), style.plain(plain_line(name)), known)
         _mean_line(axes, {report.round_id: report.train_metrics.get(name) for report in reports})
     _legend(figure, panels[0], columns=5)
     return figure
@@ -322,13 +325,13 @@ def _metric_of(name: str, client: ClientTimeline) -> float | None:
     return client.metrics.get(name)
 
 
-def draw_norms(reports: Sequence[RoundReport]) -> Figure | None:
+def draw_norms(reports: Sequence[RoundReport], known: Mapping[int, str] = NO_NAMES) -> Figure | None:
     """Return how far training moved each client's model, and the residual that its codec keeps."""
     if not any(client.update_norm is not None for report in reports for client in report.timeline):
         return None
     figure, (moved, residual) = _new(1, 2, height_in=3.3, sharex=True)
-    _client_lines(moved, reports, lambda client: client.update_norm, "L2 norm")
-    _client_lines(residual, reports, lambda client: client.residual_norm, "L2 norm")
+    _client_lines(moved, reports, lambda client: client.update_norm, "L2 norm", known)
+    _client_lines(residual, reports, lambda client: client.residual_norm, "L2 norm", known)
     down = [(float(r.round_id), r.downlink_residual_norm) for r in reports if r.downlink_residual_norm]
     if down:
         _plot(residual, down, color=style.BLACK, linestyle="--", label="controller")
@@ -340,14 +343,18 @@ def draw_norms(reports: Sequence[RoundReport]) -> Figure | None:
 
 
 def _client_lines(
-    axes: Axes, reports: Sequence[RoundReport], number: Callable[[ClientTimeline], float | None], y: str
+    axes: Axes,
+    reports: Sequence[RoundReport],
+    number: Callable[[ClientTimeline], float | None],
+    y: str,
+    known: Mapping[int, str],
 ) -> None:
     lines: dict[int, list[tuple[float, float]]] = {}
     for report in reports:
         for client in report.timeline:
             if (value := number(client)) is not None:
                 lines.setdefault(client.client_id, []).append((report.round_id, value))
-    _lines(axes, {f"client {client_id}": lines[client_id] for client_id in sorted(lines)}, "all clients")
+    _lines(axes, {f"client {label_of(one, known)}": lines[one] for one in sorted(lines)}, "all clients")
     style.label(axes, x="round", y=y)
     style.whole_numbers(axes.xaxis)
 
@@ -373,7 +380,7 @@ def draw_client_metrics(reports: Sequence[RoundReport]) -> Figure | None:
     return figure
 
 
-def draw_cross_site(found: CrossSite, name: str) -> Figure | None:
+def draw_cross_site(found: CrossSite, name: str, names: Mapping[int, str] = NO_NAMES) -> Figure | None:
     """One metric of each model on the data of each client, as a heat map; empty cells stay empty."""
     rows = [row for row in found.rows if any(name in metrics for metrics in row.results.values())]
     clients = found.clients[:MAX_HEAT]
@@ -385,8 +392,8 @@ def draw_cross_site(found: CrossSite, name: str) -> Figure | None:
     figure, (axes,) = _new(1, 1, height_in=height_in)
     image = axes.imshow(cells, aspect="auto", cmap="viridis")
     axes.grid(visible=False)
-    axes.set_xticks(range(len(clients)), [str(one) for one in clients])
-    axes.set_yticks(range(len(rows)), ["global" if row.model is None else str(row.model) for row in rows])
+    axes.set_xticks(range(len(clients)), [label_of(one, names) for one in clients])
+    axes.set_yticks(range(len(rows)), ["global" if row.model is None else label_of(row.model, names) for row in rows])
     axes.set_xlabel("evaluated on the data of client")
     axes.set_ylabel("model of")
     figure.colorbar(image, ax=axes, label=style.plain(plain_line(name)))
@@ -411,13 +418,16 @@ def draw_step_parts(profiles: Sequence[ProfileSummary]) -> Figure | None:
 
 
 def draw_windows(windows: Mapping[int, Sequence[WindowStats]]) -> Figure | None:
-    """Step time and wait over the run, as means of windows of steps."""
+    """Draw step time, wait and bytes sent of a step over the run, as means of windows of steps."""
     known = {rank: found for rank, found in windows.items() if found}
     if not known:
         return None
-    figure, (steps, waits) = _new(1, 2, height_in=3.2, sharex=True)
-    for axes, key, label in ((steps, "step_s", "step"), (waits, "wait_s", "wait of a step")):
-        unit = style.time_unit(max(_finite(w.mean.get(key, 0.0)) for found in known.values() for w in found))
+    figure, panels = _new(1, 3, height_in=3.2, sharex=True)
+    steps = panels[0]
+    shown = (("step_s", "step", style.time_unit), ("wait_s", "wait of a step", style.time_unit),
+             ("bytes_out", "sent in a step", style.byte_unit))  # fmt: skip
+    for axes, (key, label, unit_for) in zip(panels, shown, strict=True):
+        unit = unit_for(max(_finite(w.mean.get(key, 0.0)) for found in known.values() for w in found))
         lines = {
             f"rank {rank}": [(float(w.last_step), w.mean.get(key, 0.0) / unit.factor) for w in found]
             for rank, found in known.items()

@@ -47,6 +47,9 @@ class JobCollector(Collector):
             "up": gauge("controller_up", "1 while the controller runs, waiting for clients included"),
             "failed": gauge("controller_failed", "1 after the controller ended with an error"),
             "clients": gauge("clients", "Clients that are there"),
+            "names": gauge(
+                "client_info", "1 for each client, or range of clients of a host, with a name", "client", "name"
+            ),
             "ready": gauge("updates_ready", "Updates of the open round that are in"),
             "expected": gauge("updates_expected", "Updates of the open round that are expected"),
             "accuracy": gauge("accuracy", "Accuracy of the newest evaluated model, 0 to 1"),
@@ -94,6 +97,8 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     put("up", job.running)
     put("failed", job.failed)
     put("clients", len(progress.clients) if job.running else 0)
+    for ids, named in progress.names.rows(progress.clients) if job.running else ():
+        put("names", 1, ids, named)
     put("ready", progress.ready)
     put("expected", progress.expected)
     for key, value in (

@@ -39,14 +39,16 @@ def controller_metrics(settings: MetricsSettings, job: str) -> AbstractContextMa
     return _served(FollowedJob(), collector, settings)
 
 
-def client_metrics(settings: MetricsSettings, job: str, client_id: int) -> AbstractContextManager[FollowedClient]:
-    """Serve the same of a client."""
+def client_metrics(
+    settings: MetricsSettings, job: str, client_id: int | None, name: str = ""
+) -> AbstractContextManager[FollowedClient]:
+    """Serve the same of a client, which has a name, an id, or both."""
     from gradbus.experiments.report.followed import FollowedClient
 
     def collector(followed: FollowedClient) -> Collector:
         from gradbus.experiments.report.process_metrics import ClientCollector
 
-        return ClientCollector(job, client_id, followed)
+        return ClientCollector(job, client_id, followed, name)
 
     return _served(FollowedClient(), collector, settings)
 

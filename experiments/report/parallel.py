@@ -75,7 +75,7 @@ def tiles_of(run: RunFiles) -> list[Tile]:
     ]
     sent, wall_s = run.number("bytes_out"), run.number("wall_s")
     if sent is not None:
-        tiles.append(Tile("sent in all", size(sent), "by rank 0, with evaluation and saving"))
+        tiles.append(Tile("sent in all", size(sent), "by rank 0, with evaluation, saving and earlier starts"))
     if wall_s is not None:
         eval_s = sum(profile.outside.get("eval_s", 0.0) for profile in run.profiles[:1])
         tiles.append(Tile("the run", duration(wall_s), f"of it evaluation {duration(eval_s)}"))
@@ -95,7 +95,7 @@ def _time(run: RunFiles) -> Section:
                 f"rank that waits least holds up the others.{fewer}",
             ),
             PageFigure(
-                "windows", partial(draw.draw_windows, run.windows), "Step time and wait over the run",
+                "windows", partial(draw.draw_windows, run.windows), "Step time, wait and bytes over the run",
                 "Means of windows of steps, from the profile of each rank.",
             ),
             PageFigure(

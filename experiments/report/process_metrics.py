@@ -50,11 +50,21 @@ class _Families:
 
 
 class ClientCollector(Collector):
-    """One client, labelled with its job and id."""
+    """One client, labelled with its job, its id, empty until it has one, and its name if it has one."""
 
-    def __init__(self, job: str, client_id: int, followed: FollowedClient) -> None:
-        self._labels = {"job": job, "client": str(client_id)}
+    def __init__(self, job: str, client_id: int | None, followed: FollowedClient, name: str = "") -> None:
+        self._job = job
+        self._client_id = client_id
+        self._name = name
         self._followed = followed
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        client = self._followed.client
+        name = self._name if client is None else client.name
+        client_id = self._client_id if client is None or client.client_id < 0 else client.client_id
+        labels = {"job": self._job, "client": "" if client_id is None else str(client_id)}
+        return {**labels, "name": name} if name else labels
 
     def describe(self) -> Iterable[Metric]:
         return self.collect()
@@ -105,6 +115,9 @@ class RankCollector(Collector):
         families.gauge("up", "1 from the moment that all ranks are there", worker is not None)
         if worker is not None:
             families.gauge("step", "Steps done in all, those before a resume included", worker.step)
+            sent_bytes, received_bytes = worker.profile.exchanged
+            families.counter("sent_bytes", "Payload that this rank has sent for the run", sent_bytes)
+            families.counter("received_bytes", "Payload that it has received", received_bytes)
         families.counter("epochs", "Epochs finished by this process", self._followed.epochs)
         families.counter("steps_skipped", "Steps skipped for NaN or infinity", self._followed.skipped_steps)
         if isinstance(worker, ElasticWorker) and worker.generations is not None:

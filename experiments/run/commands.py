@@ -245,7 +245,7 @@ def worker_run(
     screen = replace(screen, live=screen.live and leads)
     screen = replace(screen, level=screen.level or ("warning" if prints and not screen.table else "info"))
     screen.configure_logs()
-    bound = bind(binding)
+    bound = bind(binding, file.bus.interface)
     log.info("cores", bound=as_ranges(bound.cpus) or "none", why=bound.why)
     from gradbus.experiments.run.data_parallel import Output, run_worker
     from gradbus.experiments.run.elastic import run_elastic_worker
@@ -284,7 +284,8 @@ def worker_run(
         else:
             outcome = run(Output(screen.say, lambda _: lines, scalars))
     if outcome is not None:
-        _conclude_epochs(screen, outcome, title=file.bus.job)
+        whom = "process 0 in all its generations" if file.parallel.elastic.is_on else "rank 0"
+        _conclude_epochs(screen, outcome, title=file.bus.job, whom=whom)
 
 
 def _rank_place(file: WorkerFile, rank: int | None, world: int | None, *, joins: bool) -> RankPlace:
@@ -362,7 +363,8 @@ def _from_torchrun() -> dict[str, object]:
     return {} if name == "none" else {"bus": {"job": re.sub(r"[^A-Za-z0-9._-]", "-", f"torchrun-{name}")[:64]}}
 
 
-def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str) -> None:
+def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str, whom: str) -> None:
+    """Print where the time went, and the last line. ``whom``: has sent and received what that line says."""
     from gradbus.experiments.report.profile_table import summary_table
 
     summary = outcome.summary
@@ -374,5 +376,5 @@ def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str) -> N
     screen.console.print(summary_table(outcome.profiles), width=width)
     screen.say(
         f"done: {summary.epochs} epochs, {summary.steps} steps, {quality(summary)}, "
-        f"sent {size(summary.bytes_out)}, received {size(summary.bytes_in)} by rank 0; run directory {outcome.path}"
+        f"sent {size(summary.bytes_out)}, received {size(summary.bytes_in)} by {whom}; run directory {outcome.path}"
     )

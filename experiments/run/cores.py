@@ -1,6 +1,7 @@
 """Cores of their own for the ranks of a machine: what the machine has, which share each rank gets, how it is bound.
 
 A rank that is moved between cores loses its caches, and on a machine of several NUMA nodes its memory becomes remote.
+What it sends crosses to the node of the network card, so the cores of that node are given away first.
 A binding that exists is left as it is: one of this process alone, or of OpenMP's variables. One that a launcher and all
 of its ranks have, by ``taskset`` or a cpuset, is divided among them.
 """
@@ -13,17 +14,19 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradbus.experiments.cli.choices import BindMode
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.fast_paths import LOOPBACK
 
 CORES_PER_RANK = 2  # below that the threads of the bus would take their time from the one that trains
 _OPENMP = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system calls; libc has no function for it
 _MPOL_PREFERRED = 1  # another node's memory where this one's is used up; MPOL_BIND would end the process there
 _MOST_NODES = 1024
+_MOST_LAYERS = 4  # of interfaces on top of each other: a VLAN on a bond of cards
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +39,30 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class CpuTopology:
-    """``cores``: sorted by node and number. ``quota``: how many processors' time a control group grants; may be inf."""
+    """What a machine has for its ranks.
+
+    Attributes:
+        cores: sorted by node and number. quota: how many processors' time a control group grants; may be inf.
+        card_nodes: NUMA nodes of the network cards that the run uses, by the cards' names; only those that are known.
+    """
 
     cores: tuple[Core, ...]
     quota: float = float("inf")
+    card_nodes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nodes(self) -> dict[int, tuple[Core, ...]]:
-        """The cores of each NUMA node that has any."""
+        """Return the cores of each NUMA node that has any, nodes with a network card first."""
         found: dict[int, list[Core]] = defaultdict(list)
         for core in self.cores:
             found[core.node].append(core)
-        return {node: tuple(cores) for node, cores in found.items()}
+        by_distance = sorted(found, key=lambda node: (node not in self.card_nodes.values(), node))
+        return {node: tuple(found[node]) for node in by_distance}
+
+    def beside_cards(self) -> CpuTopology:
+        """Return the part of the machine that shares a NUMA node with one of the network cards."""
+        near = set(self.card_nodes.values())
+        return replace(self, cores=tuple(core for core in self.cores if core.node in near))
 
     @property
     def most_ranks(self) -> int:
@@ -69,12 +84,13 @@ class CpuTopology:
         return ()
 
 
-def read_topology(allowed: Collection[int], root: Path = Path("/")) -> CpuTopology:
-    """The machine as Linux describes it under ``/sys`` and ``/proc``.
+def read_topology(allowed: Collection[int], root: Path = Path("/"), interface: str | None = LOOPBACK) -> CpuTopology:
+    """Return the machine as Linux describes it under ``/sys`` and ``/proc``.
 
     Args:
         allowed: logical processors that this process may run on, from ``sched_getaffinity``, which knows of cpusets.
         root: another folder than ``/`` with these two in it.
+        interface: that the run sends by. ``lo``: by no card. None: by any card that has a cable.
 
     What cannot be read, as a quota of cgroup v1, is taken for the simplest case: each processor a core, one
     node, no quota.
@@ -91,7 +107,41 @@ def read_topology(allowed: Collection[int], root: Path = Path("/")) -> CpuTopolo
         topology = system / f"cpu/cpu{cpu}/topology"
         siblings = _numbers(topology / "core_cpus_list") or _numbers(topology / "thread_siblings_list")
         cores.add(Core(tuple(sorted(usable & (siblings | {cpu}))), node_of.get(cpu, 0)))
-    return CpuTopology(tuple(sorted(cores, key=lambda core: (core.node, core.cpus))), _quota(root))
+    in_order = tuple(sorted(cores, key=lambda core: (core.node, core.cpus)))
+    return CpuTopology(in_order, _quota(root), _card_nodes(root / "sys/class/net", interface))
+
+
+def _card_nodes(network: Path, interface: str | None) -> dict[str, int]:
+    """Return the NUMA nodes of network cards, by the cards' names.
+
+    Cards have ``device/numa_node``, which is -1 where the machine does not say. Virtual interfaces have no device: a
+    bond, a bridge or a VLAN names those below it, ``lower_NAME``.
+    """
+    try:
+        known = sorted(one.name for one in network.iterdir())
+    except OSError:  # not Linux
+        return {}
+    names = {name for name in known if name == interface}
+    if interface is None:
+        names = {name for name in known if _text(network / name / "operstate") in ("up", "unknown")}
+    found: dict[str, int] = {}
+    for _ in range(_MOST_LAYERS):
+        below: set[str] = set()
+        for name in names:
+            node = _text(network / name / "device/numa_node")
+            if node.isdecimal():
+                found[name] = int(node)
+            below.update(one.name.removeprefix("lower_") for one in (network / name).glob("lower_*"))
+        names = below & set(known)
+    return dict(sorted(found.items()))
+
+
+def _text(file: Path) -> str:
+    """Return what a small file of the kernel says; "" where it cannot be read."""
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):  # numa_node of a card that is being removed; a carrier of an interface that is down
+        return ""
 
 
 def _numbers(file: Path) -> set[int]:
@@ -137,7 +187,7 @@ def decide(mode: BindMode, environment: Mapping[str, str], topology: CpuTopology
         is_bound: this process may run on other processors than the one that has started it.
 
     Raises:
-        ConfigError: ``cores`` are asked for and cannot be had.
+        ConfigError: ``cores``, or those of the network card, are asked for and cannot be had.
     """
     if mode == "none":
         return Binding(why="--bind none")
@@ -155,30 +205,36 @@ def decide(mode: BindMode, environment: Mapping[str, str], topology: CpuTopology
     elif mode == "auto" and int(ranks) > topology.most_ranks:
         quota = "" if topology.quota == float("inf") else f" and a quota of {topology.quota:g}"
         why = f"{len(topology.cores)} cores{quota} are fewer than {CORES_PER_RANK} for each of {ranks} ranks"
+    elif mode == "network" and not topology.card_nodes:
+        why = "no network card behind bus.interface names its NUMA node (/sys/class/net/*/device/numa_node)"
     else:
-        share = topology.share(int(number), int(ranks))
+        chosen = topology.beside_cards() if mode == "network" else topology
+        share = chosen.share(int(number), int(ranks))
         if share:
             return Binding(tuple(sorted(cpu for core in share for cpu in core.cpus)), share[0].node)
-        why = f"{len(topology.cores)} cores are fewer than {ranks} ranks"
-    if mode == "cores":
-        raise ConfigError(f"--bind cores: this rank cannot get cores of its own, as {why}. Use --bind auto or none")
+        beside = f" beside {', '.join(topology.card_nodes)}" if mode == "network" else ""
+        why = f"{len(chosen.cores)} cores{beside} are fewer than {ranks} ranks"
+    if mode in ("cores", "network"):
+        raise ConfigError(f"--bind {mode}: this rank cannot get cores of its own, as {why}. Use --bind auto or none")
     return Binding(why=why)
 
 
-def bind(mode: BindMode) -> Binding:
+def bind(mode: BindMode, interface: str | None = LOOPBACK) -> Binding:
     """Bind this process, and what it starts, to its share of the cores, and have it prefer the memory beside them.
+
+    ``interface``: as for :func:`read_topology`.
 
     To be called before torch is loaded: it makes as many threads as there are cores then. Where the system has no such
     calls, or refuses them, nothing is bound, and ``why`` says so. Raises ConfigError as :func:`decide`.
     """
     if not hasattr(os, "sched_setaffinity"):
-        if mode == "cores":
-            raise ConfigError("--bind cores: this system has no sched_setaffinity. Use --bind auto or none")
+        if mode in ("cores", "network"):
+            raise ConfigError(f"--bind {mode}: this system has no sched_setaffinity. Use --bind auto or none")
         return Binding(why="this system has no sched_setaffinity")
     allowed = starters = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):  # it has ended
         starters = os.sched_getaffinity(os.getppid())
-    topology = read_topology(allowed)
+    topology = read_topology(allowed, interface=interface)
     found = decide(mode, os.environ, topology, is_bound=starters != allowed)
     if not found.cpus:
         return found

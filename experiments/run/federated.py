@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Site
+from gradbus.actors.federated.client_names import json_rows
 from gradbus.actors.federated.combinations import check_choices, check_combination
 from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
 from gradbus.actors.federated.site import check_site, not_its_own
@@ -21,7 +22,7 @@ from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
 from gradbus.experiments.rundir.directory import ControllerDirectory
-from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.config.federated import TRUST_MEANS, FederatedConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 
@@ -59,11 +60,10 @@ async def run_controller(
 
     if is_ours:
         opened()
+    _tell_trust(file.bus.job, config, say)
     try:
         await off_the_loop(task.load, "load")
-        if task.note:
-            log.info("data", note=task.note)
-            say(task.note)
+        _tell_data(task.note, say)
         async with contextlib.AsyncExitStack() as buses:
             bus = await buses.enter_async_context(open_bus(file.bus))
             controller: Controller | Site
@@ -78,6 +78,7 @@ async def run_controller(
                 async with contextlib.aclosing(controller.rounds()) as rounds:
                     async for report in rounds:
                         run.add(progress.reports)
+                        run.write_names(progress.names)
                         if scalars is not None:
                             scalars.rounds(progress.reports)
                         shown.done(report)
@@ -92,11 +93,27 @@ async def run_controller(
         if is_ours and progress.cross_site is not None:
             run.write_cross_site(progress.cross_site)
         if is_ours:
+            run.write_names(progress.names)
             run.finish(
                 progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
-                data=task.note, never_counted=_named(progress.never_counted), ended_early=progress.ended_early,
+                data=task.note, never_counted=_named(progress), client_names=json_rows(progress.names),
+                ended_early=progress.ended_early,
             )  # fmt: skip
     return progress.reports
+
+
+def _tell_trust(job: str, config: FederatedConfig, say: Callable[[str], None]) -> None:
+    """Tell whom the run trusts, as its first line."""
+    trust = config.limits.trust
+    log.info("run starts", job=job, trust=trust)
+    say(f"job {job}: trust is {trust}, so {TRUST_MEANS[trust]}")
+
+
+def _tell_data(note: str, say: Callable[[str], None]) -> None:
+    """Tell what has to be known of the data, if anything has."""
+    if note:
+        log.info("data", note=note)
+        say(note)
 
 
 def checked_config(file: ControllerFile, run: ControllerDirectory) -> FederatedConfig:
@@ -117,8 +134,9 @@ def checked_config(file: ControllerFile, run: ControllerDirectory) -> FederatedC
     return config
 
 
-def _named(never: Mapping[int, str]) -> list[dict[str, Any]]:
-    return [{"client": client_id, "reason": reason} for client_id, reason in list(never.items())[:MAX_NAMED]]
+def _named(progress: Progress) -> list[dict[str, Any]]:
+    never = list(progress.never_counted.items())[:MAX_NAMED]
+    return [{**progress.names.facts(client_id), "reason": reason} for client_id, reason in never]
 
 
 async def end_again(file: ControllerFile, run_id: int) -> None:
@@ -131,22 +149,25 @@ async def end_again(file: ControllerFile, run_id: int) -> None:
         await announce_run_ended(bus, run_id, heartbeat_s=file.federated.clients.heartbeat_s)
 
 
-async def run_client(file: ClientFile, client_id: int) -> ClientSummary:
-    """Take part until all rounds are done.
+async def run_client(file: ClientFile, client_id: int | None, name: str = "") -> ClientSummary:
+    """Take part until all rounds are done. ``client_id``: None: the controller assigns one to the name.
 
     Raises:
         As :meth:`gradbus.Client.run`; NoData, ConfigError.
     """
     task = ConfiguredTask(file.task)
     await off_the_loop(task.load, "load")
-    log.info("client starts", client=client_id, job=file.bus.job, data=task.note or None)
-    with client_metrics(file.metrics, file.bus.job, client_id) as followed:
+    given = {"client": client_id, "name": name}
+    facts = {key: value for key, value in given.items() if value not in (None, "")}
+    log.info("client starts", **facts, job=file.bus.job, data=task.note or None)
+    with client_metrics(file.metrics, file.bus.job, client_id, name) as followed:
         async with open_bus(file.bus) as bus:
-            client = Client(bus, task, client_id=client_id, config=file.client)
+            client = Client(bus, task, client_id=client_id, name=name, config=file.client)
             followed.client = client
             summary = await client.run()
+    facts = {"client": client.client_id, **({"name": client.name} if client.name else {})}
     log.info(
-        "client done", client=client_id, rounds=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
+        "client done", **facts, rounds=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
         train_s=round(summary.train_s, 3),
     )  # fmt: skip
     return summary

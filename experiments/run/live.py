@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
@@ -20,6 +20,7 @@ from gradbus.runtime.plain_text import plain_line
 if TYPE_CHECKING:
     from gradbus.actors import Controller, Site
     from gradbus.actors.data_parallel.report import EpochReport, StepProgress
+    from gradbus.actors.federated.client_names import ClientNames
     from gradbus.actors.federated.evaluation import CrossSite
     from gradbus.actors.federated.report import Progress, RoundReport
 
@@ -133,7 +134,7 @@ class RoundTable(LiveTable["RoundReport"]):
         if dropped := dict(progress.dropped):
             yield warning("not counted: " + ", ".join(f"{why} {n}" for why, n in dropped.items()))
         if progress.out:
-            yield warning(f"kept out for bad updates: {ranges(progress.out)}")
+            yield warning(f"kept out for bad updates: {_clients(progress.out, progress.names)}")
 
 
 def round_display(
@@ -182,9 +183,15 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
     return _fitted_table(columns, reports, width, spare=spare)
 
 
+def _clients(ids: Collection[int], names: ClientNames) -> str:
+    """Few clients with their names, many as ranges of ids."""
+    return ", ".join(map(names.label, ids)) if names and len(ids) <= _FEW_CLIENTS else ranges(ids)
+
+
 def _now(progress: Progress, clients: int, width: int) -> Text:
     count = len(progress.clients)
-    here = f"{f'{count} ' if count > _FEW_CLIENTS else ''}clients here: {ranges(progress.clients) or 'none'}"
+    named = _clients(progress.clients, progress.names) or "none"
+    here = f"{f'{count} ' if count > _FEW_CLIENTS else ''}clients here: {named}"
     text = Text(progress.phase, style="cyan", no_wrap=True, overflow="ellipsis")
     if progress.phase in ("starting", "waiting"):
         wanted = max(clients, progress.minimum)

@@ -37,7 +37,7 @@ from gradbus.runtime.wire.control import (
     Status,
     rank_status_period_s,
 )
-from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.frames import CONTROLLER, UNASSIGNED
 from gradbus.runtime.wire.id_ranges import parse_ids
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
@@ -55,6 +55,7 @@ DOING = {
 """What the phases of a client mean while its update is waited for."""
 
 MAX_METRICS = 3  # beside the accuracy
+MAX_NAMED_CLIENTS = 8  # that a line shows with their names
 MAX_LINES = 40  # clients, or ranks of one group, that get a line of their own
 
 
@@ -118,7 +119,7 @@ class Observer:
                 match body:
                     case Status() if sender == CONTROLLER:
                         self.controllers[incarnation] = received
-                    case Hello():
+                    case Hello() if sender != UNASSIGNED:  # it has no id yet
                         self.clients[sender] = received
                     case RankStatus():
                         self.ranks[body.group, sender] = received
@@ -240,6 +241,8 @@ def _client(
     if received is not None:
         hello: Hello = received.body
         silent_s = max(silent_s, _silent(received, now_s))
+        if name := _name_in(client_id, hello):
+            found["name"] = name
         found |= {"phase": hello.phase, "phase_s": round(hello.phase_s, 1), "round": hello.round_id, "host": hello.host}
     found["silent_s"] = round(silent_s, 1)
     if waited_for:
@@ -252,6 +255,11 @@ def _client(
     elif status is not None and client_id in status.quarantined:
         found["why"] = "kept out for bad updates"
     return found
+
+
+def _name_in(client_id: int, hello: Hello) -> str:
+    """The name of a client, which may be one of a host's."""
+    return f"{hello.name}.{client_id}" if hello.name and hello.ids else hello.name
 
 
 def _rank(rank: int, received: _Received | None, now_s: float) -> dict[str, Any]:
@@ -354,12 +362,14 @@ def _federated_lines(found: Mapping[str, Any]) -> list[str]:
     waited_for = [client for client in clients if client["waited_for"]]
     others = [client for client in clients if not client["waited_for"]]
     for client in waited_for[:MAX_LINES]:
-        lines.append(f"  waiting for client {client['client']}: {client['why']}" + _at(client))
+        lines.append(f"  waiting for client {_shown(client)}: {client['why']}" + _at(client))
     if len(waited_for) > MAX_LINES:
         lines.append(f"  and for {len(waited_for) - MAX_LINES} more")
     out = [client["client"] for client in others if "why" in client]
     if others:
-        lines.append(f"  clients that are not waited for: {ranges(client['client'] for client in others)}")
+        few = len(others) <= MAX_NAMED_CLIENTS and any("name" in client for client in others)
+        shown = ", ".join(map(_shown, others)) if few else ranges(client["client"] for client in others)
+        lines.append(f"  clients that are not waited for: {shown}")
     if out or (controller and controller["kept_out"]):
         lines.append(f"  kept out for bad updates: {ranges(controller['kept_out'] if controller else out)}")
     return lines
@@ -420,6 +430,11 @@ def _group_lines(found: Mapping[str, Any]) -> list[str]:
     if len(ranks) > MAX_LINES:
         lines.append(f"  and {len(ranks) - MAX_LINES} more ranks")
     return lines
+
+
+def _shown(client: Mapping[str, Any]) -> str:
+    """Id and name of a client."""
+    return f"{client['client']} ({client['name']})" if "name" in client else str(client["client"])
 
 
 def _at(found: Mapping[str, Any]) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from gradbus.actors.federated.chosen_codecs import names_in
+from gradbus.actors.federated.local_training import Allowed
 from gradbus.actors.virtual.client_trainer import PoolSettings
 from gradbus.actors.virtual.host import ClientHost
 from gradbus.actors.virtual.pool import TrainingPool
@@ -23,6 +25,7 @@ from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.access_policy import NO_HOST
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.names import check_name
 from gradbus.runtime.private_folder import scratch_folder
 from gradbus.runtime.wire.id_ranges import parse_ids
 
@@ -59,7 +62,8 @@ class VirtualClients:
         task = ConfiguredTask(file.task)
         check_first_round(file.federated, task)
         bus = file.bus.model_copy(update={"faults": ""})
-        client = ClientConfig(state_dir=state_dir, full_traceback=self.full_traceback)
+        own = tuple(sorted({name for name in names_in(file.federated) if ":" in name}))  # it names them for both sides
+        client = ClientConfig(state_dir=state_dir, full_traceback=self.full_traceback, codecs=own)
         return Hosted.start(bus, task, range(self.clients), client, state_dir, self.pool)
 
 
@@ -74,19 +78,21 @@ class Hosted:
     client: ClientConfig
     state_dir: Path
     pool: TrainingPool[Any]
+    name: str = ""
 
     @classmethod
     def start(
         cls, bus: BusSettings, task: ConfiguredTask, ids: Iterable[int], client: ClientConfig, state_dir: Path,
-        options: SimulationOptions,
+        options: SimulationOptions, name: str = "",
     ) -> Hosted:  # fmt: skip
         """Open the pool that trains them. Raises ConfigError: a bus with this security has no place for them."""
         if bus.security == "identity":
             raise ConfigError(NO_HOST)
         settings = PoolSettings(
-            state_dir=state_dir, rule=client.rule, full_traceback=client.full_traceback, shared_memory=bus.shared_memory
-        )
-        return cls(bus, task, ids, client, state_dir, options.open_pool(task, settings))
+            state_dir=state_dir, allowed=Allowed(client.rule, client.codecs), full_traceback=client.full_traceback,
+            shared_memory=bus.shared_memory,
+        )  # fmt: skip
+        return cls(bus, task, ids, client, state_dir, options.open_pool(task, settings), name)
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +104,13 @@ class Hosted:
         """Take part until all rounds are done. ``followed``: gets the host that runs, for its metrics."""
         async with open_bus(self.bus) as bus:
             host = ClientHost(
-                bus, self.task, ids=self.ids, pool=self.pool, state_dir=self.state_dir, config=self.client
+                bus,
+                self.task,
+                ids=self.ids,
+                pool=self.pool,
+                state_dir=self.state_dir,
+                config=self.client,
+                name=self.name,
             )
             if followed is not None:
                 followed.host, followed.pool = host, self.pool
@@ -114,8 +126,12 @@ def host_run(
     ids: str,
     options: SimulationOptions,
     run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+    *,
+    name: str = "",
 ) -> None:
-    """``gradbus host``. ``run``: runs a loop to its end."""
+    """``gradbus host``. ``run``: runs a loop to its end. ``name``: of its clients."""
+    if name:
+        check_name(name)
     try:
         ranges: Sequence[range] = parse_ids(ids)
     except ValueError as error:
@@ -127,7 +143,7 @@ def host_run(
         if state_dir is None:
             state_dir = stack.enter_context(scratch_folder(CLIENTS_PREFIX))
         every = [client_id for each in ranges for client_id in each]
-        starting = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, options)
+        starting = Hosted.start(file.bus, ConfiguredTask(file.task), every, file.client, state_dir, options, name)
         hosted = stack.enter_context(starting)
         followed = stack.enter_context(host_metrics(file.metrics, file.bus.job))
         run(lambda: hosted.run(followed))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO, TypeVar
 
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.client_names import NAMES_FILE, ClientNames, json_rows
 from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, WorkerFile
 from gradbus.experiments.rundir.traces import trace_of
@@ -131,6 +132,7 @@ class ControllerDirectory(RunDirectory):
         self._written = 0
         self._of: Sequence[RoundReport] = ()  # the list that this many are of
         self.cross_site: CrossSite | None = None  # once it was written
+        self._names: list[dict[str, str]] = []  # as they were written
         self.log = open_log(path, "controller.log")
 
     def __enter__(self) -> Self:
@@ -181,6 +183,14 @@ class ControllerDirectory(RunDirectory):
         with self._unless_full("cross-site evaluation"):
             write_json(self.path / "cross_site.json", found.to_json())
             write_text(self.path / "cross_site.csv", [text.getvalue()])
+
+    def write_names(self, names: ClientNames) -> None:
+        """Keep the names of clients, if there are new ones. Where the disk is full, that is logged."""
+        rows = json_rows(names)
+        if rows != self._names:
+            self._names = rows
+            with self._unless_full("names of clients"):
+                write_json(self.path / NAMES_FILE, {"names": rows})
 
     def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> None:
         """Write the summary. Where the disk is full, that is logged.

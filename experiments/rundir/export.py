@@ -26,6 +26,7 @@ from gradbus.actors.federated.state import SavedRun
 from gradbus.experiments.amounts import size
 from gradbus.experiments.rundir.directory import check_named, replaced
 from gradbus.experiments.rundir.saved_models import FoundModel, RunCheckpoints, checkpoint_of_client, state_of
+from gradbus.runtime.complex_pairs import is_inexact
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.saved_state import SavedState
@@ -175,7 +176,7 @@ def _metadata(found: FoundModel, state: SavedState, client: Path | None) -> dict
         about["client"] = _name_of(client)
     if state.personal:
         own = set(state.personal)
-        shared = [name for name, one in state.tensors.items() if name not in own and one.is_floating_point()]
+        shared = [name for name, one in state.tensors.items() if name not in own and is_inexact(one.dtype)]
         about["personal"], about["shared"] = json.dumps(state.personal), json.dumps(shared)
     return about
 
@@ -204,3 +205,8 @@ def _write(state: Mapping[str, Any], target: Path, form: Format, about: dict[str
                 save_file(dict(state), temporary, metadata=about)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}. Name another (--to)") from None
+    except KeyError as error:  # of the library of safetensors, which has no name for it
+        raise ConfigError(
+            f"the file cannot be written as safetensors, which has no {str(error.args[0]).removeprefix('torch.')}; "
+            f"write it with --format torch"
+        ) from None

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.client_names import NAMES_FILE, label_of, names_of_rows
 from gradbus.actors.federated.evaluation import CrossSite
 from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.rundir.report_size import Report, check_line, check_report, weight_of
@@ -38,6 +39,7 @@ Kind = Literal["federated", "parallel"]
 
 MAX_FILE_BYTES = 16 << 20  # of config.json, and of summary.json
 MAX_USUAL_BYTES = 1 << 20  # of config.json, where many are looked at: it has some kB
+MAX_NAMED = 10_000  # clients that are shown with their names
 MAX_TABLE_BYTES = 64 << 20  # of cross_site.json
 MAX_TRACES = 8  # ranks whose traces are read: each may have tens of megabytes
 MAX_PROFILES = 1024  # ranks whose profiles are read
@@ -70,7 +72,7 @@ class RunFiles:
         counted: all rounds, where they were counted as they were read: see :attr:`whole`.
         spent: bytes and seconds that were spent when a round or epoch was done, by its number; empty where the reports
             are all there.
-        cross_site: of a federated run that has evaluated local models.
+        cross_site: of a federated run that has evaluated local models. names: of its clients, by id.
         profiles: of its ranks. windows: by rank, oldest first. step: number of the one that ``spans`` shows, by rank.
         missing: sentences on what is not there or cannot be read.
     """
@@ -81,6 +83,7 @@ class RunFiles:
     summary: Mapping[str, Any]
     rounds: tuple[RoundReport, ...] = ()
     cross_site: CrossSite | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
     epochs: tuple[EpochReport, ...] = ()
     counted: WholeRun | None = None
     spent: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -111,6 +114,10 @@ class RunFiles:
         model = self.setting("task", "task") or self.setting("task", "model")
         data = str(self.summary.get("data") or "").split(" from ")[0]  # the rest is the place of the files
         return " on ".join(str(part) for part in (model, data) if part)
+
+    def client(self, client_id: int) -> str:
+        """Id and name of a client."""
+        return label_of(client_id, self.names)
 
     def number(self, key: str) -> float | None:
         """One number of the summary; None: it has none."""
@@ -176,7 +183,7 @@ def read_run(path: Path) -> RunFiles:
             whole = _rounds(path, missing)
             return RunFiles(
                 **known, rounds=whole.reports, counted=whole, spent=whole.spent if whole.is_thinned else {},
-                cross_site=_cross_site(path, missing), missing=tuple(missing),
+                cross_site=_cross_site(path, missing), names=_names(path, missing), missing=tuple(missing),
             )  # fmt: skip
         epochs, spent = _epochs(path, missing)
         profiles, windows = profiles_of(path, missing)
@@ -243,6 +250,19 @@ def _cross_site(path: Path, missing: list[str]) -> CrossSite | None:
     except OSError as error:
         missing.append(f"{name} cannot be read: {reason(error)}.")
     return None
+
+
+def _names(path: Path, missing: list[str]) -> Mapping[int, str]:
+    """Names of clients by id; {}: they have none."""
+    if not is_there(path, NAMES_FILE):
+        return {}
+    return client_names_in(_json_file(path, NAMES_FILE, missing, "clients are shown by their ids"))
+
+
+def client_names_in(values: Mapping[str, Any]) -> Mapping[int, str]:
+    """Names by id from what a run directory has of them; what is wrong there is left out."""
+    rows = values.get("names")
+    return names_of_rows(rows, MAX_NAMED) if isinstance(rows, list) else {}
 
 
 def reason(error: OSError) -> str:

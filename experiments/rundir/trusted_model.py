@@ -14,6 +14,7 @@ from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.run.configured_task import ConfiguredShardTask, ConfiguredTask
 from gradbus.experiments.rundir.saved_models import FoundModel
 from gradbus.runtime.checkpoint import Checkpoint, copy_state
+from gradbus.runtime.complex_pairs import restored
 from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.saved_state import SavedState
@@ -55,7 +56,7 @@ def _personal_names(model: nn.Module, saved: SavedRun) -> list[str]:
     """Return the names of the tensors that the run has no values of, in the order of the model."""
     specs = specs_of(model)
     found = divide(specs, saved.sharing).personal
-    return [spec.name for spec in specs if spec.name in found and spec.dtype.is_floating_point]
+    return [spec.name for spec in specs if spec.name in found and spec.is_inexact]
 
 
 @torch.no_grad()
@@ -71,6 +72,8 @@ def _take_own(model: nn.Module, client: Checkpoint) -> list[str]:
     own = own_tensors(client.tensors)
     state = model.state_dict(keep_vars=True)
     for name, tensor in own.items():
+        if name in state and state[name].is_complex() and tuple(tensor.shape) == (*state[name].shape, 2):
+            tensor = restored(tensor, state[name].dtype)
         if name not in state or state[name].shape != tensor.shape:
             raise CheckpointError(f"a client keeps {name!r} of shape {tuple(tensor.shape)}, which the model has not")
         state[name].copy_(tensor)

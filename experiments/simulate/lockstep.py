@@ -48,11 +48,15 @@ class Cost:
         bytes_out: of each rank, as the shortest way of each request needs: 2 (N - 1) / N of a tensor that is reduced
             (reduce-scatter and gather), a payload once to each rank that gets it.
         messages: of each rank. phases: how often each rank waited for others.
+        rounds: of each rank, the most messages that had to follow one another until it had what it has: what is sent
+            comes after all that its sender had received. A tensor that is reduced takes two (reduce-scatter and
+            gather), other collectives one.
     """
 
     bytes_out: list[int]
     messages: list[int]
     phases: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,8 +81,10 @@ class Lockstep:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.cost = Cost([0] * world, [0] * world, [0] * world)
-        self._posted: dict[tuple[int, int, str], deque[Tensor]] = {}  # sender, receiver, name
+        self.cost = Cost([0] * world, [0] * world, [0] * world, [0] * world)
+        self._posted: dict[
+            tuple[int, int, str], deque[tuple[Tensor, int]]
+        ] = {}  # sender, receiver, name; with its round
 
     def run(self, programs: Sequence[Program[R]]) -> list[R]:
         """Run one program on each rank to its end. Returns what they return.
@@ -128,7 +134,9 @@ class Lockstep:
         for peer, tensor in request.send.items():
             if not 0 <= peer < self.world or peer == number:
                 raise Mismatch(f"rank {number} sends {request.name!r} to rank {peer} in a world of {self.world}")
-            self._posted.setdefault((number, peer, request.name), deque()).append(tensor.detach().clone())
+            self._posted.setdefault((number, peer, request.name), deque()).append(
+                (tensor.detach().clone(), self.cost.rounds[number] + 1)
+            )
             self._count(number, tensor.numel() * tensor.element_size(), 1)
 
     def _count(self, rank: int, size: int, messages: int) -> None:
@@ -162,7 +170,8 @@ class Lockstep:
         found: dict[int, Tensor] = {}
         for peer, queue in queues.items():
             assert queue is not None
-            came, memory = queue.popleft(), request.receive[peer]
+            (came, at), memory = queue.popleft(), request.receive[peer]
+            self.cost.rounds[number] = max(self.cost.rounds[number], at)
             if came.shape != memory.shape or came.dtype != memory.dtype:
                 raise Mismatch(
                     f"rank {number} expects {tuple(memory.shape)} of {memory.dtype} by {request.name!r} from rank "
@@ -184,6 +193,8 @@ class Lockstep:
             Broadcast: self._broadcast,
         }  # fmt: skip
         results: list[Any] = combine[type(requests[0])](requests)
+        more = 2 if isinstance(requests[0], AllReduce) else 1
+        self.cost.rounds = [max(self.cost.rounds) + (more if self.world > 1 else 0)] * self.world
         return results
 
     def _all_reduce(self, requests: Sequence[AllReduce]) -> list[Tensor]:

@@ -49,16 +49,35 @@ def coded_mean(place: Place, memory: Memory, key: str, vector: Tensor, codec: Co
     Raises:
         CodecError: a rank has sent what is no message of this length.
     """
-    world, rank = place.world, place.rank
     residual = memory.find_or_zeros(RESIDUAL, key, vector)
-    if world <= 2:
+    mean, left = yield from mean_of_coded(place, memory, key, vector, residual, codec)
+    memory.stage(RESIDUAL, key, left)
+    return mean
+
+
+@torch.no_grad()
+def mean_of_coded(
+    place: Place, memory: Memory, key: str, vector: Tensor, residual: Tensor, codec: Codec, *, in_parts: bool = True
+) -> Program[tuple[Tensor, Tensor]]:
+    """As :func:`coded_mean`, for callers that keep this rank's residual themselves.
+
+    Args:
+        memory: of the residual of this rank's part of the mean, which is staged under ``key``.
+        residual: of this rank's vector, shape (n,); not changed.
+        in_parts: whether each of more than two ranks averages a part, which needs messages of one length; else all
+            send whole messages to all, of any length.
+
+    Returns:
+        The mean, and the new residual.
+    """
+    world, rank = place.world, place.rank
+    if world <= 2 or not in_parts:
         message, left = _encoded(vector, residual, codec)
-        memory.stage(RESIDUAL, key, left)
         messages = yield AllGather(key, message)
-        return _mean(messages, vector.numel())
+        return _mean(messages, vector.numel()), left
     parts, residuals = vector.tensor_split(world), residual.tensor_split(world)
     coded = [_encoded(part, old, codec) for part, old in zip(parts, residuals, strict=True)]
-    memory.stage(RESIDUAL, key, torch.cat([left for _, left in coded]))
+    residual = torch.cat([left for _, left in coded])
     own = parts[rank].numel()
     others = [peer for peer in range(world) if peer != rank]
     receive = {peer: torch.empty(1 + codec.max_bytes(own), dtype=torch.uint8) for peer in others}
@@ -69,8 +88,8 @@ def coded_mean(place: Place, memory: Memory, key: str, vector: Tensor, codec: Co
     messages = yield AllGather(f"{key} means", message)
     found = [_decoded(one, part.numel()) for one, part in zip(messages, parts, strict=True)]
     if any(one is None for one in found):
-        return torch.full_like(vector, math.nan)
-    return torch.cat([one for one in found if one is not None])
+        return torch.full_like(vector, math.nan), residual
+    return torch.cat([one for one in found if one is not None]), residual
 
 
 def _encoded(vector: Tensor, residual: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ class Dense(Algorithm):
 
         wire: Literal["fp32", "fp16", "bf16"] = "fp32"
         """Format of the values on the wire."""
-        route: Literal["auto", "direct", "shards", "star", "ring", "halving-doubling", "hierarchical"] = "auto"
+        route: Literal["auto", "direct", "shards", "star", "tree", "ring", "halving-doubling", "hierarchical"] = "auto"
         """How the sum is made: `auto` takes `direct` or `shards` by size, which add in rank order, to the same bits.
         The others add in an order of their own (docs/algorithms.md), and are for float32."""
         topology: TopologyFile | None = None

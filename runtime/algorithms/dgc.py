@@ -60,13 +60,24 @@ class Dgc(Algorithm):
         masking: bool = True
         """Momentum factor masking; an entry that was sent starts again without momentum."""
         value_dtype: Literal["fp32", "fp16"] = "fp32"
-        """Type of the values on the wire."""
+        """Type of the values on the wire. What `fp16` rounds away stays in the residual."""
+        dense_dtype: Literal["fp32", "fp16"] = "fp32"
+        """Type of the tensors that are sent dense, on the wire. What `fp16` rounds away is lost."""
         min_numel: Annotated[int, Field(ge=0)] = 0
         """Number of entries below which a tensor is sent dense, as are all of fewer than two dimensions."""
         sampling: Literal["strided", "random", "exact"] = "strided"
         """Which entries the threshold is estimated from. `exact`: all."""
         sample_ratio: float = Field(default=0.01, gt=0, le=1)
         """Share of a tensor that the threshold is estimated from."""
+        upper_bound: float = Field(default=1.3, gt=1, allow_inf_nan=False)
+        """Entries above the threshold, as a multiple of those to send, from which on it is too low."""
+        lower_bound: float = Field(default=0.8, gt=0, lt=1)
+        """The same, below which it is too high."""
+        max_iterations: int = Field(default=10, ge=0, le=1000)
+        """How often a threshold that is too low or too high is changed, by the factor of that bound, at most."""
+        resample: bool = True
+        """What is done about a threshold that is too low: take the largest entries above it, or, with `false`, raise
+        it."""
         seed: int = Field(default=0, ge=0, lt=1 << 63)
         """Seed of the choice of these entries."""
         momentum: float | None = Field(default=None, ge=0, lt=1)
@@ -113,7 +124,9 @@ class Dgc(Algorithm):
         self._config = codecs.DgcConfig(
             density=options.density, momentum=0.9 if momentum is None else momentum, nesterov=bool(nesterov),
             clip_norm=clip_norm, world=self.place.world, masking=options.masking, sampling=options.sampling,
-            sample_ratio=options.sample_ratio, min_numel=options.min_numel, value_dtype=options.value_dtype,
+            sample_ratio=options.sample_ratio, upper_bound=options.upper_bound, lower_bound=options.lower_bound,
+            max_iterations=options.max_iterations, resample=options.resample, min_numel=options.min_numel,
+            value_dtype=options.value_dtype, dense_dtype=options.dense_dtype,
         )  # fmt: skip
 
     @property

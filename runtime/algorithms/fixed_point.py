@@ -22,7 +22,7 @@ from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Scope, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 from gradbus.runtime.in_network.options import InNetworkOptions
-from gradbus.runtime.in_network.topology import AggregatorTopology, Leaves, Roots, TopologyKind
+from gradbus.runtime.in_network.topology import AggregatorTopology, Leaves, Roots, TopologyKind, WithinHost
 
 
 class FixedPoint(Algorithm):
@@ -32,8 +32,8 @@ class FixedPoint(Algorithm):
     # All gradients in one sum: an aggregator counts groups of blocks, so all ranks have to send them in one order.
     scope: ClassVar[Scope] = "step"
     may_change = frozenset(
-        {"route", "topology", "leaves", "leaves_by", "roots", "block_elems", "window_groups", "aggregator_timeout_s",
-         "aggregator_retry_s", "without_aggregator", "verify"}
+        {"route", "topology", "leaves", "leaves_by", "roots", "within_host", "block_elems", "window_groups",
+         "aggregator_timeout_s", "aggregator_retry_s", "without_aggregator", "verify"}
     )  # fmt: skip
 
     class Options(base.Options):
@@ -53,6 +53,9 @@ class FixedPoint(Algorithm):
         """With a number of leaves: each has ranks that follow one another; or all ranks of one host, or several."""
         roots: Roots = 1
         """Roots of a tree, or how many single aggregators there are: groups of blocks are dealt to them."""
+        within_host: WithinHost = "none"
+        """Of route `ina`. `ring-reduce`: ranks of a host that share a leaf add up first, one after the other, and only
+        the last of them sends to the aggregators, and hands on what comes back."""
         chunk_elems: Annotated[int, Field(ge=1, le=1 << 24)] = 4096
         """Entries that share an exponent, which all ranks agree on first, in 4 bytes."""
         block_elems: Annotated[int, Field(ge=64, le=1 << 22)] = 1 << 16
@@ -77,6 +80,8 @@ class FixedPoint(Algorithm):
                     f"route {self.route} has one aggregator, got topology {self.topology} with {self.roots} roots: "
                     f"several are for route ina"
                 )
+            if self.route != "ina" and self.within_host != "none":
+                raise ValueError(f"within_host is for route ina, got route {self.route}")
             if self.topology == "single" and self.leaves != 1:
                 raise ValueError(f"leaves are of a tree or a chain, got {self.leaves} with topology single")
             if self.topology == "chain" and self.roots > 1:
@@ -91,8 +96,9 @@ class FixedPoint(Algorithm):
         if options.route == "direct" or self.place.world == 1:
             return None
         topology = AggregatorTopology(
-            kind=options.topology, leaves=options.leaves, leaves_by=options.leaves_by, roots=options.roots
-        )
+            kind=options.topology, leaves=options.leaves, leaves_by=options.leaves_by, roots=options.roots,
+            within_host=options.within_host,
+        )  # fmt: skip
         return InNetworkOptions(
             options.route, options.block_elems, options.window_groups, topology, options.aggregator_timeout_s,
             options.without_aggregator, options.aggregator_retry_s, verify=options.verify,

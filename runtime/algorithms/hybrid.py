@@ -33,6 +33,8 @@ class Hybrid(Algorithm):
 
         rank: int = Field(default=4, ge=1, le=1024)
         """Rank of PowerSGD."""
+        power_iterations: int = Field(default=1, ge=1, le=16)
+        """How often PowerSGD computes its two factors in a step."""
         density: float = Field(default=0.01, gt=0, le=1)
         """Share of the entries that top-k sends."""
         small_numel: int = Field(default=1024, ge=0)
@@ -56,7 +58,8 @@ class Hybrid(Algorithm):
 
     def __init__(self, place: Place, options: Any) -> None:
         super().__init__(place, options)
-        self._powersgd = PowerSGD(place, PowerSGD.Options(rank=options.rank, seed=options.seed))
+        given = PowerSGD.Options(rank=options.rank, power_iterations=options.power_iterations, seed=options.seed)
+        self._powersgd = PowerSGD(place, given)
         self._topk = TopK(place, TopK.Options(density=options.density))
         self._powersgd.memory = self._topk.memory = self.memory
 

@@ -10,6 +10,9 @@ The hook makes Q orthonormal, too, first. That is left out, as in the paper: it 
 matrix, of which Gram-Schmidt leaves nothing in P. Columns of Q are scaled, so that M Q is neither too large nor too
 small for float32.
 
+``power_iterations`` > 1 repeats the two products of a step, from the Q of the one before: P and Q come closer to the
+largest singular vectors of the mean, for as many times the bytes. The warm start does so over the steps, for nothing.
+
 A tensor is the matrix (shape[0], rest). It is compressed if (rows + columns) * rank * min_rate < rows * columns; the
 others go dense, together with P.
 
@@ -60,6 +63,9 @@ class PowerSGD(Algorithm):
         """Rank of the approximation."""
         min_rate: float = Field(default=2.0, ge=0)
         """How many times smaller than the matrix its two factors have to be; others are sent dense."""
+        power_iterations: int = Field(default=1, ge=1, le=16)
+        """How often a step computes P and Q, each time from the Q before. Each time costs the bytes of both factors and
+        two more exchanges that wait for each other; 1: the paper's."""
         start_step: int = Field(default=0, ge=0)
         """Number of first steps that send whole gradients (full-rank warm-up)."""
         max_aspect: float | None = Field(default=None, ge=1)
@@ -142,10 +148,13 @@ class PowerSGD(Algorithm):
         copy_into(both, (yield AllReduce("p", flat, "sum", out=flat)))  # no mean of P: it is made orthonormal
         for other in others.values():
             other *= 1 / step.active
-        ps = {name: orthonormal(p) for name, p in ps.items()}
-        qs = {name: narrow_product(ps[name], m) for name, m in ms.items()}
-        flat = flattened(qs)
-        copy_into(qs, (yield AllReduce("q", flat, "mean", out=flat)))
+        yield from self._finish_iteration(ms, ps, qs)
+        for _ in range(1, self.options.power_iterations):
+            for name, m in ms.items():
+                ps[name] = added_product(self._scaled(name, qs[name]), m, None)
+            flat = flattened(ps)
+            copy_into(ps, (yield AllReduce("p", flat, "sum", out=flat)))
+            yield from self._finish_iteration(ms, ps, qs)
         for name, tensor in tensors.items():
             m, error = ms[name], self._memory_of_error(name, ms[name])
             approximate(m, ps[name], qs[name], error)
@@ -153,6 +162,14 @@ class PowerSGD(Algorithm):
                 tensor.copy_(m.view(tensor.shape))
             self.memory.stage("q", name, qs[name].T)
             self.memory.stage("error", name, error)
+
+    def _finish_iteration(self, ms: dict[str, Tensor], ps: dict[str, Tensor], qs: dict[str, Tensor]) -> Program[None]:
+        """Make the sums of P orthonormal, and replace Q by the mean of M^T P."""
+        for name, m in ms.items():
+            ps[name] = orthonormal(ps[name])
+            qs[name] = narrow_product(ps[name], m)
+        flat = flattened(qs)
+        copy_into(qs, (yield AllReduce("q", flat, "mean", out=flat)))
 
     def _memory_of_error(self, name: str, like: Tensor) -> Tensor:
         """One of two tensors by turns: the other one is kept until this step is committed."""
@@ -173,9 +190,13 @@ class PowerSGD(Algorithm):
         if len(q) != rank:
             q = torch.zeros(rank, columns, dtype=torch.float32)
             q[: kept.shape[1]] = kept.T[:rank]
+        return self._scaled(name, q)
+
+    def _scaled(self, name: str, q: Tensor) -> Tensor:
+        """Return Q with 1 as the largest entry of each row; rows of zeros are drawn anew."""
         largest = q.abs().amax(1, keepdim=True)
-        is_live, q = largest > 0, q / largest
-        return q if bool(is_live.all()) else q.where(is_live, self.first_q(name, rank, columns))
+        is_live, scaled = largest > 0, q / largest
+        return scaled if bool(is_live.all()) else scaled.where(is_live, self.first_q(name, *q.shape))
 
     def first_q(self, name: str, rank: int, columns: int) -> Tensor:
         """The Q that a tensor begins with: drawn from seed and name, so equal on all ranks."""

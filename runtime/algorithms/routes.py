@@ -1,4 +1,4 @@
-"""All-reduce by other ways than the bus's own: a star, the textbook ring, halving and doubling, host by host.
+"""All-reduce by other ways than the bus's own: a star, a tree, the textbook ring, halving and doubling, host by host.
 
 Each is a program that returns the sum of float32 vectors of equal length, bit-equal on all ranks. Where a sum is taken
 in another order than that of the ranks its last bits differ from the bus's; no way here is chosen by itself. K is the
@@ -11,6 +11,7 @@ host has several, give it a rank for each: the ways between hosts ("rails") are 
 | way | steps | bytes that the busiest rank sends | order of the sum |
 |---|---|---|---|
 | star | 2 | (N - 1) K | that of the ranks |
+| tree | 2 log2 N, rounded up | log2 N K, rounded up | pairs, then pairs of pairs |
 | ring | 2 (N - 1) | 2 (N - 1) / N K | of part j: rank j, j + 1, ... around the ring |
 | halving-doubling | 2 log2 N | 2 (N - 1) / N K, for powers of two | pairs, then pairs of pairs |
 | hierarchical | 2 + 2 (M - 1) | between M hosts of n ranks 2 (M - 1) / M K / n | within hosts, (racks,) then around |
@@ -28,7 +29,7 @@ from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.requests import Program, Swap
 from gradbus.runtime.errors import ConfigError
 
-Route: TypeAlias = Literal["star", "ring", "halving-doubling", "hierarchical"]
+Route: TypeAlias = Literal["star", "tree", "ring", "halving-doubling", "hierarchical"]
 
 
 class OuterRoute(Protocol):
@@ -51,6 +52,30 @@ def star(place: Place, x: Tensor) -> Program[Tensor]:
     for peer in others:
         total += came[peer]
     yield Swap("star down", dict.fromkeys(others, total))
+    return total
+
+
+def tree(place: Place, x: Tensor) -> Program[Tensor]:
+    """Reduce and broadcast along a binomial tree: Thakur, Rabenseifner and Gropp, "Optimization of collective
+    communication operations in MPICH", IJHPCA 2005, sections 4.1 and 4.4.
+
+    Whole vectors travel, so it is for short ones: then the steps count, which are fewer than those of a ring.
+    """
+    rank, world, total = place.rank, place.world, x.clone()
+    distance = 1
+    while distance < world and not rank & distance:
+        if rank + distance < world:
+            came = yield Swap("tree up", {}, {rank + distance: torch.empty_like(x)})
+            total += came[rank + distance]
+        distance *= 2
+    if rank:  # distance is the lowest bit of the rank: the parent is the rank without it
+        yield Swap("tree up", {rank - distance: total})
+        total = torch.empty_like(x)
+        yield Swap("tree down", {}, {rank - distance: total})
+    while distance > 1:
+        distance //= 2
+        if rank + distance < world:
+            yield Swap("tree down", {rank + distance: total})
     return total
 
 
@@ -181,5 +206,5 @@ def hierarchical(
 
 
 ROUTES: dict[Route, Callable[[Place, Tensor], Program[Tensor]]] = {
-    "star": star, "ring": ring, "halving-doubling": halving_doubling, "hierarchical": hierarchical,
+    "star": star, "tree": tree, "ring": ring, "halving-doubling": halving_doubling, "hierarchical": hierarchical,
 }  # fmt: skip

@@ -45,6 +45,7 @@ from gradbus.runtime.security import Level, Security
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.fault_injection import FaultInjector
 from gradbus.runtime.testing.faults import Faults
+from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
@@ -55,7 +56,11 @@ _MAX_SENDERS = 4096  # whose end is announced when the bus closes
 
 
 class Bus:
-    """One participant of one job. Made by :func:`connect`. ``memory``: what passes by DDS, between its processes."""
+    """One participant of one job. Made by :func:`connect`.
+
+    Attributes:
+        memory: what passes by DDS, between its processes. traffic: payload of the collectives of all its groups.
+    """
 
     def __init__(
         self, job: str, participant: Participant, loop: asyncio.AbstractEventLoop, stall_timeout_s: float
@@ -63,6 +68,7 @@ class Bus:
         self.job = job
         self.stall_timeout_s = stall_timeout_s
         self.memory = PayloadMemory(switched_on=participant.shared_memory)
+        self.traffic = Traffic()
         self.lease_s = participant.lease_s  # after so long a silence others elsewhere are gone
         self.has_default_lease = participant.has_default_lease  # nobody has chosen it
         self.access_policy = participant.access_policy  # what its security says of this process
@@ -172,23 +178,32 @@ class Bus:
     async def send_update(
         self, key: FrameKey, num_samples: int, payload: Any, *, only: Sequence[int] | None = None
     ) -> int:
-        """Send a client's update in frames, or those with the numbers ``only``. Returns the bytes written."""
+        """Send a client's update in frames, or those with the numbers ``only``. Returns the bytes of the payload that
+        were written, without headers."""
         self.open_writer(ClientUpdate)
         fields = (key.sender, key.round_id, num_samples)
         samples = ((fields, frame) for frame in frames.split(key, payload, flags=self._flags, only=only))
-        return await self._submit(self._writers[ClientUpdate], samples)
+        return await self._submit_payload(self._writers[ClientUpdate], samples, payload, only)
 
     async def send_model(
         self, key: FrameKey, payload: Any, *, flags: int = 0, only: Sequence[int] | None = None
     ) -> int:
-        """Send a global model to all clients, in frames, or those with the numbers ``only``. Returns the bytes written.
+        """Send a global model to all clients, in frames, or those with the numbers ``only``. Returns the bytes of the
+        payload that were written, without headers.
 
         ``payload`` is read while it is sent; the caller leaves it as it is until this returns.
         """
         self.open_writer(ModelBlob)
         flags |= self._flags
         samples = (((key.round_id,), frame) for frame in frames.split(key, payload, flags=flags, only=only))
-        return await self._submit(self._writers[ModelBlob], samples)
+        return await self._submit_payload(self._writers[ModelBlob], samples, payload, only)
+
+    async def _submit_payload(
+        self, writer: Writer, samples: Iterator[Sample], payload: Any, only: Sequence[int] | None
+    ) -> int:
+        await self._submit(writer, samples)
+        total_bytes = memoryview(payload).nbytes
+        return total_bytes if only is None else frames.bytes_in(total_bytes, only)
 
     async def _submit(self, writer: Writer, samples: Iterator[Sample]) -> int:
         self._check_open()  # close() keeps the slots that it takes: nobody waits for one after it
@@ -320,7 +335,7 @@ class Bus:
 
     @property
     def sent_bytes(self) -> Counter[str]:
-        """Bytes of frames given to DDS, by topic."""
+        """Bytes of frames given to DDS, by topic, headers and repeats included; of payload there is :attr:`traffic`."""
         inline = [self._port_bytes, *(port.inline_bytes for port in self._ports)]
         return sum(inline, Counter(self._sender.sent_bytes))
 

@@ -36,6 +36,8 @@ class AggregatorSession:
 
     Attributes:
         streams: what is sent to whom. protocol: this worker's.
+        chain: ranks of this worker's host that add up before the last of them sends, this one among them, in the order
+            of the sum. groups_begun: of blocks, of all sums so far; the same on all workers.
         failure: why it is over; None: it is not. failed: is set with it.
         dropped: packets that a member sent which has none of that kind to send.
     """
@@ -51,7 +53,9 @@ class AggregatorSession:
         self._give_up_s = workers.timeout_s
         hosts = [member.node for member in network.members[: self._world]]
         nodes = options.topology.nodes(hosts, window_groups=options.window_groups)
-        self._aggregators = aggregators_of(nodes, self._rank)
+        self._aggregators = aggregators_of(nodes, self._rank)  # none, where another rank of the host sends
+        self.chain = next(ranks for ranks in options.topology.host_chains(hosts) if self._rank in ranks)
+        self.groups_begun = 0
         self.protocol = RingWorker(
             WorkerConfig(
                 self._rank,
@@ -61,6 +65,7 @@ class AggregatorSession:
                 window_groups=options.window_groups,
                 reserves=options.route == "ra-ina",
                 uses_ring=options.route != "ina",
+                covers=sum(1 << rank for rank in self.chain),
                 # How long to go on is for the probes to say: an aggregator that waits for a late worker takes no more.
                 times=RetransmissionTimes(options.retransmit_s, max(1.0, options.retransmit_s), max_tries=1 << 30),
             )
@@ -68,7 +73,8 @@ class AggregatorSession:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._answered_s = dict.fromkeys(self._aggregators, self._now_s())
+        self._started_s = self._now_s()
+        self._answered_s = dict.fromkeys(self._aggregators, self._started_s)
         self._joined = AsyncExitStack()
         self.failure: Exception | None = None
         self.failed = asyncio.Event()
@@ -83,6 +89,11 @@ class AggregatorSession:
             BarrierTimeout: some worker or aggregator has not come. CollectiveError: one was lost meanwhile.
         """
         rank, world = workers.rank, workers.world
+        if options.route != "ina" and options.topology.within_host != "none":
+            raise ConfigError(
+                f"in-network aggregation: within_host is for route ina, got route {options.route}, in which each rank "
+                f"sends its own blocks"
+            )
         try:
             options.topology.nodes(["unknown"] * world, window_groups=options.window_groups)
         except ValueError as error:
@@ -110,29 +121,32 @@ class AggregatorSession:
             session._joined = stack.pop_all()
         return session
 
-    async def add(self, blocks: Tensor, total: Tensor) -> int:
-        """Sum blocks of all workers: int32, shape (groups, N, E), into ``total``.
+    def begin(self, groups: int) -> None:
+        """Begin a sum of so many groups of blocks. Every worker calls it, whether it sends blocks or not."""
+        self.groups_begun += groups
+        self.protocol.overflowed.clear()
+        self._started_s = self._now_s()
+        self._answered_s = dict.fromkeys(self._aggregators, self._started_s)
+
+    def submit(self, blocks: Tensor, total: Tensor) -> None:
+        """Send blocks, int32, shape (groups, N, E); the sums of all workers' will be in ``total``. Not to be changed
+        before :meth:`finish`. Blocks of one sum may come in several calls, cut at other places on other workers."""
+        if self.failure is None:
+            self._send(self.protocol.submit(blocks.numpy(), total.numpy(), self._now_s()))
+
+    async def finish(self) -> None:
+        """Wait until the sums of all blocks submitted are there, or :attr:`failure` says why they will not be.
 
         A worker that is late is waited for as in any collective: what counts is whether the aggregators answer.
-
-        Returns:
-            How many groups are known here: all of them, unless :attr:`failure` says why not.
         """
         protocol, timeout_s = self.protocol, self._options.timeout_s
-        first = protocol.end
-        protocol.overflowed.clear()
-        started_s = self._now_s()
-        self._answered_s = dict.fromkeys(self._aggregators, started_s)
-        if self.failure is None:
-            self._send(protocol.submit(blocks.numpy(), total.numpy(), started_s))
         while protocol.first_unfinished < protocol.end and self.failure is None:
             self._changed.clear()
             try:
                 async with asyncio.timeout(timeout_s / 4):
                     await self._changed.wait()
             except TimeoutError:
-                self._check_members(started_s)
-        return protocol.first_unfinished - first
+                self._check_members(self._started_s)
 
     def _check_members(self, started_s: float) -> None:
         """Whether to go on waiting; and ask the aggregators whether they are there, and those above them."""

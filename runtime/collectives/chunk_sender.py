@@ -68,7 +68,6 @@ class ChunkSender:
             slots: where the data goes; None: it travels in the frames.
             written: as :class:`.operation.OutgoingPart` has it. finished: as :meth:`.operation.Transport.send` has it.
         """
-        self.bytes = sum(min(CHUNK_BYTES, len(payload) - number * CHUNK_BYTES) for number in numbers)
         self._template = template
         self._payload = payload
         self._numbers = numbers
@@ -77,8 +76,10 @@ class ChunkSender:
         self._on_written = written
         self._finished: Finished | None = finished
         self._next = 0
-        self._written = 0
+        self._written = self._written_bytes = 0
         self._in_slots = 0  # chunks that got one
+        self._total = len(payload)
+        self.bytes = self._size(numbers)
         self._deferred: tuple[Sequence[int], Parts] | None = None
         self._may_be_known = False  # to the readers, what is put off or was
         self._lock = threading.RLock()
@@ -140,9 +141,10 @@ class ChunkSender:
                 finished(outcome)
         self.job = None  # it has this as well
 
-    def cancel(self) -> None:
-        """Write no more. When this returns, the payload is no longer read."""
+    def cancel(self) -> int:
+        """Write no more. When this returns, the payload is no longer read. Returns the bytes that were written."""
         self._cancel()
+        return self._written_bytes
 
     def _cancel(self) -> Finished | None:
         with self._lock:
@@ -207,6 +209,9 @@ class ChunkSender:
             self._in_slots += len(descriptors)
         return b"".join(descriptors)
 
+    def _size(self, numbers: Sequence[int]) -> int:
+        return frames.bytes_in(self._total, numbers)
+
     def _chunk(self, number: int) -> Bytes:
         return self._payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
@@ -219,6 +224,7 @@ class ChunkSender:
                 on_written(number)
         with self._lock:
             self._written += len(numbers)
+            self._written_bytes += self._size(numbers)
             finished = self._finish() if self._written == len(self._numbers) else None
         if finished is not None:
             finished(self.bytes)

@@ -19,6 +19,7 @@ from gradbus.runtime import forks
 from gradbus.runtime.collectives.operation import Operation, OperationKey, Transport, channel_of
 from gradbus.runtime.collectives.rendezvous import RENDEZVOUS_BYTES, Credit
 from gradbus.runtime.errors import CollectiveError, PeerLost
+from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.wire.frames import Flags, Frame
 
 MAX_PENDING = 65_536  # collectives of one group, on all ranks but one together: that one may keep an RTS for each
@@ -97,7 +98,7 @@ class Engine:
     """The collectives of one group on one rank. Every method may be called from any thread.
 
     Attributes:
-        dropped: frames that were not used, by reason. bytes_in, bytes_out: payload of collectives that have ended.
+        dropped: frames that were not used, by reason. traffic: payload of its collectives.
         progress: handles frames while a thread waits.
         rendezvous_bytes: payloads of more bytes are not sent before their reader has called.
         resolve_shared: finds the data of a frame that only has descriptors: a frame for each piece that is there.
@@ -107,14 +108,16 @@ class Engine:
     """
 
     def __init__(
-        self, group: str, rank: int, world: int, link: Transport, *, early_bytes: int, early_age_s: float
-    ) -> None:
+        self, group: str, rank: int, world: int, link: Transport, *, early_bytes: int, early_age_s: float,
+        traffic: Traffic | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             group: its name, for errors.
             link: the way out.
             early_bytes: payload that is kept at most for collectives that have not been called here yet.
             early_age_s: for how long.
+            traffic: of the bus, which includes this group's. None: there is no bus.
         """
         self.group = group
         self.rank = rank
@@ -136,8 +139,7 @@ class Engine:
         self._group_id = 0
         self._incarnations: dict[int, int] = {}
         self.dropped: Counter[str] = Counter()
-        self.bytes_in = 0
-        self.bytes_out = 0
+        self.traffic = Traffic(traffic)
         self.progress = ProgressEngine()
         self.resolve_shared: Callable[[Frame], list[Frame]] = no_shared_memory
         self.on_probe: Callable[[Frame], None] | None = None
@@ -217,6 +219,7 @@ class Engine:
             raise ValueError(f"round_id must be within 0 .. 2**32 - 1, got {round_id}")
         operation.rendezvous.limit_bytes = min(operation.rendezvous.limit_bytes, self.rendezvous_bytes)
         operation.rendezvous.credit = self.credit
+        operation.traffic = Traffic(self.traffic)
         call = _Call(operation)
         with self._lock:
             error = self._error_for(operation) or self._limit_error()
@@ -283,8 +286,6 @@ class Engine:
     def _remove(self, operation: Operation) -> None:
         with self._lock:
             self._calls.pop(operation.key, None)
-            self.bytes_out += operation.sent_bytes
-            self.bytes_in += operation.received_bytes
             if operation.repeats:
                 self.dropped["repeat"] += operation.repeats
 

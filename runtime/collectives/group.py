@@ -46,6 +46,7 @@ from gradbus.runtime.collectives.reductions import (
 from gradbus.runtime.collectives.tensors import check_sendable, plain
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError
 from gradbus.runtime.misuse import opening
+from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.user_errors import summary_of
 
 MAX_WORLD = 1024
@@ -59,7 +60,8 @@ class GroupStats:
     """Traffic of a group so far.
 
     Attributes:
-        bytes_out, bytes_in: payload of collectives that have ended; what goes to all ranks counts once going out.
+        bytes_out, bytes_in: payload of all its collectives, as :mod:`gradbus.runtime.traffic` counts; what goes to all
+            ranks counts once going out.
         dropped: frames that were not used, by reason: repeat, stale, early, foreign group, foreign sender, shared
             memory, closed.
         pending: collectives that have not ended. early_bytes: payload that waits for a call here.
@@ -122,11 +124,17 @@ class Group:
         return self._engine.gone
 
     @property
+    def traffic(self) -> Traffic:
+        """Return the count of its payload, which goes on."""
+        return self._engine.traffic
+
+    @property
     def stats(self) -> GroupStats:
         """Traffic so far."""
         engine = self._engine
+        traffic = engine.traffic
         return GroupStats(
-            engine.bytes_out, engine.bytes_in, Counter(engine.dropped), engine.pending, engine.early_bytes
+            traffic.sent_bytes, traffic.received_bytes, Counter(engine.dropped), engine.pending, engine.early_bytes
         )
 
     # Reductions

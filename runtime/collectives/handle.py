@@ -141,7 +141,7 @@ class CollectiveWait:
     def poll(self, operation: Operation) -> None:
         """Poll for the end of a collective. Afterwards it has ended, or the threads of the bus handle its frames."""
         engine = self._engine
-        if engine.pending > 1 or not operation.is_sent or operation.sent_bytes > POLLED_BYTES:
+        if engine.pending > 1 or not operation.is_sent or operation.traffic.sent_bytes > POLLED_BYTES:
             engine.progress.wake_io_thread()
             return
         if self._history.next_polls():
@@ -269,9 +269,9 @@ class CollectiveHandle(Generic[T]):
     @property
     def sent_bytes(self) -> int:
         """Payload sent so far. What goes to all ranks counts once."""
-        return self._operation.sent_bytes
+        return self._operation.traffic.sent_bytes
 
     @property
     def received_bytes(self) -> int:
         """Payload received from the others so far."""
-        return self._operation.received_bytes
+        return self._operation.traffic.received_bytes

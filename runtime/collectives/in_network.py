@@ -23,12 +23,13 @@ from gradbus.codecs.fixed_point import CHECKSUM_MODULUS, linear_checksum
 from gradbus.runtime.collectives.aggregators import AggregatorSession
 from gradbus.runtime.collectives.group import Group
 from gradbus.runtime.collectives.handle import CollectiveHandle
-from gradbus.runtime.collectives.packet_streams import PacketStreams
+from gradbus.runtime.collectives.host_chain import HostChain
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, CollectiveError, ConfigError, GradbusError
 from gradbus.runtime.in_network.encoding import MAX_WORLD
 from gradbus.runtime.in_network.options import InNetworkOptions
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.tasks import TaskGroup
+from gradbus.runtime.tasks import TaskGroup, single_error
+from gradbus.runtime.traffic import Traffic
 
 MAX_RETRY_FACTOR = 32  # by which the time until workers look for aggregators again grows at most
 JOIN_AGAIN_S = 60.0  # one try
@@ -38,16 +39,16 @@ log = get_logger("in_network")
 
 
 @dataclass(slots=True)
-class Traffic:
-    """Bytes of one sum."""
+class SumTraffic:
+    """Bytes of one sum: the difference of what the groups have counted before and behind it."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
 
-    def add(self, streams: PacketStreams | CollectiveHandle[Any], sign: int = 1) -> None:
-        """Count what these have sent and received so far; with ``sign`` -1 what they had before."""
-        self.sent_bytes += sign * streams.sent_bytes
-        self.received_bytes += sign * streams.received_bytes
+    def add(self, counted: Traffic | HostChain | CollectiveHandle[Any], sign: int = 1) -> None:
+        """Add what these have sent and received so far; with ``sign`` -1 subtract it."""
+        self.sent_bytes += sign * counted.sent_bytes
+        self.received_bytes += sign * counted.received_bytes
 
 
 class InNetworkHandle:
@@ -64,7 +65,7 @@ class InNetworkHandle:
         self.name = name
         self.started_s = time.perf_counter()
         self.finished_s: float | None = None
-        self._traffic = Traffic()
+        self._traffic = SumTraffic()
         self._sums = sums
         self._future = asyncio.run_coroutine_threadsafe(self._run(values, out), sums.loop)
 
@@ -137,14 +138,14 @@ class InNetworkSum:
     @property
     def sent_bytes(self) -> int:
         """In packets, so far."""
-        return self._left_bytes + (0 if self.session is None else self.session.streams.sent_bytes)
+        return self._left_bytes + (0 if self.session is None else self.session.streams.traffic.sent_bytes)
 
     def start(self, name: str, values: Tensor, out: Tensor | None = None) -> InNetworkHandle:
         """Begin a sum, from any thread. Raises as :meth:`all_reduce`, on await; CollectiveError: it left int32."""
         return InNetworkHandle(self, name, values, out)
 
     async def all_reduce(
-        self, values: Tensor, name: str = "sum", traffic: Traffic | None = None
+        self, values: Tensor, name: str = "sum", traffic: SumTraffic | None = None
     ) -> tuple[Tensor, bool]:
         """The sum of all workers' vectors.
 
@@ -170,7 +171,7 @@ class InNetworkSum:
             raise BusClosed(f"{name}: the aggregator of group {self._workers.name!r} has been left")
         self._count += 1
         call = {"number": self._count, "name": name}
-        task = asyncio.create_task(self._in_turn(values, call, traffic or Traffic()))
+        task = asyncio.create_task(self._in_turn(values, call, traffic or SumTraffic()))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
@@ -180,7 +181,7 @@ class InNetworkSum:
         if not task.cancelled():
             task.exception()  # retrieved: its caller may have been cancelled
 
-    async def _in_turn(self, values: Tensor, call: dict[str, Any], traffic: Traffic) -> tuple[Tensor, bool]:
+    async def _in_turn(self, values: Tensor, call: dict[str, Any], traffic: SumTraffic) -> tuple[Tensor, bool]:
         async with self._turn:
             if self.session is None:
                 return await self._add_directly(values, call, traffic), False
@@ -194,22 +195,26 @@ class InNetworkSum:
             return total.view(-1)[: values.numel()], overflowed
 
     async def _sum(
-        self, session: AggregatorSession, blocks: Tensor, call: dict[str, Any], traffic: Traffic
+        self, session: AggregatorSession, blocks: Tensor, call: dict[str, Any], traffic: SumTraffic
     ) -> tuple[Tensor, bool]:
-        total, first = torch.empty_like(blocks), session.protocol.end
-        traffic.add(session.streams, -1)
-        async with TaskGroup() as meanwhile:
-            own = meanwhile.create_task(self._checksum(blocks))
-            known = await session.add(blocks, total)
-        traffic.add(session.streams)
+        total, first = torch.empty_like(blocks), session.groups_begun
+        chain = HostChain(self._workers, session.chain)
+        traffic.add(session.streams.traffic, -1)
+        try:
+            async with TaskGroup() as meanwhile:
+                own = meanwhile.create_task(self._checksum(blocks))
+                known, overflowed = await self._send_sums(session, chain, blocks, total)
+        except BaseExceptionGroup as group:
+            raise single_error(group) from None
+        traffic.add(session.streams.traffic)
         lost = session.failure
         if lost is not None:
             await self._leave()  # so that no worker waits for this one there, and no late packet changes a sum
         report = {
-            "call": {**call, "first": first}, "known": known, "overflowed": bool(session.protocol.overflowed),
+            "call": {**call, "first": first}, "known": known, "overflowed": overflowed,
             "lost": None if lost is None else str(lost)[:300],
             "own": own.result(),
-            "total": await self._checksum(total) if known == len(blocks) else -1,
+            "total": await self._checksum(total) if chain.is_last and known == len(blocks) else -1,
         }  # fmt: skip
         reports: list[dict[str, Any]] = await self._workers.all_gather_object("in_network/commit", report)
         calls = [one["call"] for one in reports]
@@ -217,6 +222,8 @@ class InNetworkSum:
             await self._leave()
             raise CollectiveError(f"in-network sums: ranks make different calls: {dict(enumerate(calls))}")
         known = await self._check(reports, len(blocks))
+        await chain.spread(total[:known])
+        traffic.add(chain)
         if known == len(blocks):
             return total, False
         wide = await asyncio.to_thread(lambda: blocks[known:].long())
@@ -224,6 +231,32 @@ class InNetworkSum:
         rest = await adding
         traffic.add(adding)
         return total, await asyncio.to_thread(_narrow, rest, total[known:])
+
+    async def _send_sums(
+        self, session: AggregatorSession, chain: HostChain, blocks: Tensor, total: Tensor
+    ) -> tuple[int, bool]:
+        """Add up within the host, and have its last rank send the sums to the aggregators, piece by piece.
+
+        The chain goes on to its end whatever happens at the aggregators: no rank of the host waits for one that has
+        given up.
+
+        Returns:
+            How many groups this rank lacks no sum of: all, where another rank of the host gets them. And whether a sum
+            has left int32.
+        """
+        session.begin(len(blocks))
+        first = session.protocol.end
+        if len(chain.ranks) == 1:
+            session.submit(blocks, total)
+            overflowed = False
+        else:
+            overflowed = await chain.reduce(
+                blocks, lambda start, sums: session.submit(sums, total[start:][: len(sums)])
+            )
+        if not chain.is_last:
+            return len(blocks), overflowed
+        await session.finish()
+        return session.protocol.first_unfinished - first, overflowed or bool(session.protocol.overflowed)
 
     async def _check(self, reports: list[dict[str, Any]], groups: int) -> int:
         """How many groups all workers have, by what all of them reported: the answer is the same on all. Leaves the
@@ -317,7 +350,7 @@ class InNetworkSum:
             found, self._found = self._found, None
             await found.leave()
 
-    async def _add_directly(self, values: Tensor, call: dict[str, Any], traffic: Traffic) -> Tensor:
+    async def _add_directly(self, values: Tensor, call: dict[str, Any], traffic: SumTraffic) -> Tensor:
         """Add without aggregators, and agree on whether the next sum goes through them."""
         workers, found = self._workers, self._found
         sum_ = workers.all_reduce(f"in_network/{call['name']}", values, op="sum")
@@ -364,7 +397,7 @@ class InNetworkSum:
     async def _leave(self) -> None:
         session, self.session = self.session, None
         if session is not None:
-            self._left_bytes += session.streams.sent_bytes
+            self._left_bytes += session.streams.traffic.sent_bytes
             await session.leave()
 
 

@@ -77,7 +77,9 @@ class Membership:
             undo.callback(self._port.abandon)
             self._shared = self._open_shared(rank, world)
             self._link = GroupLink(self._port, group, self.identity, world, self._shared)
-            self.engine = Engine(group, rank, world, self._link, early_bytes=early_bytes, early_age_s=early_age_s)
+            self.engine = Engine(
+                group, rank, world, self._link, early_bytes=early_bytes, early_age_s=early_age_s, traffic=bus.traffic
+            )
             self.engine.progress = self._link
             self.engine.on_probe = self._note_probe
             if self._shared is not None:

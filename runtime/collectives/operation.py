@@ -19,6 +19,7 @@ import numpy as np
 from gradbus.runtime.collectives.rendezvous import ACK, CTS, RTS, RendezvousProtocol
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes
 from gradbus.runtime.errors import CollectiveError
+from gradbus.runtime.traffic import Traffic
 from gradbus.runtime.wire.frames import CHUNK_BYTES, Frame, chunk_count
 
 
@@ -44,8 +45,8 @@ def channel_of(signature: str) -> str:
 class Sending(Protocol):
     """A payload on its way out."""
 
-    def cancel(self) -> None:
-        """Send no more of it. When this returns, its memory is no longer read."""
+    def cancel(self) -> int:
+        """Send no more of it. When this returns, its memory is no longer read. Returns the bytes that were sent."""
 
 
 Finished = Callable[[int | Exception], None]
@@ -163,13 +164,13 @@ class Operation:
         rendezvous: decides which payloads wait for their receivers; the engine sets its limits.
         convert: makes the caller's value of the operation's result.
         settled: it has ended, and the functions to be called at the end have been.
-        started_s, finished_s: ``time.perf_counter``. sent_bytes, received_bytes: of payload.
+        started_s, finished_s: ``time.perf_counter``.
+        traffic: its payload; the engine gives it one that is part of the group's.
     """
 
     # Values that most never set.
     finished_s: float | None = None
-    sent_bytes = 0
-    received_bytes = 0
+    traffic = Traffic()  # of those that were never started, which send nothing
     repeats = 0
     value: Any = None
     convert: Callable[[Any], Any] | None = None
@@ -260,8 +261,9 @@ class Operation:
                 self.fail(outcome)
                 return
             with self._lock:
-                self._sendings.pop(number, None)
-                self.sent_bytes += outcome
+                if number in self._sendings:  # else :meth:`fail` has counted it
+                    del self._sendings[number]
+                    self.traffic.count_sent(outcome)
                 self._complete_one()
             self._call_back_if_done()
 
@@ -275,7 +277,7 @@ class Operation:
                 self._sendings[number] = sending
             has_failed = self.error is not None
         if has_failed:  # meanwhile
-            sending.cancel()
+            self.traffic.count_sent(sending.cancel())
 
     def acknowledge(self, sender: int) -> None:
         """Confirm to a rank that all of its payload is here."""
@@ -351,7 +353,7 @@ class Operation:
                 if not new:
                     self.repeats += 1
                     return
-                self.received_bytes += len(frame.data)
+                self.traffic.count_received(len(frame.data))
                 if stream.complete:
                     self.stream_done(sender, part)
                     self._complete_one()
@@ -375,7 +377,7 @@ class Operation:
             self.error = error
             self._end()
         for sending in sendings:  # without the lock: a write in progress may be about to report a chunk
-            sending.cancel()
+            self.traffic.count_sent(sending.cancel())
         self._call_back()
 
     def _complete_one(self) -> None:

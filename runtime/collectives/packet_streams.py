@@ -27,6 +27,7 @@ from gradbus.runtime.in_network.encoding import (
 )
 from gradbus.runtime.in_network.packets import Packet
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.traffic import Traffic
 
 MESSAGE_BYTES = 4 << 20  # packets of one message, about
 UNDER_WAY = 4  # messages to one rank
@@ -46,7 +47,7 @@ class PacketStreams:
     """The streams of one rank to and from some others. Use it as a context manager.
 
     Attributes:
-        sent_bytes, received_bytes: of all messages. lost_packets: that were dropped on purpose.
+        lost_packets: that were dropped on purpose.
     """
 
     def __init__(
@@ -70,8 +71,6 @@ class PacketStreams:
         self._wake = {peer: asyncio.Event() for peer in peers}
         self._tasks: list[asyncio.Task[None]] = []
         self._gone: set[int] = set()
-        self.sent_bytes = 0
-        self.received_bytes = 0
         self.lost_packets = 0
 
     async def __aenter__(self) -> PacketStreams:
@@ -84,6 +83,11 @@ class PacketStreams:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return the payload of the group, which is that of these streams and a few messages at its start."""
+        return self._group.traffic
 
     def post(self, to: int, packet: Packet) -> None:
         """Send a packet, after those before it. To a peer that is gone nothing is sent.
@@ -113,7 +117,6 @@ class PacketStreams:
                 wake.clear()
                 while waiting:
                     message = torch.from_numpy(encode_packets(self._next(waiting)))
-                    self.sent_bytes += message.numel()
                     under_way.append(self._group.send("packets", message, to=peer, timeout_s=_FOREVER_S))
                     while under_way and (len(under_way) >= UNDER_WAY or under_way[0].done()):
                         await under_way.popleft()
@@ -146,7 +149,6 @@ class PacketStreams:
     def _take(self, peer: int, message: Any) -> None:
         if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
             raise MalformedPackets(f"rank {peer} sent {type(message).__name__} in place of packets")
-        self.received_bytes += message.numel()
         self._receive(peer, decode_packets(np.asarray(message), block_elems=self._block_elems))
 
     async def _guarded(self, peer: int, stream: Coroutine[Any, Any, None]) -> None:

@@ -123,7 +123,8 @@ class StatusReporter:
         missing = [] if oldest is None else called_and_missing([oldest], engine.rank)[1]
         return RankStatus(
             engine.group, engine.world, self._host[:256], max(0.0, now_s - self._formed_s), step=step,
-            epoch=position.epoch, steps_per_s=rate, bytes_out=engine.bytes_out, bytes_in=engine.bytes_in,
+            epoch=position.epoch, steps_per_s=rate, bytes_out=engine.traffic.sent_bytes,
+            bytes_in=engine.traffic.received_bytes,
             pending=len(waiting), oldest="" if oldest is None else oldest.key.name,
             oldest_s=0.0 if oldest is None else max(0.0, now_s - oldest.started_s), missing=missing[:MAX_SEQS],
             lost=sorted(engine.dead)[:MAX_SEQS],

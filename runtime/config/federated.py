@@ -28,6 +28,7 @@ from gradbus.runtime.config.settings import (
     Positive,
     Settings,
 )
+from gradbus.runtime.errors import ConfigError
 
 
 def _in_64_bits(value: Any) -> Any:
@@ -67,6 +68,10 @@ Patterns = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=200)], 
 """Patterns of tensor names, which travel to the clients."""
 
 
+OwnCodecs = Annotated[tuple[Annotated[str, Field(max_length=256, pattern=":")], ...], Field(max_length=16)]
+"""Names of codecs that are not built in, as package.module:Name."""
+
+
 class ShareSettings(Settings):
     """Which tensors of the model are shared, by the names of its state; see docs/personal.md."""
 
@@ -83,6 +88,8 @@ class ShareSettings(Settings):
             raise ValueError("include is empty, so nothing would be shared: leave it out to share everything")
         return self
 
+
+BufferRule = Literal["max", "any", "min", "all", "sum", "median", "keep"]
 
 MetricName = Annotated[str, Field(min_length=1, max_length=80)]
 OF_CLIENTS = "client."  # in front of the name of a metric that clients have found
@@ -347,23 +354,62 @@ class TrainingSettings(Settings):
 class LimitSettings(Settings):
     """Limits on what one client can do; see docs/robust.md."""
 
+    trust: Literal["cooperative", "adversarial"] = "cooperative"
+    """Whom the run trusts. `cooperative`: the arithmetic of the papers, with what clients announce. `adversarial`: the
+    weight of an update and its norms are bounded by `cap_times_median` times what is typical, under every strategy."""
     receive_budget_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     """Bytes of updates that may be on their way to the controller at one time, with the packets that are here of those
     that are not complete; one update is always let in. Updates in shared memory do not count: they are read in place,
     one at a time."""
     max_samples: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
     """Largest number of samples that an update may claim. One that claims more is refused."""
-    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["median"] | None = "median"
-    """Largest number of samples that an update counts as. `median`: `cap_times_median` times the median of the
-    announced numbers. null: no limit, and one client may decide the model with a false number."""
+    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    """Largest number of samples that an update counts as, with either `trust`; with `adversarial` it takes the place of
+    the bound by the median. null: no fixed number."""
     cap_times_median: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 4.0
-    """Number of typical clients that one client may weigh at most, with `cap_samples` = `median`."""
+    """Multiple of the median that weight and norms of an update may have, with `trust` = `adversarial`."""
     clip_norm: Positive | None = None
-    """L2 norm to which an update with a larger norm is scaled down. null: no clipping."""
+    """L2 norm to which an update of the model with a larger norm is scaled down, with either `trust`; with
+    `adversarial` it takes the place of the bound by the median. null: no fixed norm."""
     max_strikes: Annotated[int, Field(ge=0, le=1000)] = 3
     """Number of bad updates after which a client is put into quarantine. 0: never."""
     quarantine_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10
     """Length of the quarantine, in rounds. 0: until the end of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_0_1(cls, given: Any) -> Any:
+        """Read the default of version 0.1, where it was written down with all other settings, as the default of today.
+
+        Raises:
+            ValueError: a user has asked for it, and would get less than before.
+        """
+        if not isinstance(given, Mapping) or given.get("cap_samples") != "median":
+            return given
+        was_written_down = given.keys() >= _LIMITS_OF_0_1 and "trust" not in given
+        if not was_written_down or given["cap_times_median"] != 4.0:
+            raise ValueError(
+                "cap_samples = median, the default of version 0.1, is gone: set limits.trust = adversarial, which "
+                "bounds the norms of updates as well, and leave cap_samples out; or give a number of samples"
+            )
+        return {**given, "cap_samples": None}
+
+    @property
+    def is_adversarial(self) -> bool:
+        """Whether any client may lie."""
+        return self.trust == "adversarial"
+
+
+TRUST_MEANS = {
+    "cooperative": "what clients announce is believed",
+    "adversarial": "weights and norms of updates are bounded by what is typical",
+}
+"""What `limits.trust` comes to, for people."""
+
+_LIMITS_OF_0_1 = {
+    "receive_budget_bytes", "max_samples", "cap_samples", "cap_times_median", "clip_norm", "max_strikes",
+    "quarantine_rounds",
+}  # fmt: skip
 
 
 class EvaluationSettings(Settings):
@@ -526,9 +572,17 @@ class FederatedConfig(Settings):
     """Number of rounds between two evaluations; the last round is always evaluated. 0: never evaluate."""
     exchange: Literal["trained", "all"] = "trained"
     """What updates and models contain. `trained`: the parameters that require a gradient as the task builds the model,
-    and floating-point buffers; frozen ones are sent once, to clients whose own differ. `all`: every floating-point
-    tensor in every round."""
+    and buffers of floats; frozen ones are sent once, to clients whose own differ. `all`: every tensor of floats in
+    every round. A complex number is a pair of floats."""
     share: ShareSettings = ShareSettings()
+    buffers: Annotated[dict[Annotated[str, Field(min_length=1, max_length=200)], BufferRule], Field(max_length=33)] = (
+        Field(default={})
+    )
+    """How buffers of integers and booleans are merged, by patterns of their names, of which the first that matches
+    counts, such as `{"*.usage": "sum"}`. `max` or `any`: the largest value over the clients that count, of booleans
+    whether any is true. `min` or `all`: the smallest. `sum`: what all have added. `median`: the one in the middle.
+    `keep`: each client keeps its own. What no pattern matches has `max`; with a robust strategy `median`; with
+    `privacy` or `secure_aggregation` `keep`. See docs/personal.md."""
     strategy: Annotated[Choice, STRATEGIES] = STRATEGIES.default
     """Aggregation of the updates, such as fedavg or fedadam, or, against hostile clients, median or krum, which hold
     all updates of a round in memory; docs/tuning.md lists all. Or your own, as package.module:Name."""
@@ -536,7 +590,8 @@ class FederatedConfig(Settings):
     """Differential privacy of the clients, with the extra `gradbus[privacy]`. `central`: the controller adds noise to
     the sum of their updates. `local`: each client adds it to its own. See docs/privacy.md."""
     codec: Annotated[Choice, CODECS] = CODECS.default
-    """Codec of the clients' updates; see docs/codecs.md."""
+    """Codec of the clients' updates; see docs/codecs.md. Or your own, as package.module:Name (docs/own-codec.md): each
+    client has to name it in `client.codecs`, too, as a client imports nothing that the network names."""
     section_codec: Annotated[Choice, CODECS] = CODECS.default
     """Codec of what updates hold beside the model, such as the control variates of scaffold, of version 2. What a lossy
     one leaves out is sent later, as with `codec`."""
@@ -566,7 +621,7 @@ class FederatedConfig(Settings):
                 raise ValueError(f"{key}.version must be 2: the first one cannot hold differences of every codec")
         self._check_mode()
         density = self.training.given_from("density")
-        if density and "density" not in CODECS.options_of(self.codec.name).model_fields:
+        if density and ":" not in self.codec.name and "density" not in CODECS.options_of(self.codec.name).model_fields:
             having = [name for name in CODECS.table if "density" in CODECS.options_of(name).model_fields]
             raise ValueError(
                 f"training.from_round: density is that of a sparse codec, and codec is {self.codec.name}. Set codec to "
@@ -580,7 +635,7 @@ class FederatedConfig(Settings):
         if self.clients.kind == "sites":
             single = {"clip_norm": self.limits.clip_norm, "cap_samples": self.limits.cap_samples}
             for key, value in single.items():
-                if value not in (None, "median"):
+                if value is not None:
                     raise ValueError(
                         f"limits.{key} limits one update, and with clients.kind = sites this Controller sees sums "
                         f"alone: set it at the sites, whose clients it is for"
@@ -588,19 +643,24 @@ class FederatedConfig(Settings):
         return self
 
     def sent_options(self) -> dict[str, Any]:
-        """Return what clients are sent of `training` and of the codec of sections with their Welcome."""
+        """Return what clients are sent of `training` with their Welcome."""
         terms = self.training.sent_terms(self.mode, self.asynchronous.repeats)
-        if self.section_codec.name != "fp32":
-            terms["training.section_codec"] = self.section_codec.model_dump_json()
         return {**self.training.sent_options(), **terms}
 
     @property
     def longest_codec(self) -> Choice:
-        """The codec of the updates with the largest density of all rounds, of which no update is longer."""
+        """The codec of the updates with the largest density of all rounds, of which no update is longer. Raises
+        ConfigError: it has none."""
         given = self.training.given_from("density")
         if not given:
             return self.codec
-        density = max(CODECS.options(self.codec)["density"], *given)
+        options = CODECS.options(self.codec)
+        if "density" not in options:  # of a codec of the user's, whose options are not known before
+            raise ConfigError(
+                f"federated.training.from_round has a density, and the codec {self.codec.name} has no such option: "
+                f"leave it out"
+            )
+        density = max(options["density"], *given)
         return Choice.model_validate({**self.codec.model_dump(), "density": density})
 
     def mode_of(self, metric: str, mode: Literal["min", "max"] | None) -> Literal["min", "max"]:
@@ -663,6 +723,8 @@ class UpstreamConfig(Settings):
     site: Annotated[int, Field(ge=0, lt=0x7FFF_FFFF)] | None = None
     """Number of this site among those of the level above, each of which has its own. null: there is no level above, and
     the other settings of this section are without effect."""
+    name: Annotated[str, Field(max_length=64)] = ""
+    """Name of this site, which the level above shows next to its number: letters, digits and `. _ -`. Empty: none."""
     deadline_share: Fraction = 0.8
     """Share of the deadline of the level above after which a round of this site ends, as `federated.round.timeout_s`,
     which may be shorter, but not longer. The rest is for the way of its sum."""
@@ -672,6 +734,9 @@ class UpstreamConfig(Settings):
     """Whether a site that is cut off from the level above goes on with rounds of its own."""
     alone_after_s: Duration = 30.0
     """Silence of the level above, in seconds, after which a site counts as cut off."""
+    codecs: OwnCodecs = ()
+    """Codecs of your own, as package.module:Name, that the level above may choose for the clients of this site, each of
+    which names them in `client.codecs`, too. Empty: the built-in ones only."""
     rejoin: Literal["drop", "contribute"] = "drop"
     """What becomes of the rounds that a site did alone when the level above is back; they are kept on the disk in any
     case. `drop`: nothing. `contribute`: what they changed is one more update in the next sum of the site, with the
@@ -689,6 +754,9 @@ class ClientConfig(Settings):
     null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
     """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
+    codecs: OwnCodecs = ()
+    """Codecs of your own, as package.module:Name, that a controller may choose for updates and models of this client.
+    Empty: the built-in ones only."""
     keep_personal: Patterns = ()
     """Patterns of tensor names, such as `["head.*"]`, that this client keeps at home: a controller whose
     `federated.share` would share one of them gets nothing. A pattern that matches no tensor is refused. Empty: the

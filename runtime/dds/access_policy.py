@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import ConfigError, GradbusError, JobInUse, JoinRefused
 from gradbus.runtime.wire.frames import FrameKey
@@ -21,6 +21,26 @@ NO_HOST = (
 def job_in_use(why: str) -> JobInUse:
     """The error of a controller that must not go on."""
     return JobInUse(f"{why}. Stop that one first, or choose another job (bus.job)")
+
+
+class ClientNode(NamedTuple):
+    """A node that has proved to be the sender of a client's message.
+
+    Attributes:
+        name: on the allow list. ids: of its clients, as ranges from .. to, both included.
+    """
+
+    name: str
+    ids: tuple[tuple[int, int], ...]
+
+    def has(self, client_id: int) -> bool:
+        """Whether a client of this node may have this id."""
+        return any(first <= client_id <= last for first, last in self.ids)
+
+    @property
+    def only_id(self) -> int | None:
+        """Return the id of the only client that it may have; None: there may be several."""
+        return self.ids[0][0] if len(self.ids) == 1 and self.ids[0][0] == self.ids[0][1] else None
 
 
 class AccessPolicy:
@@ -78,6 +98,10 @@ class AccessPolicy:
 
     def check_ids(self, rank: int) -> None:
         """Raise ConfigError: the allow list gives this node other ranks. For the group of all ranks of a job."""
+
+    def node_of(self, client_id: int, incarnation: int) -> ClientNode | None:
+        """Return the node that sends as a client, which may be UNASSIGNED; None: this security knows no nodes."""
+        return None
 
     def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:
         """Return what stands in the name of a model's frames. Takes its time with a large one."""

@@ -55,6 +55,8 @@ class WorkerConfig:
             which takes what it has room for.
         uses_ring: False: all blocks go to the aggregator, or the leaf of a tree of them, from the start.
         group_blocks: blocks of a group; None: one for each rank, which a ring needs.
+        covers: bits of the ranks whose blocks this worker's blocks are the sum of; None: of its own rank. A ring needs
+            its own.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class WorkerConfig:
     reserves: bool = False
     uses_ring: bool = True
     group_blocks: int | None = None
+    covers: int | None = None
     times: RetransmissionTimes = field(default_factory=RetransmissionTimes)
 
 
@@ -122,6 +125,9 @@ class RingWorker:
         self._blocks = config.group_blocks or config.world
         if config.uses_ring and self._blocks != config.world:
             raise ValueError(f"a group of a ring has a block for each of {config.world} ranks, not {self._blocks}")
+        self._covers = config.covers or 1 << config.rank
+        if config.uses_ring and self._covers != 1 << config.rank:
+            raise ValueError(f"a rank of a ring adds its own blocks, got those of ranks {config.covers:#b}")
         self._config = config
         self._groups: dict[int, _Group] = {}
         self._unacknowledged = Unacknowledged(config.times)
@@ -261,7 +267,7 @@ class RingWorker:
             elif not group.placed >> block & 1:
                 group.placed |= 1 << block
                 own = Sum(group.own[block])
-                yield self._send(PacketKind.CONTRIBUTION, number, block, 1 << config.rank, own, now_s)
+                yield self._send(PacketKind.CONTRIBUTION, number, block, self._covers, own, now_s)
         if group.sums:
             yield self._result_ack(number, group)
 

@@ -9,6 +9,9 @@ Names of spans: ``compute``, ``encode``, ``wait`` (the network alone), ``decode`
 ``checkpoint``; others may be added. A span counts without the spans inside it, so that the parts of a step add up.
 docs/profile.md explains the files.
 
+Where a profile is given the traffic of a bus, bytes are no reports: each step has what the bus has counted from its
+begin to its end, and what is counted between two steps is outside of them. So all of it is in the profile, once.
+
 Any thread may report at any time. A report is one ``deque.append``, which is atomic: there is no lock for the compute
 thread to wait on. The thread that ends a step adds up what has come.
 """
@@ -36,6 +39,7 @@ from gradbus.runtime.profiling.chrome_trace import (
     write_chrome_trace,
 )
 from gradbus.runtime.profiling.summary import (
+    BYTES,
     FORMAT,
     LineFile,
     ProfileSummary,
@@ -43,7 +47,9 @@ from gradbus.runtime.profiling.summary import (
     WindowStats,
     add_amounts,
     plain,
+    read_exchanged,
 )
+from gradbus.runtime.traffic import Traffic
 
 __all__ = ["PHASES", "Profile", "ProfileSummary", "Span", "StepProfile", "WindowStats", "merge_chrome_traces"]
 
@@ -68,7 +74,7 @@ class Profile:
 
     def __init__(
         self, rank: int, window_steps: int = 50, jsonl: Path | None = None, *, jsonl_steps: bool = False,
-        max_events: int = 50_000, max_windows: int = 1000,
+        max_events: int = 50_000, max_windows: int = 1000, traffic: Traffic | None = None,
     ) -> None:  # fmt: skip
         """An empty one.
 
@@ -76,6 +82,7 @@ class Profile:
             window_steps: steps of one window of means and maxima.
             jsonl: where each window is appended as a line; None: nowhere. jsonl_steps: each step as well.
             max_events: of the trace, the newest; max_windows: of the summary, the newest. Totals cover all steps.
+            traffic: whose bytes, from now on, are ``bytes_out`` and ``bytes_in``. None: who measures reports them.
         """
         if min(window_steps, max_events, max_windows) < 1:
             sizes = f"{window_steps}, {max_events}, {max_windows}"
@@ -87,9 +94,14 @@ class Profile:
         self._clock = Clock.read()
         self._lock = threading.Lock()  # for all that is below
         self._window_steps = window_steps
+        self._traffic = traffic
+        self._counted = dict.fromkeys(BYTES, 0) if traffic is None else _amounts_of(traffic)
+        self._exchanged = dict.fromkeys(BYTES, 0)  # since then
+        self._earlier: dict[str, float] = {}
         self._file = None if jsonl is None else LineFile(jsonl)
         self._jsonl_steps = jsonl_steps and jsonl is not None
-        start = {"kind": "start", "format": FORMAT, "rank": rank, "unix_s": time.time(), "window_steps": window_steps}
+        start = {"kind": "start", "format": FORMAT, "rank": rank, "unix_s": time.time(), "window_steps": window_steps,
+                 "run": ""}  # fmt: skip
         self._lines: list[dict[str, Any]] = [start]
         self._in_step: dict[str, float] = {}
         self._outside: dict[str, float] = {}
@@ -99,6 +111,41 @@ class Profile:
         self._failed_steps = 0
         self._events: deque[Event] = deque(maxlen=max_events)
         self._dropped_events = 0
+
+    def begin_run(self, run: str) -> None:
+        """Note which run this is, before its first step, and read what earlier starts of it have exchanged from the
+        file. Not on an event loop. Only the first call counts.
+
+        Args:
+            run: identity of the run, the same after a resume.
+        """
+        with self._lock:
+            path = None if self._file is None else self._file.path
+            if not self._lines or self._lines[0].get("run") != "":
+                return
+            self._lines[0]["run"] = run
+        if path is None or self._traffic is None:
+            return
+        try:
+            earlier = read_exchanged(path, run)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning(
+                "profile not read", path=str(path), error=error.strerror, effect="bytes count from this start on"
+            )
+            return
+        with self._lock:
+            self._earlier = {name: float(amount) for name, amount in earlier.items() if amount}
+
+    @property
+    def exchanged(self) -> tuple[int, int]:
+        """Return the bytes of payload that were sent and received, outside of steps, too, and by earlier starts of the
+        run. They are those of ``traffic``, as long as the profile is open."""
+        with self._lock:
+            self._take_traffic()
+            sent, received = (self._exchanged[name] + int(self._earlier.get(name, 0)) for name in BYTES)
+            return sent, received
 
     def step(self, number: int) -> StepProfile:
         """A context manager around one step; spans and counters of the step are reported to what it gives."""
@@ -134,6 +181,7 @@ class Profile:
         """Return what was measured so far, but for a step that is still open."""
         with self._lock:
             self._take()
+            self._take_traffic()
             return self._summary()
 
     def _summary(self) -> ProfileSummary:
@@ -145,7 +193,7 @@ class Profile:
         return ProfileSummary(
             rank=self.rank, steps=tally.steps, failed_steps=self._failed_steps, first_step=tally.first_step,
             last_step=tally.last_step, mean=tally.mean, max=tally.maxima, total=tally.sums, outside=dict(self._outside),
-            dropped_events=self._dropped_events, windows=tuple(self._windows),
+            earlier=self._earlier, dropped_events=self._dropped_events, windows=tuple(self._windows),
         )  # fmt: skip
 
     def chrome_trace(self) -> dict[str, Any]:
@@ -168,6 +216,8 @@ class Profile:
         """Write the steps since the last window, and the summary. Nothing is written to the JSONL file any more."""
         with self._lock:
             self._take()
+            self._take_traffic()
+            self._traffic = None
             if self._window.steps:
                 self._end_window()
             if self._file is not None:
@@ -210,16 +260,35 @@ class Profile:
             amounts = self._in_step if in_step else self._outside
             amounts[name] = amounts.get(name, 0.0) + amount
 
-    def _end_step(self, number: int, start_s: float, end_s: float, error: str | None) -> None:
-        """``error``: the name of the exception that the step ended with."""
+    def _take_traffic(self) -> None:
+        """Add what was exchanged since the last time: to the open step, or, if none is, to what is outside of steps."""
+        if self._traffic is None:
+            return
+        now = _amounts_of(self._traffic)
+        more = {name: now[name] - before for name, before in self._counted.items() if now[name] != before}
+        self._counted = now
+        for name, amount in more.items():
+            self._exchanged[name] += amount
+        add_amounts(self._outside if self._step is None else self._in_step, more)
+
+    def _begin_step(self, step: StepProfile) -> None:
         with self._lock:
+            self._take_traffic()
+            self._step = step
+
+    def _end_step(self, step: StepProfile, start_s: float, end_s: float, error: str | None) -> None:
+        """``error``: the name of the exception that the step ended with."""
+        number = step.number
+        with self._lock:
+            self._take_traffic()
             self._step = None
             self._take()
             amounts, self._in_step = self._in_step, {}
+            step.sent_bytes = int(amounts.get("bytes_out", 0))
             spans_s = sum(amount for name, amount in amounts.items() if name.endswith("_s"))
             marked = {} if error is None else {"error": error}
-            sent = plain({name: amounts[name] for name in ("bytes_out", "bytes_in") if name in amounts})
-            self._keep(("step", f"step {number}", start_s, end_s, {"step": number, **marked, **sent}))
+            exchanged = {name: amounts[name] for name in BYTES if name in amounts}
+            self._keep(("step", f"step {number}", start_s, end_s, {"step": number, **marked, **plain(exchanged)}))
             amounts["step_s"] = end_s - start_s
             amounts["other_s"] = max(0.0, end_s - start_s - spans_s)
             if self._jsonl_steps:
@@ -228,6 +297,7 @@ class Profile:
                     self._write()
             if error is not None:  # a wait for a peer that never comes tells nothing about the network
                 self._failed_steps += 1
+                add_amounts(self._outside, exchanged)
                 return
             self._window.add(Tally(1, number, number, amounts, amounts))
             if self._window.steps >= self._window_steps:
@@ -243,8 +313,10 @@ class Profile:
         self._totals.add(self._window)
         self._window = Tally()
         self._windows.append(window)
-        self._lines.append({"kind": "window", "rank": self.rank, "unix_s": time.time(), **window.to_json()})
+        line = {"kind": "window", "rank": self.rank, "unix_s": time.time(), **window.to_json()}
+        self._lines.append({**line, "outside": plain(self._outside)})
         self._write()
+        log.info("window", rank=self.rank, **window.headline())
         self.on_window(window)
 
     def _write(self) -> None:
@@ -257,13 +329,17 @@ class StepProfile:
     """One step. What is reported to it counts for this step, or the next one if this one has ended.
 
     A step that ends with an error is shown in the trace and counted as failed, but is in no mean.
+
+    Attributes:
+        sent_bytes: once it has ended, of payload.
     """
 
-    __slots__ = ("_profile", "_start_s", "number")
+    __slots__ = ("_profile", "_start_s", "number", "sent_bytes")
 
     def __init__(self, profile: Profile, number: int) -> None:
         self._profile = profile
         self.number = number
+        self.sent_bytes = 0
         self._start_s = 0.0
 
     def __enter__(self) -> Self:
@@ -271,13 +347,13 @@ class StepProfile:
         open_step = self._profile._step
         if open_step is not None:
             raise RuntimeError(f"step {self.number} begins inside step {open_step.number}: steps do not overlap")
-        self._profile._step = self
+        self._profile._begin_step(self)
         self._start_s = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         end_s = time.perf_counter()
-        self._profile._end_step(self.number, self._start_s, end_s, None if kind is None else kind.__name__)
+        self._profile._end_step(self, self._start_s, end_s, None if kind is None else kind.__name__)
 
     def span(self, name: str, **args: Any) -> Span:
         """Time what is done inside, also on another thread, also if it fails. Spans of one name add up.
@@ -334,6 +410,10 @@ class Span:
         self._profile._report_phase(
             self._in_step, self._name, self._start_s, end_s, max(0.0, took_s - self._inner_s), self._args
         )
+
+
+def _amounts_of(traffic: Traffic) -> dict[str, int]:
+    return dict(zip(BYTES, (traffic.sent_bytes, traffic.received_bytes), strict=True))
 
 
 # By context, not by thread: on an event loop the spans of different tasks are not inside each other.

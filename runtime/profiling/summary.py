@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -22,6 +22,8 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.private_folder import make_private
 
 FORMAT = 1
+BYTES = ("bytes_out", "bytes_in")
+"""Counters of payload that was sent and received, see :mod:`gradbus.runtime.traffic`."""
 MAX_PROFILE_BYTES = 256 << 20  # of one rank, that are read
 MAX_PROFILE_LINES = 500_000  # the same
 MAX_BAD_LINES = 1000  # behind so many that are none of a profile it is not read
@@ -52,6 +54,7 @@ Amounts = Annotated[dict[str, float], BeforeValidator(_from_plain), PlainSeriali
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A count or the number of a step, as any program can hold it."""
 _RANK: TypeAdapter[int] = TypeAdapter(Whole)
+_AMOUNTS: TypeAdapter[dict[str, float]] = TypeAdapter(Amounts)
 
 
 class WindowStats(BaseModel):
@@ -60,7 +63,7 @@ class WindowStats(BaseModel):
     Attributes:
         first_step, last_step: both included. steps: how many were measured.
         mean: per step, by name; a step without that span or counter counts as 0. Seconds (``_s``), or as counted.
-        max: of a single step.
+        max: of a single step. total: of all steps of the window; empty in files that versions before 0.2 wrote.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -70,6 +73,22 @@ class WindowStats(BaseModel):
     steps: Whole
     mean: Amounts
     max: Amounts
+    total: Amounts = Field(default_factory=dict)
+
+    def headline(self) -> dict[str, float | int | None]:
+        """Return the numbers of a line of a log: steps, the mean and longest step and wait in seconds, and all bytes
+        that the window's steps sent and received."""
+        chosen = {"first_step": self.first_step, "last_step": self.last_step}
+        times = {
+            f"{name}_{kind}": of.get(name, 0.0)
+            for name in ("step_s", "wait_s")
+            for kind, of in (("mean", self.mean), ("max", self.max))
+        }
+        return {
+            **chosen,
+            **{name: round(amount, 6) if math.isfinite(amount) else None for name, amount in times.items()},
+            **plain({name: self.total.get(name, 0.0) for name in ("bytes_out", "bytes_in")}),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -84,7 +103,9 @@ class ProfileSummary(BaseModel):
         steps: that were measured. failed_steps: ended with an error; they are in no mean.
         first_step, last_step: None before the first step.
         mean, max: per step, as in :class:`WindowStats`. total: sums over all steps.
-        outside: sums of what was measured between steps, as evaluation and checkpoints are.
+        outside: sums of what was measured between steps, as evaluation and checkpoints are, and the bytes of failed
+            steps.
+        earlier: bytes of earlier starts of the run by the same process, as far as its file has them.
         dropped_events: that the trace had no room for any more.
         windows: the newest ones, oldest first. They are not in the JSON object.
     """
@@ -100,6 +121,7 @@ class ProfileSummary(BaseModel):
     max: Amounts = Field(default_factory=dict)
     total: Amounts = Field(default_factory=dict)
     outside: Amounts = Field(default_factory=dict)
+    earlier: Amounts = Field(default_factory=dict)
     dropped_events: Whole = 0
     windows: Annotated[tuple[WindowStats, ...], Field(exclude=True)] = ()
 
@@ -141,13 +163,13 @@ class Tally:
         """As it is reported. Raises ValueError: there was no step."""
         return WindowStats.model_validate(
             {"first_step": self.first_step, "last_step": self.last_step, "steps": self.steps, "mean": self.mean,
-             "max": self.maxima}
+             "max": self.maxima, "total": self.sums}
         )  # fmt: skip
 
     @classmethod
     def of(cls, window: WindowStats) -> Self:
-        """The steps of a window, to rounding."""
-        sums = {name: amount * window.steps for name, amount in window.mean.items()}
+        """Return the steps of a window; without its totals to rounding."""
+        sums = {name: amount * window.steps for name, amount in window.mean.items()} | window.total
         return cls(window.steps, window.first_step, window.last_step, sums, dict(window.max))
 
 
@@ -186,33 +208,89 @@ class LineFile:
             self._has_failed = True
 
 
+@dataclass(slots=True)
+class _Start:
+    """What a file has of one start of a process. ``run``: the identity of its run; None: an earlier version of gradbus
+    has not written it."""
+
+    rank: int | None = None
+    run: str | None = None
+    tally: Tally = field(default_factory=Tally)
+    outside: dict[str, float] = field(default_factory=dict)
+    summary: ProfileSummary | None = None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take a line. Raises ValueError, KeyError, TypeError: it is none of a profile."""
+        match line["kind"]:
+            case "start":
+                run = line.get("run")
+                self.rank, self.run = _RANK.validate_python(line["rank"]), None if run is None else str(run)
+            case "window":
+                self.rank = _RANK.validate_python(line["rank"])
+                self.tally.add(Tally.of(WindowStats.model_validate(line)))
+                self.outside = _AMOUNTS.validate_python(line.get("outside", {}))
+            case "summary":
+                self.summary = ProfileSummary.from_json(line)
+
+    def result(self) -> ProfileSummary | None:
+        """Return its summary; where it did not come to its end, that of its windows. None: nothing of it is there."""
+        if self.summary is not None or self.rank is None:
+            return self.summary
+        tally = self.tally
+        return ProfileSummary(
+            rank=self.rank, steps=tally.steps, first_step=tally.first_step, last_step=tally.last_step, mean=tally.mean,
+            max=tally.maxima, total=tally.sums, outside=self.outside,
+        )  # fmt: skip
+
+
+def _starts(path: Path) -> Iterator[_Start]:
+    """Yield what a JSONL file has of each start. Lines that cannot be read (cut off by a crash) are left out. Raises
+    OSError: the file cannot be read."""
+    start, bad = _Start(), 0
+    for text in lines_inside(path.parent, path.name, max_bytes=MAX_PROFILE_BYTES, max_lines=MAX_PROFILE_LINES):
+        try:
+            line = parse_json(text)
+            if line["kind"] == "start":
+                yield start
+                start = _Start()
+            start.add(line)
+        except (ValueError, KeyError, TypeError):
+            bad += 1
+            if bad > MAX_BAD_LINES:
+                break
+    yield start
+
+
 def read_summary(path: Path) -> ProfileSummary | None:
-    """The newest run in a JSONL file. Of one that did not come to its end: its windows, added up.
+    """Read the newest start in a JSONL file. Of one that did not come to its end: its windows, added up.
 
     Lines that cannot be read (cut off by a crash) are left out. None: nothing of a run is there.
 
     Raises:
         OSError: the file cannot be read.
     """
-    rank, tally, summary, bad = None, Tally(), None, 0
-    for text in lines_inside(path.parent, path.name, max_bytes=MAX_PROFILE_BYTES, max_lines=MAX_PROFILE_LINES):
-        try:
-            line = parse_json(text)
-            match line["kind"]:
-                case "start":
-                    rank, tally, summary = _RANK.validate_python(line["rank"]), Tally(), None
-                case "window":
-                    rank = _RANK.validate_python(line["rank"])
-                    tally.add(Tally.of(WindowStats.model_validate(line)))
-                case "summary":
-                    summary = ProfileSummary.from_json(line)
-        except (ValueError, KeyError, TypeError):
-            bad += 1
-            if bad > MAX_BAD_LINES:
-                break
-    if summary is not None or rank is None:
-        return summary
-    return ProfileSummary(
-        rank=rank, steps=tally.steps, first_step=tally.first_step, last_step=tally.last_step, mean=tally.mean,
-        max=tally.maxima, total=tally.sums,
-    )  # fmt: skip
+    newest = None
+    for start in _starts(path):
+        newest = start.result()
+    return newest
+
+
+def read_exchanged(path: Path, run: str) -> dict[str, int]:
+    """Add up the bytes of all starts of a run in a JSONL file, by the names :data:`BYTES`.
+
+    A start that was killed counts as far as its last window. Starts of which the file does not tell the run, as of an
+    earlier version, count too: a run directory is of one run.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    found = dict.fromkeys(BYTES, 0)
+    for start in _starts(path):
+        summary = start.result() if start.run in (None, run) else None
+        if summary is None:
+            continue
+        for name in BYTES:
+            amount = summary.total.get(name, 0.0) + summary.outside.get(name, 0.0)
+            if 0 <= amount < 1 << 62:  # else damaged, or forged
+                found[name] += round(amount)
+    return found

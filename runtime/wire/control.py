@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from gradbus.runtime.choices import MAX_OPTIONS_CHARS
+from gradbus.runtime.names import MAX_NAME_CHARS, name_or_empty
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
+from gradbus.runtime.wire.client_orders import MAX_CLIENT_ORDERS_CHARS, checked_orders
 from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 
 PROTOCOL = 4
@@ -35,6 +38,7 @@ Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
 Name = Annotated[str, Field(max_length=256)]
 # Text of a peer that people read is made plain here, so that no error, log or table has to.
 Label = Annotated[str, Field(max_length=256), AfterValidator(plain_line)]
+ClientName = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(name_or_empty)]
 Text = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_line)]
 Lines = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_text)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -43,7 +47,11 @@ Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length
 Incarnations = Annotated[list[U64], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 IdRanges = Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(checked_ids)]
+ClientOrders = Annotated[str, Field(max_length=MAX_CLIENT_ORDERS_CHARS), AfterValidator(checked_orders)]
 Patterns = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
+Rules = Annotated[
+    dict[Annotated[str, Field(max_length=200)], Annotated[str, Field(max_length=16)]], Field(max_length=34)
+]
 MAX_REASONS = 16  # that a message has room for
 MAX_REASON_CHARS = 500  # of one
 Reasons = Annotated[
@@ -52,6 +60,7 @@ Reasons = Annotated[
 ]
 Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
 Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
+JsonText = Annotated[str, Field(max_length=MAX_OPTIONS_CHARS)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Attempt = Annotated[int, Field(ge=1, le=0xFFFF_FFFF)]
@@ -85,6 +94,8 @@ class Hello:
         ids: it speaks for the clients with these ids, which have its incarnation and its session; empty: for itself.
         shared_dim, shared_layout: dim and layout of what its Welcome's patterns share; 0: it has not been given any.
         masks: it can mask its updates. grids: and round them to a common grid before.
+        name: of the client, or of the host of these clients; empty: it has none. A client that has a name and no id
+            yet sends as UNASSIGNED.
     """
 
     protocol: U32
@@ -107,6 +118,7 @@ class Hello:
     shared_layout: U64 = 0
     masks: bool = False
     grids: bool = False
+    name: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -114,9 +126,9 @@ class Welcome:
     """Controller to one client: take part from round ``next_round`` on, with these settings.
 
     Attributes:
-        to: client id; ``incarnation``: which start of it.
+        to: client id, or UNASSIGNED; ``incarnation``: which start of it.
         run_id: id of the run, new for each fresh start of training, kept over a resume.
-        codec: name of the uplink codec, with its options.
+        codec: name of the uplink codec. codec_options: all of its options, as a JSON object.
         num_clients: clients the run expects, 0 if it does not know.
         heartbeat_s: how often to send Hello.
         memory: the machine whose shared memory the controller reads, empty: none. Updates may lie in the client's own.
@@ -130,6 +142,13 @@ class Welcome:
         include, exclude: patterns of names of tensors, of which some are shared and the others stay at the client;
             both empty: all are shared.
         masked: with secure aggregation: no update leaves a client before it is masked.
+        buffers: how buffers of integers and booleans are merged, by pattern, the first that matches; what matches none
+            is not exchanged. buffer_layout: hash over those that are exchanged, whose values end each update and each
+            model; 0: there are none.
+        section_codec, section_options: the same for what an update holds beside the model.
+        downlink_codec: name of the codec of the models. A client refuses a codec that it does not have or allow.
+        client_id: id of the client, which it sends as from now on; -1: as in ``to``. name: its name, empty: it has
+            none.
     """
 
     to: U32
@@ -137,9 +156,7 @@ class Welcome:
     run_id: U64
     next_round: Round
     codec: Name
-    density: Annotated[float, Field(gt=0, le=1)]
-    chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)]
-    codec_version: Literal[1, 2]
+    codec_options: JsonText
     num_clients: U32
     heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)]
     memory: Name = ""
@@ -153,6 +170,13 @@ class Welcome:
     include: Patterns = dataclasses.field(default_factory=list)
     exclude: Patterns = dataclasses.field(default_factory=list)
     masked: bool = False
+    buffers: Rules = dataclasses.field(default_factory=dict)
+    buffer_layout: U64 = 0
+    section_codec: Name = "fp32"
+    section_options: JsonText = "{}"
+    downlink_codec: Name = "fp32"
+    client_id: Annotated[int, Field(ge=-1, le=0x7FFF_FFFE)] = -1
+    name: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -165,8 +189,10 @@ class RoundTerms:
         options: of the training rule in this round, beside those of the Welcome and instead of those of the same name.
         participants: ids of the clients that are asked, as ranges; the others sit this round out. Empty: all are asked.
             A participant that newer terms of the same round do not name stops: its update is no longer needed.
-        held: no update is added before the samples of all participants are known.
+        held: no update is added before those of all participants are announced.
         attempt: number of the attempt, for which the participants advertise keys; 0: without secure aggregation.
+        each: what single clients are ordered to do differently, as :mod:`.client_orders` writes it. A client that knows
+            a command only by newer terms of the same round has the same orders from these.
     """
 
     run_id: U64
@@ -175,6 +201,7 @@ class RoundTerms:
     participants: IdRanges = ""
     held: bool = False
     attempt: U32 = 0
+    each: ClientOrders = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -600,7 +627,7 @@ class RankStatus:
         group: its name. world: number of its ranks. host: host name and process id, for people.
         up_s: since the group has formed.
         step, epoch: that the worker is in, -1 where there is none. steps_per_s: since the last RankStatus.
-        bytes_out, bytes_in: payload of collectives since the group has formed.
+        bytes_out, bytes_in: payload of the group's collectives.
         pending: collectives that have not ended. oldest: the name of the one that waits longest, oldest_s: for so long,
             missing: ranks that it waits for and that have not made the call, as far as this rank knows.
         lost: ranks that it knows to be gone.

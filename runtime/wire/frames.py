@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
@@ -25,13 +25,14 @@ MAX_NAME_BYTES = 255
 DESCRIPTOR_BYTES = 8
 MAX_DESCRIPTORS = 16  # of one frame
 CONTROLLER = 0xFFFF_FFFF  # sender id of the controller; clients and ranks count from 0
+UNASSIGNED = 0xFFFF_FFFE  # sender id of every client that waits for the controller to assign an id to its name
 
 # magic, version, kind, flags | job | round, sender | incarnation | transfer, part, name length | world, seq, seq_cnt |
 # total, offset | size, reserved, crc
 HEADER = struct.Struct("<4sBBH Q II Q IHH III QQ I4xI".replace(" ", ""))
 HEADER_BYTES = HEADER.size
 _CRC_AT = HEADER_BYTES - 4
-_SENDER_AT = 20
+_SENDER_AT, _INCARNATION_AT = 20, 24
 
 
 class Kind(IntEnum):
@@ -112,6 +113,13 @@ _KINDS = {int(kind): kind for kind in Kind}
 def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Number of frames of a payload; an empty payload has one empty frame."""
     return max(1, -(-total_bytes // chunk_bytes))
+
+
+def bytes_in(total_bytes: int, numbers: Iterable[int], chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Return how many bytes of a payload these frames have, headers left out. Numbers out of range have none."""
+    return sum(
+        max(0, min(chunk_bytes, total_bytes - number * chunk_bytes)) for number in numbers if number >= 0
+    )  # fmt: skip
 
 
 def head(  # noqa: PLR0913 - the fields of a header
@@ -207,6 +215,12 @@ def sender_of(data: Any) -> int:
     if len(data) < HEADER_BYTES:
         raise FrameError("short", f"frame of {len(data)} bytes, the header alone has {HEADER_BYTES}")
     return int.from_bytes(data[_SENDER_AT : _SENDER_AT + 4], "little")
+
+
+def incarnation_of(data: Any) -> int:
+    """The incarnation that the bytes of a frame say, as :func:`sender_of`."""
+    sender_of(data)
+    return int.from_bytes(data[_INCARNATION_AT : _INCARNATION_AT + 8], "little")
 
 
 def parse(data: Any) -> Frame:  # noqa: C901 - one check after the other, in the order of what each relies on

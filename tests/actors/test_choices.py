@@ -175,8 +175,8 @@ def test_a_rule_that_no_optimizer_ever_asked_is_an_error() -> None:
 
 def test_rule_and_options_travel_in_the_welcome_and_may_be_left_out() -> None:
     fields: dict[str, Any] = {
-        "to": 0, "incarnation": 1, "run_id": 2, "next_round": 1, "codec": "fp32", "density": 0.1, "chunk_elems": 8,
-        "codec_version": 2, "num_clients": 1, "heartbeat_s": 0.5,
+        "to": 0, "incarnation": 1, "run_id": 2, "next_round": 1, "codec": "fp32", "codec_options": "{}",
+        "num_clients": 1, "heartbeat_s": 0.5,
     }  # fmt: skip
     welcome = Welcome(**fields, rule=PROXIMAL, options={"mu": 0.5, "steps": 3, "on": True})
     assert decode(encode(welcome)) == welcome

@@ -280,3 +280,43 @@ def test_a_controller_that_has_lost_packets_asks_for_them_and_the_update_counts_
     assert lost.is_set()
     assert torch.equal(controller.weights, expected(1, 1))
     assert controller.progress.reports[0].num_samples == SAMPLES
+
+
+def test_where_the_controller_measures_the_updates_of_a_first_round_these_are_the_sums() -> None:
+    tasks = [Sending(), Sending("result"), Sending("both")]
+    controller, requests = run(tasks, limits={"trust": "adversarial"})
+    assert {type(request) for request in requests} == {PacketRequest}
+    assert [report.clients for report in controller.progress.reports] == [(0, 1, 2)] * 2
+    plain, _ = run([Plain(DIM) for _ in tasks], limits={"trust": "adversarial"}, rounds=1)
+    first, _ = run(tasks, limits={"trust": "adversarial"}, rounds=1)
+    assert torch.equal(first.weights, plain.weights)
+
+
+def test_with_merged_buffers_the_packets_are_added_at_the_client() -> None:
+    class Counting(NoopTask):
+        def build_model(self) -> Any:
+            model = super().build_model()
+            model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            return model
+
+        def train(self, model: Any, **command: Any) -> TrainResult:
+            model.seen += 3
+            return TrainResult.packets(packets_of(command["client_id"], 1), num_samples=SAMPLES)
+
+    job, domain = f"packets-{os.getpid()}-{next(_jobs)}", new_domain()
+
+    async def main() -> gradbus.Controller:
+        async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus:
+            rules = gradbus.FederatedConfig(rounds=1, clients={"num": 1, "dead_after_s": 30.0}, eval_every=0)
+            controller = gradbus.Controller(bus, Counting(DIM), rules)
+
+            async def client() -> None:
+                async with gradbus.connect(job=job, domain=domain) as own:
+                    await gradbus.Client(own, Counting(DIM), client_id=0).run()
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(client())
+                await controller.run()
+            return controller
+
+    assert torch.equal(asyncio.run(main()).weights, expected(1, 1))

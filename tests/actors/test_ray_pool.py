@@ -170,7 +170,7 @@ def test_what_leaves_a_client_with_local_privacy_is_in_its_folder_first_and_is_g
 ) -> None:
     pytest.importorskip("scipy", reason="the extra gradbus[privacy] is not installed")
     welcome = Welcome(
-        0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5,
+        0, 1, 7, 1, "fp32", "{}", 2, 0.5,
         options={"privacy.name": "local", "privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0},
     )  # fmt: skip
 
@@ -222,7 +222,7 @@ def test_an_actor_hears_that_its_work_is_no_longer_wanted_and_is_killed_and_repl
         pool = RayPool(StopsOrHangs(DIM), PoolSettings(state_dir=tmp_path), size=1)
 
         def new_work(round_id: int) -> RoundWork:
-            welcome, command = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), TrainCmd(round_id, 0, 1, 0.1, 0)
+            welcome, command = Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5), TrainCmd(round_id, 0, 1, 0.1, 0)
             return pool.new_work(RoundInputs(welcome=welcome, command=command, base=torch.zeros(DIM)))
 
         async def train(work: RoundWork, client_id: int) -> EncodedUpdate | None:

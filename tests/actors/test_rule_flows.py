@@ -217,7 +217,6 @@ def test_a_client_that_announces_what_cannot_be_is_struck(
         ({"strategy": "qfedavg"}, "set the rule to loss_before"),
         ({"training": {"rule": "scaffold"}}, "needs updates of the model alone"),
         ({"strategy": "scaffold", "training": {"rule": "scaffold"}, "downlink_codec": "q8"}, "may not be rounded"),
-        ({"strategy": "scaffold", "training": {"rule": "scaffold"}, "limits": {"clip_norm": 1.0}}, "clip_norm"),
         ({"clients": {"kind": "sites"}, "training": {"rule": "fedprox", "from_round": {2: {"mu": 1}}}}, "sites"),
         ({"section_codec": "q8"}, "hold the model alone"),
         ({"clients": {"kind": "sites"}, "training": {"from_round": {2: {"steps": 1}}}}, "sites"),

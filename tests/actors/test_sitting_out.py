@@ -14,6 +14,8 @@ import pytest
 import torch
 from dds_domains import new_domain
 from structlog.testing import capture_logs
+from trees import DIM as TREE_DIM
+from trees import rules, site_of, tree
 
 import gradbus
 from gradbus.actors.federated.rounds import SAT_OUT, Outcome, Round, RoundRules
@@ -23,6 +25,7 @@ from gradbus.models import NoopTask, TrainResult
 from gradbus.runtime.errors import RoundTimeout, TrainingFailed
 
 DIM = 50
+SOME: dict[str, Any] = {"clients": {"min": 1}}  # one is enough
 _jobs = itertools.count()
 
 
@@ -187,3 +190,112 @@ def test_asynchronous_rounds_go_on_when_clients_sit_out() -> None:
     assert [report.round_id for report in reports] == [1, 2, 3, 4]
     assert sum(report.dropped.get(SAT_OUT, 0) for report in reports) >= 2
     assert not [one for one in logs if one["log_level"] == "error"]
+
+
+class Elsewhere(NoopTask):
+    """Has data at some clients in some rounds only, and moves the model by the client's id. ``without``: pairs of a
+    client and a round."""
+
+    def __init__(self, without: Collection[tuple[int, int]], dim: int = TREE_DIM) -> None:
+        super().__init__(dim, delta="seeded")
+        self._without = frozenset(without)
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        result = super().train(model, **arguments)
+        has_none = (arguments["client_id"], arguments["round_id"]) in self._without
+        return TrainResult.nothing() if has_none else result
+
+
+async def tree_run(
+    without: Collection[tuple[int, int]], sites: list[list[int]], *, rounds: int, secure: bool = False, **top: Any
+) -> list[gradbus.RoundReport]:
+    """A centre above sites with these clients."""
+    async with tree() as place, asyncio.TaskGroup() as group:
+        for number, ids in enumerate(sites):
+            level = f"site-{number}"
+            own = rules(len(ids), **({"secure_aggregation": {"enabled": True}} if secure else SOME))
+            group.create_task(site_of(await place.bus("centre"), await place.bus(level), number, own).run())
+            for client_id in ids:
+                client = gradbus.Client(await place.bus(level), Elsewhere(without), client_id=client_id)
+                group.create_task(client.run())
+        centre = gradbus.Controller(
+            await place.bus("centre"), NoopTask(TREE_DIM), rules(len(sites), sites=True, rounds=rounds, **top)
+        )
+        return await centre.run()
+
+
+async def flat_run(without: Collection[tuple[int, int]], count: int, rounds: int) -> list[int]:
+    """Checksums of the models of a run with the same clients and one Controller."""
+    async with tree() as place, asyncio.TaskGroup() as group:
+        for client_id in range(count):
+            client = gradbus.Client(await place.bus("flat"), Elsewhere(without), client_id=client_id)
+            group.create_task(client.run())
+        config = rules(count, rounds=rounds, clients={"min": 1})
+        controller = gradbus.Controller(await place.bus("flat"), NoopTask(TREE_DIM), config)
+        return [report.weights_crc32 for report in await controller.run()]
+
+
+def test_a_client_below_a_site_sits_out_and_the_sum_of_its_site_is_that_of_the_others() -> None:
+    without = {(1, 2)}
+    with capture_logs() as logs:
+        reports = asyncio.run(tree_run(without, [[0, 1], [2, 3]], rounds=3, **SOME))
+    assert [report.clients for report in reports] == [(0, 1)] * 3
+    assert [report.weights_crc32 for report in reports] == asyncio.run(flat_run(without, 4, 3))
+    assert not [one for one in logs if one["log_level"] == "error"]
+
+
+def test_a_site_whose_clients_have_all_nothing_sits_the_round_out_and_is_back_in_the_next_one() -> None:
+    without = {(0, 2), (1, 2)}
+    with capture_logs() as logs:
+        reports = asyncio.run(tree_run(without, [[0, 1], [2, 3]], rounds=3, **SOME))
+    assert [report.clients for report in reports] == [(0, 1), (1,), (0, 1)]
+    assert [report.dropped.get(SAT_OUT, 0) for report in reports] == [0, 1, 0]
+    assert [report.weights_crc32 for report in reports] == asyncio.run(flat_run(without, 4, 3))
+    assert not any(report.strikes for report in reports)
+    assert not [one for one in logs if one["log_level"] == "error"]
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "masked"])
+def test_a_round_of_a_tree_in_which_nobody_has_anything_is_committed_with_the_same_model(secure: bool) -> None:
+    without = {(client_id, 2) for client_id in range(4)}
+    with capture_logs() as logs:
+        reports = asyncio.run(tree_run(without, [[0, 1], [2, 3]], rounds=3, secure=secure))
+    assert [report.clients for report in reports] == [(0, 1), (), (0, 1)]
+    assert reports[1].outcome == "no client had anything to train"
+    first, second, third = (report.weights_crc32 for report in reports)
+    assert first == second != third
+    assert not [one for one in logs if one["log_level"] == "error"]
+
+
+def virtual_run(without: Collection[tuple[int, int]], count: int, **settings: Any) -> gradbus.SimulationResult:
+    config = gradbus.FederatedConfig(**{"rounds": 3, "eval_every": 0, "clients": {"dead_after_s": 30.0}, **settings})
+    options = gradbus.SimulationOptions(domain=new_domain(), processes=2)
+    return gradbus.simulate(Elsewhere(without), count, config=config, options=options)
+
+
+def test_a_virtual_client_sits_out_and_trains_again_later() -> None:
+    without = {(1, 2), (2, 2)}
+    with capture_logs() as logs:
+        result = virtual_run(without, 4)
+    assert [report.clients for report in result.rounds] == [(0, 1, 2, 3), (0, 3), (0, 1, 2, 3)]
+    assert [report.dropped.get(SAT_OUT, 0) for report in result.rounds] == [0, 2, 0]
+    assert [report.weights_crc32 for report in result.rounds] == asyncio.run(flat_run(without, 4, 3))
+    assert not any(report.strikes for report in result.rounds)
+    assert not [one for one in logs if one["log_level"] in ("warning", "error")]
+
+
+@pytest.mark.parametrize("changes", [{}, {"selection": {"name": "uniform", "fraction": 0.5}}], ids=["all", "half"])
+def test_a_round_in_which_no_virtual_client_has_anything_is_committed_with_the_same_model(
+    changes: dict[str, Any],
+) -> None:
+    result = virtual_run({(client_id, 2) for client_id in range(4)}, 4, **changes)
+    asked = 2 if changes else 4
+    assert [len(report.clients) for report in result.rounds] == [asked, 0, asked]
+    assert result.rounds[1].outcome == "no client had anything to train"
+    first, second, third = (report.weights_crc32 for report in result.rounds)
+    assert first == second != third
+
+
+def test_virtual_clients_that_are_too_few_without_those_that_sit_out_end_the_run_with_their_names() -> None:
+    with pytest.raises(RoundTimeout, match="client 0 had nothing to train"):
+        virtual_run({(0, 1)}, 2, clients={"min": 2, "dead_after_s": 30.0}, round={"max_attempts": 1})

@@ -299,9 +299,7 @@ def test_rounds_alone_that_went_into_a_sum_are_not_contributed_again_by_a_site_t
     assert len(set(runs)) == 2  # the second one began from the model from above
 
 
-OF_ROUND_5 = Followed(
-    5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), None
-)
+OF_ROUND_5 = Followed(5, torch.zeros(DIM), TrainCmd(6, 1, 1, 0.1, 0), Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5), None)
 
 
 class Members:
@@ -404,7 +402,7 @@ def serve_site(
 ) -> tuple[SiteController, asyncio.Task[None]]:  # fmt: skip
     """A site's Controller, told what to do by the test in place of a level above."""
     controller = SiteController(
-        bus, NoopTask(DIM), config, terms=Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=20.0), frozen=None,
+        bus, NoopTask(DIM), config, terms=Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, round_s=20.0), frozen=None,
         progress=Progress(), on_open=lambda: None,
     )  # fmt: skip
     return controller, group.create_task(controller.serve(([] if reports is None else reports).append))
@@ -421,11 +419,13 @@ def test_rounds_alone_in_a_sum_that_does_not_count_are_named_and_mark_no_later_r
             controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
             model = torch.zeros(DIM)
             for round_id in (1, 2):
-                await controller.adopt(round_id - 1, model)
-                _, samples, _ = await controller.gather(TrainCmd(round_id, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+                await controller.adopt(round_id - 1, model, {})
+                samples = (
+                    await controller.gather(TrainCmd(round_id, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+                ).num_samples
                 assert samples == {1: 3 + 5, 2: 3}[round_id]
             controller.counted_round = 2  # and round 1 was committed without this site
-            await controller.adopt(2, model)
+            await controller.adopt(2, model, {})
             controller.end()
             await asyncio.gather(serving, client)
             return reports
@@ -454,14 +454,14 @@ def test_rounds_alone_in_the_sum_of_a_round_that_is_called_off_are_named(
 
             monkeypatch.setattr(SiteSum, "contribute", held)
             controller.contribution = RoundsAlone(7, tmp_path, torch.ones(DIM), 5)
-            await controller.adopt(0, torch.zeros(DIM))
+            await controller.adopt(0, torch.zeros(DIM), {})
             gathering = group.create_task(controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0))
             await gate.reached.wait()
             gathering.cancel()
             gate.open()
             await asyncio.wait({gathering})
             assert controller.contribution is None  # it is in a sum, and must not be in another one
-            await controller.adopt(1, torch.zeros(DIM))  # the level above has gone on without it
+            await controller.adopt(1, torch.zeros(DIM), {})  # the level above has gone on without it
             controller.end()
             await asyncio.gather(serving, client)
 
@@ -481,12 +481,12 @@ def test_a_site_that_starts_again_below_an_earlier_model_than_its_own_has_its_cl
             config, model = rules(1, **state(tmp_path, "site")), torch.zeros(DIM)
             before, serving = serve_site(group, local, config)
             await before.started.wait()
-            await before.adopt(3, model)
+            await before.adopt(3, model, {})
             await ended(serving)
             controller, serving = serve_site(group, local, config)
             await controller.started.wait()  # its client is welcomed for round 4
-            await controller.adopt(1, model)  # the level above has gone back
-            _, samples, _ = await controller.gather(TrainCmd(2, 1, 1, 0.1, 0), time.monotonic() + 10.0)
+            await controller.adopt(1, model, {})  # the level above has gone back
+            samples = (await controller.gather(TrainCmd(2, 1, 1, 0.1, 0), time.monotonic() + 10.0)).num_samples
             controller.end()
             await asyncio.gather(serving, client)
             return samples
@@ -503,7 +503,7 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
             client = group.create_task(gradbus.Client(theirs, UnequalTask(), client_id=0).run())
             controller, serving = serve_site(group, local, rules(1))
             await controller.started.wait()
-            await controller.adopt(0, torch.zeros(DIM))
+            await controller.adopt(0, torch.zeros(DIM), {})
             asked, publish = asyncio.Event(), gradbus.Bus.publish
 
             async def hang(bus: gradbus.Bus, identity: Identity, body: Any) -> None:
@@ -519,7 +519,7 @@ def test_a_round_that_is_called_off_before_it_is_commanded_is_left_open_to_nobod
                 await ended(first)
             assert controller.next_round() == 1  # for whoever comes now
             assert controller._receiver._round is None  # noqa: SLF001 - what is sent to it now shows nowhere
-            _, samples, _ = await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)
+            samples = (await controller.gather(TrainCmd(1, 1, 1, 0.1, 0), time.monotonic() + 20.0)).num_samples
             controller.end()
             await asyncio.gather(serving, client)
             return samples
@@ -619,7 +619,7 @@ def test_what_needs_single_updates_is_refused_above_sites() -> None:
 
 
 def test_the_deadline_of_a_site_follows_from_that_above_it() -> None:
-    welcome = Welcome(0, 1, 2, 1, "fp32", 1.0, 1, 2, 2, 0.5, round_s=100.0)
+    welcome = Welcome(0, 1, 2, 1, "fp32", "{}", 2, 0.5, round_s=100.0)
 
     def deadline_of(**own: Any) -> float:
         return site_config(rules(1, **own), UpstreamConfig(site=0, alone=False), welcome).round.timeout_s

@@ -204,7 +204,7 @@ def test_a_model_is_evaluated_with_what_its_client_had_then_also_where_that_is_b
     store.start_run(7)
     for round_id in (1, 2):  # the controller has gone back to the model of round 1 meanwhile
         store.accepted(round_id, {"personal.head": torch.full((1,), float(round_id)), "residual": torch.zeros(3)})
-    welcome, request = Welcome(0, 1, 7, 1, "fp32", 0.5, 64, 2, 1, 0.5), EvaluationRequest(7, 1, "0", 1.0)
+    welcome, request = Welcome(0, 1, 7, 1, "fp32", "{}", 1, 0.5), EvaluationRequest(7, 1, "0", 1.0)
     assert EvaluationWork(1, welcome, request, torch.zeros(3)).needs(store) == {"personal.head": torch.ones(1)}
 
 
@@ -271,7 +271,7 @@ class Noting:
 
 
 def test_work_that_is_stopped_while_it_waits_for_a_process_is_given_to_none(tmp_path: Path) -> None:
-    welcome, command = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 2, 0.5), TrainCmd(1, 0, 1, 0.1, 0)
+    welcome, command = Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5), TrainCmd(1, 0, 1, 0.1, 0)
 
     async def main() -> list[str]:
         async with asyncio.timeout(10), gradbus.connect(f"stopped-{os.getpid()}", domain=new_domain()) as bus:
@@ -427,8 +427,8 @@ def test_what_virtual_clients_cannot_do_is_refused_before_anything_starts(
 
 
 def test_a_first_round_with_more_updates_than_may_wait_is_refused_with_what_to_change() -> None:
-    with pytest.raises(ConfigError, match="cap_samples"):
-        gradbus.simulate(NoopTask(10_000_000), 100)
+    with pytest.raises(ConfigError, match=r"limits\.trust=adversarial"):
+        gradbus.simulate(NoopTask(10_000_000), 100, config=gradbus.FederatedConfig(limits={"trust": "adversarial"}))
 
 
 def test_a_host_whose_first_round_does_not_fit_says_what_to_change_and_only_where_updates_wait(
@@ -437,7 +437,7 @@ def test_a_host_whose_first_round_does_not_fit_says_what_to_change_and_only_wher
     """The same check as above, by a host that knows of the controller's rules what it is sent."""
     monkeypatch.setattr(host_module, "WAITING_BYTES", 4 * DIM)
 
-    async def hosted(cap: str | None) -> None:
+    async def hosted(trust: str) -> None:
         job, domain = f"room-{os.getpid()}-{next(_jobs)}", new_domain()
         pool = LocalPool(NoopTask(DIM), PoolSettings(state_dir=tmp_path), size=1)
         try:
@@ -446,13 +446,13 @@ def test_a_host_whose_first_round_does_not_fit_says_what_to_change_and_only_wher
                 gradbus.connect(job, domain=domain) as other,
             ):  # fmt: skip
                 controller = gradbus.Controller(
-                    bus, NoopTask(DIM), rules(clients={"num": 4}, rounds=2, limits={"cap_samples": cap})
+                    bus, NoopTask(DIM), rules(clients={"num": 4}, rounds=2, limits={"trust": trust})
                 )
                 host = ClientHost(other, NoopTask(DIM), ids=range(4), pool=pool, state_dir=tmp_path)
                 await run_beside(controller.run(), host.run())
         finally:
             await pool.close()
 
-    with pytest.raises(ConfigError, match=r"cap_samples=median: .*4 updates of .*80,000 bytes that may wait"):
-        asyncio.run(hosted("median"))
-    asyncio.run(hosted(None))
+    with pytest.raises(ConfigError, match=r"trust=adversarial: .*4 updates of .*80,000 bytes that may wait"):
+        asyncio.run(hosted("adversarial"))
+    asyncio.run(hosted("cooperative"))

@@ -18,6 +18,7 @@ from gradbus.codecs.dgc import wire as dgc_wire
 LAYOUT = codecs.DgcLayout.of([("w", torch.zeros(6, 10)), ("b", torch.zeros(3)), ("k", torch.zeros(2, 2, 2))])
 HEADER_BYTES = 24
 VALUES_AT = HEADER_BYTES + 4 * 3
+DTYPES = [{"value_dtype": one, "dense_dtype": other} for one in ("fp32", "fp16") for other in ("fp32", "fp16")]
 
 
 def message(seed: int = 1, layout: codecs.DgcLayout = LAYOUT, **options: object) -> bytes:
@@ -80,6 +81,12 @@ def test_a_message_of_two_entries_is_these_bytes() -> None:
     payload, _ = dgc_wire.encode_dgc(LAYOUT, torch.tensor([1.0, 0, -1]), indices, values, value_dtype="fp16")
     header = b"DG\0\1" + struct.pack("<BBhQII", 2, coding, -13, LAYOUT.digest, 2, len(coded))
     assert payload == header + struct.pack("<3f2e", 1.0, 0.0, -1.0, 1.5 * 8192, -16384.0) + coded
+    # Dense tensors have an exponent of their own: 1.0 = 2**1 / 2 is brought to 2**14 by 2**-14.
+    payload, _ = dgc_wire.encode_dgc(
+        LAYOUT, torch.tensor([1.0, 0, -1]), indices, values, value_dtype="fp32", dense_dtype="fp16"
+    )
+    header = b"DG\0\1" + struct.pack("<BBhQII", 4, coding, 0, LAYOUT.digest, 2, len(coded))
+    assert payload == header + struct.pack("<h3e2f", -14, 16384.0, 0.0, -16384.0, 1.5, -2.0) + coded
 
 
 @pytest.mark.parametrize("value_dtype", ["fp32", "fp16"])
@@ -89,6 +96,28 @@ def test_a_message_comes_back_as_its_sender_was_told(value_dtype: str) -> None:
     assert read.indices is not None
     assert read.indices.tolist() == [0, 7, 59, 60, 67]
     assert torch.equal(read.values, decoded)
+
+
+@pytest.mark.parametrize("value_dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("scale", [1e-38, 1e-6, 1.0, 1e6, 3.4e38])
+def test_dense_tensors_in_fp16_neither_overflow_nor_vanish(value_dtype: str, scale: float) -> None:
+    dense = torch.tensor([1.0, -0.3, 1e-5]) * scale
+    payload, decoded = dgc_wire.encode_dgc(
+        LAYOUT, dense, torch.tensor([3]), torch.tensor([70000.0]), value_dtype=value_dtype, dense_dtype="fp16"
+    )
+    read = codecs.decode_dgc(payload, LAYOUT)
+    assert torch.allclose(read.dense, dense, rtol=2**-11, atol=0)
+    assert torch.equal(read.values, decoded)
+
+
+def test_dense_tensors_in_fp16_take_half_the_bytes_and_a_model_without_any_sends_none() -> None:
+    assert len(message()) - len(message(dense_dtype="fp16")) == 2 * 3 - 2
+    layout = codecs.DgcLayout.of([("w", torch.zeros(6, 10))])
+    assert message(layout=layout) == message(layout=layout, dense_dtype="fp16")
+    damaged = bytearray(message(layout=layout))
+    damaged[4] = 4
+    with pytest.raises(codecs.CodecError, match="unknown bits in flags 0x04"):
+        codecs.decode_dgc(damaged, layout)
 
 
 def test_an_empty_message_and_a_full_one_need_no_index_bytes() -> None:
@@ -122,13 +151,13 @@ def test_fp16_rounding_leaves_a_rest_that_float32_holds_exactly(values: list[flo
 
 def test_no_message_is_longer_than_the_limit_for_receivers() -> None:
     for density in (0.001, 0.1, 0.3, 0.5, 0.9, 1.0):
-        for value_dtype in ("fp32", "fp16"):
-            assert len(message(density=density, value_dtype=value_dtype)) <= codecs.max_dgc_bytes(LAYOUT)
+        for dtypes in DTYPES:
+            assert len(message(density=density, **dtypes)) <= codecs.max_dgc_bytes(LAYOUT)
 
 
-@pytest.mark.parametrize("value_dtype", ["fp32", "fp16"])
-def test_a_message_cut_at_any_byte_or_with_more_after_it_is_refused(value_dtype: str) -> None:
-    payload = message(value_dtype=value_dtype)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_a_message_cut_at_any_byte_or_with_more_after_it_is_refused(dtypes: dict[str, str]) -> None:
+    payload = message(**dtypes)
     for bad in (*(payload[:length] for length in range(len(payload))), payload + b"\0", payload + payload):
         with pytest.raises(codecs.CodecError):
             codecs.decode_dgc(bad, LAYOUT)
@@ -142,7 +171,7 @@ def test_a_message_for_another_layout_is_refused_by_its_digest() -> None:
 
 BAD_FIELDS = {
     "magic": (0, b"XX", "expected b'DG"),
-    "flags": (4, b"\x04", "unknown bits in flags 0x04"),
+    "flags": (4, b"\x08", "unknown bits in flags 0x08"),
     "non-finite with values": (4, b"\x01", "nothing follows"),
     "non-finite in fp16": (4, b"\x03", "unknown bits"),
     "coding": (5, b"\x09", "unknown coding 9"),
@@ -168,6 +197,10 @@ def test_an_exponent_that_no_float32_has_is_refused(exponent: int) -> None:
     struct.pack_into("<h", payload, 6, exponent)
     with pytest.raises(codecs.CodecError, match=r"expected -163 \.\. 113"):
         codecs.decode_dgc(payload, LAYOUT)
+    payload = bytearray(message(dense_dtype="fp16"))
+    struct.pack_into("<h", payload, HEADER_BYTES, exponent)
+    with pytest.raises(codecs.CodecError, match=r"exponent of the dense tensors .* expected -163 \.\. 113"):
+        codecs.decode_dgc(payload, LAYOUT)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -177,16 +210,20 @@ def test_values_that_are_not_finite_are_told_from_malformed_bytes(bad: float) ->
         struct.pack_into(f"<{kind}", payload, offset, bad)
         with pytest.raises(codecs.NonFiniteError):
             codecs.decode_dgc(payload, LAYOUT)
-    payload = bytearray(message(value_dtype="fp16"))
-    struct.pack_into("<h", payload, 6, 113)
-    struct.pack_into("<e", payload, VALUES_AT, 65504.0)
-    with pytest.raises(codecs.NonFiniteError):
-        codecs.decode_dgc(payload, LAYOUT)
+    for dtypes, exponent_at, value_at in (
+        ({"value_dtype": "fp16"}, 6, VALUES_AT),
+        ({"dense_dtype": "fp16"}, HEADER_BYTES, HEADER_BYTES + 2),
+    ):
+        payload = bytearray(message(**dtypes))
+        struct.pack_into("<h", payload, exponent_at, 113)
+        struct.pack_into("<e", payload, value_at, 65504.0)
+        with pytest.raises(codecs.NonFiniteError):
+            codecs.decode_dgc(payload, LAYOUT)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    flags=st.integers(0, 4),
+    flags=st.integers(0, 8),
     coding=st.integers(0, 6),
     exponent=st.integers(-200, 200),
     k=st.integers(0, 70),
@@ -199,7 +236,8 @@ def test_any_bytes_behind_a_header_give_a_message_or_a_codec_error(
 ) -> None:
     header = struct.pack("<4sBBhQII", b"DG\0\1", flags, coding, exponent, LAYOUT.digest, k, index_bytes)
     if is_fitting:
-        body = (body + bytes(700))[: 12 + (2 if flags & 2 else 4) * k + index_bytes]
+        dense_bytes = 8 if flags & 4 else 12
+        body = (body + bytes(700))[: dense_bytes + (2 if flags & 2 else 4) * k + index_bytes]
     check_or_refused(header + body)
 
 
@@ -211,9 +249,9 @@ def test_any_bytes_give_a_message_or_a_codec_error(payload: bytes) -> None:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(data=st.data(), value_dtype=st.sampled_from(["fp32", "fp16"]))
-def test_a_damaged_message_gives_a_message_or_a_codec_error(data: st.DataObject, value_dtype: str) -> None:
-    payload = bytearray(message(value_dtype=value_dtype))
+@given(data=st.data(), dtypes=st.sampled_from(DTYPES))
+def test_a_damaged_message_gives_a_message_or_a_codec_error(data: st.DataObject, dtypes: dict[str, str]) -> None:
+    payload = bytearray(message(**dtypes))
     edits = st.lists(st.tuples(st.integers(0, len(payload) - 1), st.integers(0, 255)), min_size=1, max_size=4)
     for position, value in data.draw(edits):
         payload[position] = value

@@ -74,6 +74,7 @@ ELSEWHERE = {
     "tests/experiments/run/test_status.py": ("gradbus status *",),
     "tests/experiments/dashboard/test_dashboard.py": ("gradbus dashboard*",),
     "tests/experiments/simulate/test_steps.py": ("gradbus simulate *", "make simulate *"),
+    "tests/experiments/test_communication_table.py": ("python -m gradbus.experiments.communication_table *",),
     "tests/experiments/test_matrix.py": ("gradbus matrix *",),
     "tests/experiments/test_lab.py": ("gradbus lab *",),
     "tests/experiments/test_history.py": ("gradbus check *",),

@@ -27,12 +27,13 @@ from gradbus.runtime.choices import STRATEGIES
 pytestmark = pytest.mark.slow
 
 PAGES = {
-    "asynchronous.md": 3, "evaluation.md": 4, "partitions.md": 2, "personal.md": 4, "privacy.md": 2,
+    "asynchronous.md": 3, "evaluation.md": 4, "partitions.md": 2, "personal.md": 5, "privacy.md": 2,
     "secure-aggregation.md": 2, "selection.md": 2, "trees.md": 2,
 }  # fmt: skip
 """Blocks of JSON of each."""
 ELSEWHERE = {
     "operations.md": 1,  # tests/experiments/test_operations_page.py
+    "own-codec.md": 2,  # tests/actors/test_own_codec.py
     "parameter-server.md": 1,
     "security.md": 1,
     "tutorial-data-parallel.md": 1,  # tests/experiments/test_tutorials.py, and its next line

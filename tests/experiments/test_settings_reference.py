@@ -78,7 +78,8 @@ def test_the_reference_for_a_terminal_shows_name_default_type_and_text(config: C
     text = config("reference")
     assert text == as_text()
     assert "\nfederated.rounds = 10    (integer >= 1, <= 1000000)\n    Number of rounds in all" in text
-    assert '\nfederated.codec = "fp32"    (choice: `fp32`, `loco`, `q2`, `q4`, `q8`, `s4`, `sq8`)\n' in text
+    codecs = "`fp32`, `loco`, `q2`, `q4`, `q8`, `s4`, `sq8` or package.module:Name"
+    assert f'\nfederated.codec = "fp32"    (choice: {codecs})\n' in text
     assert "\nparallel.algorithm.density = 0.001    (number > 0, <= 1)\n    With `dgc`. Share of" in text
 
 

@@ -103,7 +103,7 @@ class Schedules(RuleBasedStateMachine):
         if self.gathering is None:
             self.gathering = StartCondition(
                 minimum=self.minimum,
-                expected=CLIENTS,
+                expected=range(CLIENTS),
                 now_s=self.now_s,
                 timeout_s=30.0,
                 grace_s=GRACE_S,

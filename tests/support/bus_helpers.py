@@ -22,7 +22,7 @@ UPDATE = FrameKey(Kind.UPDATE, 1, 3, CLIENT.sender, CLIENT.incarnation, 1)
 MODEL = FrameKey(Kind.MODEL, 1, 3, CONTROLLER, CHIEF.incarnation, 1)
 BODIES = [
     Hello(3, 10, 20, True, 0, "idle", -1, -1, "here:1", -1),
-    Welcome(7, 1 << 60, 5, 1, "q8", 0.1, 8192, 2, 3, 0.5),
+    Welcome(7, 1 << 60, 5, 1, "q8", '{"chunk_elems": 8192}', 3, 0.5),
     Status(5, 0, "waiting", 0, 3),
     RetransmitRequest(7, 1 << 60, 3, 1, [1, 2, 3]),
     Leave("done"),

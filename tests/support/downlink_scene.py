@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.aggregation.merged_buffers import BufferLayout
 from gradbus.actors.federated import publish as downlink_module
+from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.global_model import ModelReplica
 from gradbus.actors.federated.publish import ModelPublisher
@@ -134,7 +136,8 @@ def publisher_of(
 ) -> ModelPublisher:
     state = SimpleNamespace(
         broadcast=lambda: None, run_id=RUN, weights=weights, held=None if codec.lossless else weights.clone(),
-        model=SimpleNamespace(frozen=0, frozen_dim=0),
+        model=SimpleNamespace(frozen=0, frozen_dim=0, buffers=BufferLayout()), buffer_block=lambda: b"",
+        names=ClientNames(),
     )  # fmt: skip
     identity, journal = Identity(CONTROLLER, SESSION), History(None, "controller")
     context = RunContext(bus, identity, compute, FederatedConfig(), state, journal)  # type: ignore[arg-type]

@@ -170,12 +170,13 @@ class Federation(AbstractContextManager["Federation"]):
         before.append(self._start(prefix, spec))
         return before[-1]
 
-    def client(self, client_id: int, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
-        """A client. ``prefix``: a command that starts it elsewhere. ``hold``: {round: path}: in that round it trains
-        until the path exists, or until it is called off. ``die_after_offer``: when it has offered an update.
-        ``refuse_memory``, ``fail_at``, ``faults``: as of the controller. ``read_delay_s``: models in memory are read
-        so much later. ``train_s``: how long training takes, ``gil_s``: and how long it holds the interpreter
-        then. ``packets``: its update comes in so many. ``jump``: the clock jumps by ``seconds`` in ``round``."""
+    def client(self, client_id: int | None = None, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
+        """A client, with an id, a ``name``, or both. ``prefix``: a command that starts it elsewhere. ``hold``: {round:
+        path}: in that round it trains until the path exists, or until it is called off. ``die_after_offer``: when it
+        has offered an update. ``refuse_memory``, ``fail_at``, ``faults``: as of the controller. ``read_delay_s``:
+        models in memory are read so much later. ``train_s``: how long training takes, ``gil_s``: and how long it holds
+        the interpreter then. ``packets``: its update comes in so many. ``jump``: the clock jumps by ``seconds`` in
+        ``round``."""
         spec["client"] = {"history": {"dir": str(self.history)}, **spec.get("client", {})}
         return self._start(prefix, {"role": "client", "client_id": client_id, **spec})
 

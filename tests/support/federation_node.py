@@ -88,6 +88,7 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
         say(
             {
                 "event": "done", "reports": reports, "never_counted": controller.progress.never_counted,
+                "names": list(map(list, controller.progress.names.rows())),
                 "rejected": dict(bus.rejected), "fired": _fired(bus), **_traffic(bus),
             }
         )  # fmt: skip
@@ -118,6 +119,10 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
 
     class Task(NoopTask):
         """Says when it trains; holds in the rounds that the test names, until a file is there or it is called off."""
+
+        def prepare(self, client_id: int, num_clients: int) -> None:
+            say({"event": "prepare", "client": client_id, "clients": num_clients})
+            super().prepare(client_id, num_clients)
 
         def train(self, model: Any, **arguments: Any) -> Any:
             round_id = arguments["round_id"]
@@ -156,9 +161,12 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
         if "die_after_bytes" in spec:
             bus._sender.sent_bytes = _Deadly(spec["die_after_bytes"])  # noqa: SLF001 - in the middle of an update
         task = (PacketTask if spec.get("packets") else Task)(spec["dim"], delta="seeded")
-        client = Client(bus, task, client_id=spec["client_id"], config=config)
+        client = Client(bus, task, client_id=spec["client_id"], name=spec.get("name", ""), config=config)
         say({"event": "started"})
-        summary = await client.run()
+        try:
+            summary = await client.run()
+        finally:
+            say({"event": "named", "client": client.client_id, "name": client.name})
         counts = {"rounds": summary.rounds, "refused": summary.refused, "bytes_up": summary.bytes_up}
         say({"event": "done", **counts, "fired": _fired(bus), **_traffic(bus)})
     del client

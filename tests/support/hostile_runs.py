@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,12 @@ def setting(*paths: str) -> Callable[[Path, Path], object]:
     return change
 
 
-def strategy_in_journal(run: Path, outside: Path) -> None:
-    """The rules of the run name a strategy, and weights are there to compute its rounds again with."""
+def code_in_journal(key: str, run: Path, outside: Path) -> None:
+    """The rules of the run name a class, and weights are there to compute its rounds again with."""
     setting()(run, outside)
     journal = run / "history" / "controller.jsonl"
     opening = json.loads(journal.read_text())
-    opening["federated"]["strategy"] = {"name": f"{MODULE}:Class"}
+    opening["federated"][key] = {"name": f"{MODULE}:Class"}
     counted = {"event": "counted", "round": 1, "client": 0, "incarnation": 5, "transfer": 1, "num_samples": 1,
                "crc32": 1, "pid": 1}  # fmt: skip
     committed = {"event": "committed", "round": 1, "clients": [0], "num_samples": 1, "crc32": 2, "held_crc32": 2,
@@ -238,6 +239,7 @@ LINK = "is a link, and links in a run directory are not followed"
 _ALL_KEYS = [
     *(f"task.{key}" for key in ("model", "data", "task", "train_fn", "evaluate_fn")),
     *(f"federated.{key}" for key in ("strategy", "training.rule", "training.schedule", "selection", "callbacks")),
+    *(f"federated.{key}" for key in ("codec", "section_codec", "downlink_codec")),
 ]
 _PARALLEL_KEYS = [
     *(f"task.{key}" for key in ("model", "data", "task")),
@@ -359,5 +361,10 @@ HOSTILE: dict[str, Hostile] = {
     "texts that drive a terminal or a page": Hostile(odd_texts, {}, draws=True),
     "code in every key": Hostile(setting(*_ALL_KEYS)),
     "code in every key of ranks": Hostile(setting(*_PARALLEL_KEYS), kind="parallel"),
-    "code in a journal": Hostile(strategy_in_journal, _says("no code that a run names is run", "check")),
+    **{
+        f"{key} in a journal": Hostile(
+            partial(code_in_journal, key), _says(f"rounds of the {what} {MODULE}:Class are not", "check")
+        )
+        for key, what in (("strategy", "strategy"), ("codec", "codec"), ("downlink_codec", "codec"))
+    },
 }

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -17,14 +17,17 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation import partial_sum
-from gradbus.actors.aggregation.clipping import SampleCap
+from gradbus.actors.aggregation.bounded_strategy import BoundedStrategy
+from gradbus.actors.aggregation.bounds import Bounds
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
 from gradbus.actors.federated import uploads
+from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.participation import Quarantine, Strike
 from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.actors.federated.state import RunContext
-from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
+from gradbus.actors.federated.update_admission import UpdateAdmission
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.shm.shared_payload import PayloadMemory
@@ -98,6 +101,7 @@ class Hall:
     round: Round
     base: Tensor
     admission: UpdateAdmission
+    bounds: Bounds | None = None
     changes: list[None] = field(default_factory=list)
     strikes: list[Strike] = field(default_factory=list)
 
@@ -115,16 +119,27 @@ class Hall:
     def open_round(self, round_id: int, clients: int = 3) -> None:
         rules = RoundRules(minimum=1, quorum=1.0, deadline_s=1e9, grace_s=0.0)
         self.round = Round(round_id, range(clients), rules, now_s=0.0)
+        if self.bounds is not None:
+            self.bounds.open_round(round_id)
         self.intake.open(self.round, self.base)
 
 
+class Lies(NamedTuple):
+    """What is bounded where clients may lie: norms of these sections, and weights, within a round or a buffer."""
+
+    sections: Sequence[str] = ()
+    by_rounds: bool = True
+
+
 @contextlib.asynccontextmanager
-async def hall_of(
+async def hall_of(  # noqa: PLR0913 - each is of a test or two
     *, clients: int = 3, budget_bytes: int = 1 << 20, held: bool = False, history: History | None = None,
     repair_after_s: float = 60.0, stall_after_s: float = 60.0, sites: bool = False,
+    lies: Lies | None = None,
 ) -> AsyncIterator[Hall]:  # fmt: skip
     """``repair_after_s``, ``stall_after_s``: of the intake; long, as a machine may stand still between any two steps of
-    a test that counts what is said. ``sites``: their exact sums are expected."""
+    a test that counts what is said. ``sites``: their exact sums are expected. ``lies``: what is bounded;
+    None: nothing."""
     bus, strategy, base = FakeBus(), HeldFedAvg(DIM), torch.zeros(DIM)
     if not held:
         strategy.go_on.set()
@@ -136,21 +151,25 @@ async def hall_of(
 
     delays = {"REPAIR_AFTER_S": repair_after_s, "STALL_AFTER_S": stall_after_s}
     with ComputeThread("intake-test") as compute, mock.patch.multiple(uploads, **delays):
-        state, journal = SimpleNamespace(run_id=RUN), history or History(None, "controller")
+        state, journal = SimpleNamespace(run_id=RUN, names=ClientNames()), history or History(None, "controller")
         context = RunContext(
             bus, Identity(CONTROLLER, 1), compute,  # type: ignore[arg-type]
             FederatedConfig(clients={"kind": "sites" if sites else "clients"}), state, journal,  # type: ignore[arg-type]
         )  # fmt: skip
         admission = UpdateAdmission(
-            Quarantine(max_strikes=2, quarantine_rounds=3), SampleCap(None), run_id=RUN,
+            Quarantine(max_strikes=2, quarantine_rounds=3), run_id=RUN,
             max_bytes=partial_sum.max_bytes(DIM) if sites else codecs.get("fp32").max_bytes(DIM),
             budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
         )  # fmt: skip
+        bounds = None
+        if lies is not None:
+            bounds = Bounds(strategy, times=4.0, sections=lies.sections, by_rounds=lies.by_rounds)
+        taking = strategy if bounds is None else BoundedStrategy(strategy, bounds)
         intake = UpdateReceiver(
-            context, strategy, admission, dim=DIM, on_strike=note,
+            context, taking, admission, dim=DIM, on_strike=note,
             on_change=lambda: (changes.append(None), bus.news.set())[0],
         )  # fmt: skip
-        hall = Hall(bus, strategy, intake, None, base, admission, changes, strikes)  # type: ignore[arg-type]
+        hall = Hall(bus, strategy, intake, None, base, admission, bounds, changes, strikes)  # type: ignore[arg-type]
         hall.open_round(1, clients)
         running = asyncio.create_task(intake.run())
         try:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from gradbus.actors.secure_aggregation.keys import Attempt, Roster
+from gradbus.actors.secure_aggregation.keys import Attempt, Roster, share_digests
 from gradbus.actors.secure_aggregation.masking_client import MaskingClient
 from gradbus.actors.secure_aggregation.masking_server import MaskingServer
 
 ATTEMPT = Attempt("job", 7, 5, 3, 1)
 DIM = 50
+
+
+def reseal(client: MaskingClient, roster: Roster, receiver: int, shares: tuple[bytes, bytes]) -> bytes:
+    """Seal other shares than a client has, as it would."""
+    own = next(one for one in roster.ids if roster.member(one).sealing == client.advertise()[:32])
+    key = client._sealing_key(roster, roster.member(receiver), own, receiver)  # noqa: SLF001 - no honest client does
+    return AESGCM(key).encrypt(bytes(12), b"".join(shares), roster.digest) + share_digests(
+        roster, own, receiver, shares
+    )
 
 
 class Scene:

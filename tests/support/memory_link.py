@@ -33,8 +33,9 @@ class Job:
     sent: int = 0
     cancelled: bool = False
 
-    def cancel(self) -> None:
+    def cancel(self) -> int:
         self.cancelled = True
+        return self.sent
 
 
 @dataclass

@@ -133,8 +133,10 @@ def gram_schmidt(matrix: Array) -> Array:
 def powersgd(
     gradients: Gradients, rank: int, first_q: Callable[[str], Array | None],
     matrix: Callable[[tuple[int, ...]], tuple[int, int]] = lambda shape: (shape[0], math.prod(shape[1:])),
+    iterations: int = 1,
 ) -> Means:  # fmt: skip
-    """``first_q``: the first Q of a matrix; None: it goes dense. ``matrix``: rows and columns of a shape."""
+    """``first_q``: the first Q of a matrix; None: it goes dense. ``matrix``: rows and columns of a shape.
+    ``iterations``: of P and Q in a step."""
 
     def one(name: str, steps: list[list[Array]]) -> list[Array]:
         q = first_q(name)
@@ -145,9 +147,10 @@ def powersgd(
         results = []
         for step in steps:
             ms = [gradient.reshape(matrix(shape)) + error for gradient, error in zip(step, errors, strict=True)]
-            q = gram_schmidt(q)
-            p = gram_schmidt(sum(m @ q for m in ms))
-            q = sum(m.T @ p for m in ms) / len(ms)
+            for _ in range(iterations):
+                q = gram_schmidt(q)
+                p = gram_schmidt(sum(m @ q for m in ms))
+                q = sum(m.T @ p for m in ms) / len(ms)
             approximation = p @ q.T
             errors = [m - approximation for m in ms]
             results.append(approximation.reshape(shape))

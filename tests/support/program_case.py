@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid with topk": ("hybrid", {"small_numel": 20, "patterns": {"conv": "topk"}}),
     "adaptive-powersgd": ("adaptive-powersgd", {"window_steps": 3, "rank": 2}),
     "powersgd cut": ("powersgd", {"max_aspect": 1.5, "rank": 2}),
+    "powersgd twice": ("powersgd", {"power_iterations": 2, "rank": 2, "min_rate": 1}),
+    "dgc fp16": ("dgc", {"warmup": "none", "density": 0.1, "value_dtype": "fp16", "dense_dtype": "fp16"}),
     "async-averaging": ("async-averaging", {"every_steps": 2}),
     "local-sgd": ("local-sgd", {"steps": 2}),
     "post-local-sgd": ("post-local-sgd", {"steps": 3, "dense_steps": 1}),

@@ -210,11 +210,11 @@ class Dying(gradbus.Controller):
     async def _until_over(self, *arguments: Any) -> Any:
         return await self._or_die(super()._until_over(*arguments))
 
-    async def _unmask(self, *arguments: Any) -> bool:
+    async def _unmask(self, *arguments: Any) -> Any:
         done = await self._or_die(super()._unmask(*arguments))
         if self.phase == -1 and self.progress.round_id == self.in_round:
             raise RuntimeError("killed")
-        return bool(done)
+        return done
 
     async def _or_die(self, work: Any) -> Any:
         self.has_died = asyncio.Event()

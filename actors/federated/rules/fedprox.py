@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradbus.actors.federated.rules.base import ClientRule, RoundStart
 from gradbus.runtime.choices import Options
+from gradbus.runtime.complex_pairs import from_pairs
 
 
 class FedProxOptions(Options):
@@ -35,10 +36,15 @@ class FedProx(ClientRule):
         self._pairs: list[tuple[nn.Parameter, Tensor]] = []
 
     def start(self, begin: RoundStart) -> None:
-        self._pairs = [(one, begin.base[place].view(one.shape).to(one)) for one, place in begin.parameters]
+        self._pairs = [(one, from_pairs(begin.base[place], one).to(one)) for one, place in begin.parameters]
 
     def loss_term(self, model: nn.Module) -> Tensor | None:
         if not self._mu:
             return None
-        squares = [(parameter - base).square().sum() for parameter, base in self._pairs]
+        squares = [_in_floats(parameter - base).square().sum() for parameter, base in self._pairs]
         return self._mu / 2 * torch.stack(squares).sum()
+
+
+def _in_floats(difference: Tensor) -> Tensor:
+    """Return the floats of a difference, through which gradients pass: of a complex number both parts are drawn."""
+    return torch.view_as_real(difference) if difference.is_complex() else difference

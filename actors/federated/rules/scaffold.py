@@ -16,6 +16,7 @@ from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
 from gradbus.actors.federated.rules.base import ClientRule, RoundEnd, RoundStart
+from gradbus.runtime.complex_pairs import from_pairs
 from gradbus.runtime.logs import get_logger
 
 CONTROL = "control"
@@ -47,7 +48,7 @@ class ControlVariates(ClientRule):
         self._begin = begin
         self._own = begin.state.get(CONTROL, torch.zeros_like(begin.base))  # c_i; zero at a client that joins
         correction = begin.broadcast - self._own
-        self._pairs = [(one, correction[place].view(one.shape).to(one)) for one, place in begin.parameters]
+        self._pairs = [(one, from_pairs(correction[place], one).to(one)) for one, place in begin.parameters]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if type(optimizer) is not SGD or any(group["momentum"] for group in optimizer.param_groups):

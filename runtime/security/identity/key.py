@@ -12,15 +12,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.names import MAX_NAME_CHARS, check_name
 from gradbus.runtime.security.job_key import key_file, read_secret_file
 from gradbus.runtime.security.settings import KEY_FILE_VARIABLE
 
 PUBLIC_BYTES = 32
 SIGNATURE_BYTES = 64
-MAX_NAME_BYTES = 64
+MAX_NAME_BYTES = MAX_NAME_CHARS  # they are ASCII
 _FIELD = 2**255 - 19  # of Curve25519
 _PREFIX = "gradbus-identity-1"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(rf"{_PREFIX} (\S+) ([0-9a-f]{{64}})\s*")
 _PUBLIC = re.compile(r"ed25519:([0-9a-f]{64})")
 
@@ -44,13 +44,6 @@ _SMALL_ORDER = frozenset(
 def is_identity(text: str) -> bool:
     """Whether a key file holds the key of a node, and not that of a job."""
     return text.startswith(_PREFIX)
-
-
-def check_name(name: str) -> str:
-    """Return the name of a node. Raises ConfigError: it is invalid."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name {name[:80]!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
-    return name
 
 
 def public_text(public: bytes) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from gradbus.runtime.dds.access_policy import NO_RANKS, job_in_use
+from gradbus.runtime.dds.access_policy import NO_RANKS, ClientNode, job_in_use
 from gradbus.runtime.dds.participant import IoThread
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import ConfigError, FrameError, GradbusError, JoinRefused
@@ -25,6 +25,7 @@ from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_transport import JoinTransport
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.key_epoch import RankKeys
+from gradbus.runtime.security.identity.unassigned_clients import UnassignedClients
 from gradbus.runtime.security.membership import SharedKeyMembership
 from gradbus.runtime.security.peers import Release
 from gradbus.runtime.security.streams import OutboundEnvelope
@@ -59,6 +60,7 @@ class ControllerMembership(JobMembership):
     def __init__(self, admission: Admission, list_watcher: AllowListWatcher | None = None) -> None:
         self.party = admission
         self._list_watcher = list_watcher
+        self._unassigned = UnassignedClients()
 
     @property
     def refusal(self) -> str:
@@ -75,6 +77,8 @@ class ControllerMembership(JobMembership):
             raise job_in_use(self.party.refusal)
         # The last part of a control message is its body, which this process has made.
         to = control.addressee(sample[-1]) if topic == _CONTROL else None
+        if to == frames.UNASSIGNED:
+            to = None  # no node owns that number: all members can read it, and its incarnation says whom it is for
         return self.party.seal(topic, sample, to)
 
     def decryptor(self, topic: Topic) -> Decrypt:
@@ -91,12 +95,22 @@ class ControllerMembership(JobMembership):
 
     def accepts(self, topic: Topic, opened: _Opened, sample: Any, source: int, release: Release) -> bool:
         client_id, sender = frames.sender_of(sample.data), opened.sender
+        if client_id == frames.UNASSIGNED and topic.name == _CONTROL and sender is not None and sender.role == "client":
+            self._unassigned.note(frames.incarnation_of(sample.data), sender.name)
+            return True
         if sender is None or not sender.may_be(client_id):
             if sender is not None and topic.name == _CONTROL:
                 self.party.refuse_sender(sender, client_id, time.monotonic())
             name = sender and sender.name
             raise FrameError("identity", f"{name} sends as client {client_id}, which the allow list does not give it")
         return True
+
+    def node_of(self, client_id: int, incarnation: int) -> ClientNode | None:
+        allowed = self.party.allowed
+        is_unassigned = client_id == frames.UNASSIGNED
+        name = self._unassigned.node_of(incarnation) if is_unassigned else allowed.owner_of(client_id)
+        entry = allowed.get(name or "")
+        return ClientNode(name or "", () if entry is None else entry.ids)
 
     def retain(self, topic: str, samples: int) -> None:
         self.party.rotation.retain(topic, samples)

@@ -231,24 +231,6 @@ def test_a_checkpoint_without_steps_is_gone_on_with(before: dict[str, int]) -> N
     assert again.masked_grid == strategy.masked_grid == CommonGrid(before.get("sent", 0))
 
 
-def test_steps_are_not_taken_from_a_first_round_that_counts_a_client_for_more_than_all_later_ones() -> None:
-    def after(strategy: CommonSteps, samples: Sequence[int]) -> CommonGrid:
-        facts = [Facts(client_id=one, num_samples=count) for one, count in enumerate(samples)]
-        strategy.begin(1, torch.zeros(8))
-        low = GridIntegers(np.full(8, 99, np.int16), CommonGrid(0, 8, bytes(1)), None, 4)
-        strategy.add_masked(PartialSum(SumSummary(sum(samples), 4, (), (), 0), low, None), facts)
-        strategy.finish(torch.zeros(8))
-        return strategy.masked_grid
-
-    def made() -> CommonSteps:
-        return CommonSteps(FedAvg(8), 8, block_elems=8, cap_times=4.0)
-
-    assert after(made(), [100, 100, 100, 400]) != EXACT
-    strategy = made()
-    assert after(strategy, [100, 100, 100, 10**6]) == EXACT
-    assert after(strategy, [100, 100, 100, 10**6]) != EXACT, "it waits once"
-
-
 def test_more_steps_than_can_be_sent_are_refused_with_the_chunk_that_would_do() -> None:
     with pytest.raises(ConfigError, match=r"codec.chunk_elems is 8: .* makes 16,385, .* Set it to 9 or more"):
         CommonSteps(FedAvg(1), 8 * MAX_SCALES + 1, block_elems=8)

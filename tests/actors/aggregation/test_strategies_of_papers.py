@@ -274,13 +274,3 @@ def test_an_exact_sum_refuses_what_a_strategy_has_scaled_to_no_number() -> None:
     spoilt = scaled(sent(torch.zeros(DIM)).model, torch.zeros(DIM), math.inf)
     with pytest.raises(ValueError, match="exact sum"):
         strategy.add(Update(spoilt), Facts(client_id=0, num_samples=1, steps=1))
-
-
-def test_a_client_that_announces_endless_steps_does_not_decide_how_far_fednova_goes() -> None:
-    strategy, weights = FedNova(DIM), torch.zeros(DIM)
-    strategy.check(FederatedConfig())
-    strategy.begin(1, weights.clone())
-    for client_id, steps in enumerate([10, 10, 10_000_000_000]):
-        strategy.add(sent(torch.ones(DIM)), Facts(client_id=client_id, num_samples=1, steps=steps))
-    strategy.finish(weights)
-    assert float(weights.max()) < 2.0  # the mean of two tenths, times at most (10 + 10 + 40) / 3

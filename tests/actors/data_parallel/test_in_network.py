@@ -43,6 +43,7 @@ def hash_without_aggregator() -> str:
         (options("ra-ina"), 1),
         (options("ina", topology="tree", leaves=2, roots=2), 4),
         (options("ina", topology="chain", leaves=[[1], [0]]), 2),
+        (options("ina", within_host="ring-reduce"), 1),
     ],
 )
 @pytest.mark.parametrize("leaves_at", [None, 5])

@@ -81,7 +81,7 @@ class Client:
         self.frozen = self.model.frozen
 
     def welcome(self) -> Welcome:
-        return Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 1, 0.5, frozen=self.frozen)
+        return Welcome(0, 1, 7, 1, "fp32", "{}", 1, 0.5, frozen=self.frozen)
 
     def train(self, round_id: int) -> bytes:
         inputs = RoundInputs(welcome=self.welcome(), command=TrainCmd(round_id, 0, 1, 0.1, 0), base=self.base)

@@ -52,7 +52,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def travelled(training: dict[str, Any]) -> dict[str, Any]:
     """The options of a Welcome that has been bytes."""
     sent = FederatedConfig(training=training).training.sent_options()
-    message = decode(encode(Welcome(0, 1, 2, 3, "fp32", 1.0, 1, 2, 2, 0.5, options=sent)))
+    message = decode(encode(Welcome(0, 1, 2, 3, "fp32", "{}", 2, 0.5, options=sent)))
     assert isinstance(message, Welcome)
     return message.options
 

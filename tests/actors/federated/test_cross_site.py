@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from intake_hall import FakeBus
 
+from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.cross_site import NOT_WANTED, LocalModelReceiver
 from gradbus.actors.federated.state import RunContext
 from gradbus.runtime.compute import ComputeThread
@@ -51,7 +52,7 @@ def test_messages_go_on_while_a_local_model_waits_to_be_read_in_its_clients_memo
         with ComputeThread("cross-site-test") as compute:
             context = RunContext(
                 bus, Identity(CONTROLLER, 1), compute, FederatedConfig(),  # type: ignore[arg-type]
-                SimpleNamespace(run_id=RUN, round_id=3), History(None, "controller"),  # type: ignore[arg-type]
+                SimpleNamespace(run_id=RUN, round_id=3, names=ClientNames()), History(None, "controller"),  # type: ignore[arg-type]
             )  # fmt: skip
             registry = SimpleNamespace(
                 incarnation_of=lambda _: 100, taking_part=lambda _: {0}, get=lambda *_: SimpleNamespace()

@@ -100,9 +100,9 @@ def test_a_client_counts_as_so_many_samples_as_the_limits_say() -> None:
             found.add(client_id, result(num_samples, loss=float(client_id == 2)))
         return summary(found, **limits).metrics["loss"].mean
 
-    assert mean() == pytest.approx(40 / 60)  # four times the median
-    assert mean(cap_samples=10) == pytest.approx(1 / 3)
-    assert mean(cap_samples=None) == pytest.approx(1.0, abs=1e-6)
+    assert mean(trust="adversarial") == pytest.approx(40 / 60)  # four times the median
+    assert mean(cap_samples=10, trust="adversarial") == mean(cap_samples=10) == pytest.approx(1 / 3)
+    assert mean() == pytest.approx(1.0, abs=1e-6)
 
 
 def test_more_samples_than_any_client_has_are_no_result() -> None:

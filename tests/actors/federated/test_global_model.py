@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -303,7 +304,7 @@ def test_a_model_that_was_complete_before_another_run_started_is_not_taken() -> 
 def test_a_model_that_is_being_decoded_while_another_run_starts_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = new_copy()
 
-    def interrupted(payload: memoryview, *, expected_dim: int) -> Parsed:
+    def interrupted(payload: memoryview, *, expected_dim: int, own: Any) -> Parsed:
         copy.start(RUN + 1)  # on the loop, while the compute thread is here
         return codecs.parse(payload, expected_dim=expected_dim)
 

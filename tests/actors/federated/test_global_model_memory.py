@@ -181,9 +181,9 @@ def test_a_model_that_is_read_is_not_copied() -> None:
         key = FrameKey(Kind.MODEL, RUN, 0, CONTROLLER, SESSION, said.transfer)
         payload = read(said.memory, said.total_bytes)
         assert copy.expect(key, 0, said.total_bytes)
-        vector = copy.decode(key, payload)
-        assert vector is not None
-        assert shares(vector, payload)
+        model = copy.decode(key, payload)
+        assert model is not None
+        assert shares(model.vector, payload)
 
     run_with(test)
 

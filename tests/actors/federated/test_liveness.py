@@ -14,11 +14,13 @@ import pytest
 
 from gradbus.actors.federated import dispatch as reception_module
 from gradbus.actors.federated import liveness
+from gradbus.actors.federated.client_names import ClientNames
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.dispatch import Dispatcher
 from gradbus.actors.federated.liveness import LivenessMonitor, make_status
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.state import RunContext
+from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire import control
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Status
@@ -62,8 +64,9 @@ class Scene:
 
     @property
     def context(self) -> Any:
-        config, state = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S)), SimpleNamespace(run_id=1)
-        bus = SimpleNamespace(publish=self.publish, job="job")
+        config = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S, num=None))
+        state = SimpleNamespace(run_id=1, names=ClientNames())
+        bus = SimpleNamespace(publish=self.publish, job="job", access_policy=AccessPolicy())
         return RunContext(bus, Identity(CONTROLLER, 1), None, config, state, None)  # type: ignore[arg-type]
 
     async def publish(self, sender: Identity, body: Any) -> None:

@@ -30,7 +30,7 @@ REQUEST = EvaluationRequest(5, 3, "7", 9.0)
 
 
 def welcome(**options: Any) -> Welcome:
-    return Welcome(7, 1, 5, 1, "fp32", 1.0, 1, 1, 3, 0.5, options=options)
+    return Welcome(7, 1, 5, 1, "fp32", "{}", 3, 0.5, options=options)
 
 
 class Returning(NoopTask):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ class Client:
     """One that trains round after round, and whose updates all count."""
 
     def __init__(self, task: Any, codec: str = "fp32", version: int = 2) -> None:
-        self.welcome = Welcome(0, 1, 7, 1, codec, 0.5, 64, version, 1, 0.5)  # type: ignore[arg-type]
+        options = {"version": version} | ({"density": 0.5} if codec in ("s4", "sq8") else {})
+        options |= {"chunk_elems": 64} if codec in ("q8", "q4", "q2", "sq8") else {}
+        self.welcome = Welcome(0, 1, 7, 1, codec, json.dumps(options), 1, 0.5)
         self.training = LocalTraining(
             task, Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), ClientStateStore(None, 0),
             PayloadMemory(switched_on=False),

@@ -14,7 +14,6 @@ from intake_hall import CHUNK_BYTES, DIM, RUN, Hall, Sender, deliver, run_with
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.packet_sum import MAX_PACKETS, max_packet_bytes, max_update_bytes
 from gradbus.actors.federated.packets_in import CompleteUpdate, PacketCollector
 from gradbus.actors.federated.uploads import RequestedUpload
@@ -291,23 +290,6 @@ def test_clients_in_packets_do_not_wait_for_each_other_where_the_budget_is_small
         await hall.until(lambda: len(hall.round.accepted) == 2)
 
     run_with(test, budget_bytes=1)
-
-
-def test_packets_before_the_last_need_no_cap_and_say_nothing_of_the_samples() -> None:
-    async def test(hall: Hall) -> None:
-        hall.admission.cap = SampleCap(4.0)
-        hall.admission.cap.begin(1, {})
-        sent = packets()
-        for packet in sent[:3]:
-            await deliver(hall, packet)
-        await sent[3].offer_to(hall)
-        assert hall.bus.granted == [0, 0, 0]  # the last one waits for the samples of others
-        for client_id in (1, 2):
-            await Sender(client_id, num_samples=6).offer_to(hall)
-        await hall.until(lambda: len(hall.bus.granted) == 6)
-        assert hall.admission.cap.cap == 24  # of 4, 6 and 6
-
-    run_with(test)
 
 
 def test_a_site_sends_its_sum_in_one_piece() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +56,8 @@ class Client:
         self.left: list[EncodedUpdate] = []
         self.transfers = itertools.count(2)
         self.streams = streams
-        self.welcome = Welcome(0, 1, RUN, 1, codec, 0.5, 64, 2, 1, 0.5)  # type: ignore[arg-type]
+        options = {"version": 2, **({"density": 0.5} if codec == "s4" else {})}
+        self.welcome = Welcome(0, 1, RUN, 1, codec, json.dumps(options), 1, 0.5)
         self.kept = ClientStateStore(None, 0)
         self.training = LocalTraining(
             Sending(send), Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)),  # type: ignore[arg-type]

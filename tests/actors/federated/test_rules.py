@@ -52,9 +52,13 @@ class Squares:
 class Client:
     """One whose updates all count, with a rule."""
 
-    def __init__(self, rule: str, *, directory: Path | None = None, **options: Any) -> None:
+    def __init__(
+        self, rule: str, *, directory: Path | None = None, section_codec: tuple[str, str] = ("fp32", "{}"),
+        **options: Any,
+    ) -> None:  # fmt: skip
         self.welcome = Welcome(
-            0, 1, 7, 1, "fp32", 1.0, 64, 2, 1, 0.5, rule=rule, options=options, has_terms=True
+            0, 1, 7, 1, "fp32", "{}", 1, 0.5, rule=rule, options=options, has_terms=True,
+            section_codec=section_codec[0], section_options=section_codec[1],
         )  # fmt: skip
         self.training = LocalTraining(
             Squares(), Identity(0, 1), FlatModel(nn.Linear(2, 1, bias=False)),  # type: ignore[arg-type]
@@ -130,8 +134,8 @@ def test_scaffold_corrects_its_steps_and_keeps_its_variate_over_a_restart(tmp_pa
 def test_a_section_goes_out_in_its_codec_and_what_that_leaves_out_goes_out_later(
     tmp_path: Path, codec: dict[str, Any]
 ) -> None:
-    named = {"training.section_codec": json.dumps(codec)}
-    client, server = Client("scaffold", directory=tmp_path, **named), torch.tensor([0.1, -0.4])
+    named = codec["name"], json.dumps({key: value for key, value in codec.items() if key != "name"})
+    client, server = Client("scaffold", directory=tmp_path, section_codec=named), torch.tensor([0.1, -0.4])
     received, state = np.zeros(2), {}
     for round_id in (1, 2, 3):
         update = client.train(round_id, BASE, server)
@@ -144,7 +148,7 @@ def test_a_section_goes_out_in_its_codec_and_what_that_leaves_out_goes_out_later
         variate, unsent = state["rule.control"].numpy(), state["section_residual.control"].numpy()
         np.testing.assert_allclose(received + unsent, variate, atol=1e-5)
         client.training.close()
-        client = Client("scaffold", directory=tmp_path, **named)
+        client = Client("scaffold", directory=tmp_path, section_codec=named)
     assert np.abs(state["section_residual.control"].numpy()).max() > 0
     client.training.close()
 
@@ -158,9 +162,9 @@ def values_of(section: codecs.Parsed) -> Any:
 
 
 def test_a_codec_of_sections_that_this_client_does_not_have_is_named() -> None:
-    for wrong in ('"zstd"', '{"name": "q8", "level": 3}', "{"):
-        client = Client("scaffold", **{"training.section_codec": wrong})
-        with pytest.raises(ConfigError, match="codec of sections that this client cannot make"):
+    for wrong in (("zstd", "{}"), ("q8", '{"level": 3}'), ("q8", "{"), ("q8", "[1]")):
+        client = Client("scaffold", section_codec=wrong)
+        with pytest.raises(ConfigError, match=f"the controller chose the codec '{wrong[0]}'"):
             client.train(1, BASE, torch.zeros(2))
 
 

@@ -14,7 +14,7 @@ GRACE_S = 10.0
 def new_gathering(*, minimum: int = 1, expected: int | None = 3, now_s: float = 0.0) -> StartCondition:
     return StartCondition(
         minimum=minimum,
-        expected=expected,
+        expected=range(expected or 0),
         now_s=now_s,
         timeout_s=TIMEOUT_S,
         grace_s=GRACE_S,
@@ -73,7 +73,7 @@ def test_with_too_few_it_waits_until_the_deadline_which_names_who_is_missing() -
 def test_clients_that_are_excused_are_neither_waited_for_nor_missing() -> None:
     gathering = StartCondition(
         minimum=1,
-        expected=3,
+        expected=range(3),
         now_s=0.0,
         timeout_s=TIMEOUT_S,
         grace_s=GRACE_S,
@@ -89,7 +89,7 @@ def test_clients_that_are_excused_are_neither_waited_for_nor_missing() -> None:
 def test_an_id_that_nobody_expects_excuses_nobody() -> None:
     gathering = StartCondition(
         minimum=1,
-        expected=2,
+        expected=range(2),
         now_s=0.0,
         timeout_s=5.0,
         grace_s=1.0,

@@ -14,7 +14,7 @@ from gradbus.runtime.wire.control import RunEnded, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
 WELCOME = Welcome(
-    to=0, incarnation=1, run_id=5, next_round=1, codec="fp32", density=0.01, chunk_elems=1024, codec_version=1,
+    to=0, incarnation=1, run_id=5, next_round=1, codec="fp32", codec_options="{}",
     num_clients=2, heartbeat_s=0.5, memory="",
 )  # fmt: skip
 SESSION = 100

@@ -14,11 +14,10 @@ from intake_hall import DIM, MAX_SAMPLES, RUN, Hall, Sender, deliver, hall_of, r
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.strategies import NoRoom
 from gradbus.actors.federated.participation import Quarantine
 from gradbus.actors.federated.rounds import Round, RoundRules
-from gradbus.actors.federated.updates_in import UpdateAdmission
+from gradbus.actors.federated.update_admission import UpdateAdmission
 from gradbus.actors.federated.uploads import RequestedUpload
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire.control import Receipt
@@ -390,7 +389,7 @@ def test_frames_that_nobody_waits_for_are_counted_and_dropped() -> None:
 def test_admission_refuses_with_a_reason_and_strikes_only_where_no_honest_client_errs() -> None:
     quarantine = Quarantine(max_strikes=1, quarantine_rounds=3)
     admission = UpdateAdmission(
-        quarantine, SampleCap(None), run_id=RUN, max_bytes=400, budget_bytes=500, max_samples=100
+        quarantine, run_id=RUN, max_bytes=400, budget_bytes=500, max_samples=100
     )  # fmt: skip
     rules = RoundRules(minimum=1, quorum=1.0, deadline_s=9.0, grace_s=0.0)
     round_ = Round(1, range(2), rules, now_s=0.0)
@@ -412,7 +411,7 @@ def test_admission_refuses_with_a_reason_and_strikes_only_where_no_honest_client
 
 def test_one_update_is_always_let_in_and_a_second_only_within_the_budget() -> None:
     admission = UpdateAdmission(
-        Quarantine(0, 0), SampleCap(None), run_id=RUN, max_bytes=9999, budget_bytes=500, max_samples=100
+        Quarantine(0, 0), run_id=RUN, max_bytes=9999, budget_bytes=500, max_samples=100
     )  # fmt: skip
     small, large = (replace(Sender().request, total_bytes=size) for size in (200, 900))
     assert admission.has_room(large, [])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from intake_hall import DIM, Hall, Sender, run_with
+from intake_hall import DIM, Hall, Lies, Sender, run_with
 
 from gradbus import codecs
-from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.federated.asynchronous import Bases, BufferRound
 from gradbus.actors.federated.rounds import RoundRules
 from gradbus.runtime.config.federated import AsynchronousSettings
@@ -42,22 +40,25 @@ def test_an_update_that_waits_while_a_round_is_opened_counts_in_the_sum_of_that_
     run_with(test, budget_bytes=2 * size)
 
 
-def test_an_update_that_waits_for_the_next_round_weighs_no_more_than_the_cap_of_that_round() -> None:
-    liar = Sender(1, num_samples=1 << 20)
+def test_an_update_that_waits_for_the_next_round_weighs_no_more_than_is_believed_in_that_round() -> None:
+    liar = Sender(1, num_samples=1 << 20, seed=5)
+    others = [Sender(client_id, round_id=2, seed=client_id) for client_id in (0, 2)]
 
     async def test(hall: Hall) -> None:
-        cap = hall.admission.cap = SampleCap(4.0)
-        cap.begin(1, {5: 10, 6: 10})
+        assert hall.bounds is not None
         open_buffer(hall, 1)
+        hall.bounds.open_round(1)  # nothing is known: the first buffer is held
         await liar.offer_to(hall)
         await hall.intake.close()
         await liar.send_to(hall)
-        cap.begin(2, {0: 10})  # one client alone has counted: two numbers are needed
+        hall.bounds.open_round(2)
         open_buffer(hall, 2)
-        await Sender(0).offer_to(hall)
-        await Sender(0).send_to(hall)
-        await hall.until(lambda: (1, True) in hall.bus.receipts)
-        assert hall.intake.capped == {1: 1 << 20}
-        assert torch.isfinite(hall.mean()).all()
+        for other in others:
+            assert hall.bus.receipts == []
+            await other.offer_to(hall)
+            await other.send_to(hall)
+        await hall.until(lambda: sorted(hall.bus.receipts) == [(0, True), (1, True), (2, True)])
+        expected = (10 * others[0].delta + 10 * others[1].delta + 40 * liar.delta * 2**-0.5) / 60
+        assert float((hall.mean() - expected).abs().max()) < 1e-6
 
-    run_with(test)
+    run_with(test, lies=Lies(by_rounds=False))

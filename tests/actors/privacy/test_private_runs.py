@@ -151,7 +151,7 @@ def local_update(
         Moving(by=by), Identity(0, 1), FlatModel(Moving().build_model()), store, PayloadMemory(switched_on=False)
     )  # fmt: skip
     terms = {"privacy.name": "local", "privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0}
-    welcome = dataclasses.replace(Welcome(0, 1, run_id, 1, "fp32", 0.5, 64, 2, 1, 0.5), options=terms, rule=rule)
+    welcome = dataclasses.replace(Welcome(0, 1, run_id, 1, "fp32", "{}", 1, 0.5), options=terms, rule=rule)
     inputs = RoundInputs(
         welcome=welcome, command=TrainCmd(round_id, 0, 1, 0.1, 0), base=torch.zeros(21), broadcast=torch.zeros(21)
     )  # fmt: skip

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import hashlib
 import itertools
+import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -376,7 +377,7 @@ def test_what_a_client_has_helped_to_unmask_goes_out_in_no_later_round_though_th
         ("fp32", (500, 0, b""), "500 values and blocks of 0: the codec fp32"),
         ("s4", (1, 0, b""), "1 values and blocks of 0: the codec s4 of this run has 500 and 0"),
         ("q8", (0, 1, b"\0" * DIM), "0 values and blocks of 1: the codec q8 of this run has 0 and 512"),
-        ("q9", (0, 0, b""), "there is no codec 'q9'"),
+        ("q9", (0, 0, b""), "there is no such codec here"),
         ("sq8", (0, 512, b"\0" * 10), "0 values and blocks of 512: the codec sq8 of this run has 500 and 512"),
     ],
 )
@@ -384,7 +385,10 @@ def test_a_client_takes_no_grid_that_is_not_of_the_codec_of_its_welcome(
     name: str, grid: tuple[int, int, bytes], why: str
 ) -> None:
     """With another one a single value could be sent, or what is rounded away would be lost."""
-    welcome = Welcome(1, 1, 1, 1, name, 0.1, CHUNK, 2, 3, 1.0, masked=True)
+    options = {"fp32": {}, "q8": {"chunk_elems": CHUNK}, "s4": {"density": 0.1}}.get(
+        name, {"density": 0.1, "chunk_elems": CHUNK}
+    )
+    welcome = Welcome(1, 1, 1, 1, name, json.dumps(options), 3, 1.0, masked=True)
     sent: list[MaskAnswer] = []
 
     async def publish(identity: Identity, answer: MaskAnswer) -> None:

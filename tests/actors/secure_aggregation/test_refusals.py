@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gradbus
-from gradbus.actors.aggregation.clipping import CAPPED, LimitedStrategy, SampleCap
+from gradbus.actors.aggregation.clipping import CAPPED, LimitedStrategy
 from gradbus.actors.aggregation.partial_sum import PartialSum
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.sum_summary import SumSummary
@@ -67,16 +67,6 @@ def test_a_round_ends_at_no_time_with_fewer_updates_than_it_is_required_to_have(
     assert round_.verdict(2.0) is Outcome.ENOUGH
     round_.fail_all("none of them counts")
     assert (round_.verdict(2.0), round_.ready, set(round_.failed)) == (Outcome.TOO_FEW, 0, set(range(6)))
-
-
-def test_a_cap_that_is_waived_holds_for_no_update_of_that_round_and_for_those_of_the_next() -> None:
-    cap = SampleCap(4.0)
-    cap.begin(1, {})
-    assert not cap.is_settled
-    cap.waive()
-    assert (cap.is_settled, cap.weight(10**6)) == (True, 10**6)
-    cap.begin(2, {0: 10, 1: 10})
-    assert (cap.is_settled, cap.weight(10**6)) == (True, 40)
 
 
 def test_clients_that_weigh_less_than_they_have_announced_are_marked_in_the_report() -> None:

@@ -454,7 +454,7 @@ def test_masks_of_an_attempt_that_is_over_are_not_begun_and_none_are_given_once_
             assert own.masks is not None
             assert masking.is_open(own.client.attempt)
             survivors = MaskSurvivors(7, 3, 1, [1, 2, 3])
-            masking.on_request(survivors, Welcome(1, 5, 7, 3, "fp32", 1.0, 1, 2, 3, 1.0), 10, group)
+            masking.on_request(survivors, Welcome(1, 5, 7, 3, "fp32", "{}", 3, 1.0), 10, group)
             await asyncio.sleep(0)
             assert own.masks is None
             assert not masking.is_open(own.client.attempt)

@@ -126,6 +126,56 @@ def test_what_stands_against_it_is_respected_or_an_error_where_cores_are_asked_f
         decide("cores", variables, found, is_bound=is_bound)
 
 
+def add_cards(root: Path, cards: Mapping[str, str], below: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Network cards with what ``numa_node`` says, and virtual interfaces with those below them."""
+    write(root, {f"sys/class/net/{name}/device/numa_node": node for name, node in cards.items()})
+    write(root, {f"sys/class/net/{name}/operstate": "up" for name in (*cards, *(below or {}))})
+    for name, lower in (below or {}).items():
+        for one in lower:
+            (root / f"sys/class/net/{name}/lower_{one}").symlink_to(root / f"sys/class/net/{one}")
+
+
+def test_cores_beside_the_network_card_are_given_away_first(two_sockets: Path) -> None:
+    add_cards(two_sockets, {"eth0": "0", "eth1": "1"})
+    assert shares(read_topology(range(16), two_sockets, "eth1"), 1) == ["4-7,12-15"]
+    assert shares(read_topology(range(16), two_sockets, "eth1"), 3) == ["4-5,12-13", "6-7,14-15", "0-1,8-9"]
+    assert shares(read_topology(range(16), two_sockets, "eth0"), 3) == ["0-1,8-9", "2-3,10-11", "4-5,12-13"]
+    for alone in ("lo", "eth7", "../net/eth1"):  # what stays on the machine crosses no card
+        found = read_topology(range(16), two_sockets, alone)
+        assert (found.card_nodes, shares(found, 1)) == ({}, ["0-3,8-11"])
+
+
+def test_the_card_of_a_vlan_is_that_of_the_bond_below_it_and_a_circle_of_interfaces_ends(two_sockets: Path) -> None:
+    add_cards(two_sockets, {"eth0": "1", "eth1": "1"}, {"vlan7": ["bond0"], "bond0": ["eth0", "eth1"], "odd": ["odd"]})
+    assert read_topology(range(16), two_sockets, "vlan7").card_nodes == {"eth0": 1, "eth1": 1}
+    assert read_topology(range(16), two_sockets, "odd").card_nodes == {}
+
+
+@pytest.mark.parametrize("says", ["-1", "", "one", "1\n2"])
+def test_a_card_that_does_not_say_where_it_is_changes_nothing(two_sockets: Path, says: str) -> None:
+    add_cards(two_sockets, {"eth0": says})
+    found = read_topology(range(16), two_sockets, "eth0")
+    assert (found.card_nodes, shares(found, 1)) == ({}, ["0-3,8-11"])
+    with pytest.raises(ConfigError, match=r"no network card behind bus\.interface names its NUMA node"):
+        decide("network", environment(0, 1), found, is_bound=False)
+
+
+def test_without_a_name_all_cards_that_are_up_count(two_sockets: Path) -> None:
+    add_cards(two_sockets, {"eth0": "0", "eth1": "1"})
+    write(two_sockets, {"sys/class/net/eth0/operstate": "down"})
+    assert read_topology(range(16), two_sockets, None).card_nodes == {"eth1": 1}
+
+
+def test_network_binds_all_ranks_beside_the_card_or_is_an_error(two_sockets: Path) -> None:
+    add_cards(two_sockets, {"ib0": "1"})
+    found = read_topology(range(16), two_sockets, "ib0")
+    bound = [decide("network", environment(rank, 2), found, is_bound=False) for rank in range(2)]
+    assert bound == [Binding((4, 5, 12, 13), 1), Binding((6, 7, 14, 15), 1)]
+    assert decide("cores", environment(1, 2), found, is_bound=False) == Binding((0, 1, 2, 3, 8, 9, 10, 11), 0)
+    with pytest.raises(ConfigError, match=r"--bind network: .* 4 cores beside ib0 are fewer than 5 ranks"):
+        decide("network", environment(0, 5), found, is_bound=False)
+
+
 def test_none_binds_nothing(two_sockets: Path) -> None:
     found = read_topology(range(16), two_sockets)
     assert decide("none", environment(0, 2), found, is_bound=False) == Binding(why="--bind none")

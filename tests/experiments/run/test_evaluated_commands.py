@@ -83,6 +83,11 @@ def test_a_client_that_is_killed_is_not_waited_for_and_the_report_says_so(run_di
     assert set(second.metrics) == {"rmse", "r2"}
 
 
+def test_the_report_says_whom_the_run_trusts(run_dir: tuple[Path, str], invoke: Any) -> None:
+    assert invoke("report", run_dir[0]).code == 0
+    assert "<dt>trust</dt><dd>cooperative" in "".join((run_dir[0] / "report.html").read_text().split("\n"))
+
+
 def test_the_table_of_local_models_is_printed_and_kept_for_programs_and_spreadsheets(
     run_dir: tuple[Path, str],
 ) -> None:

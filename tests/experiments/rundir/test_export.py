@@ -219,7 +219,7 @@ def test_the_best_model_is_exported_in_place_of_the_newest(tmp_path: Path) -> No
         state.weights.add_(0.5)
         state.commit(RoundReport(round_id=round_id), None)
         best.note(RoundReport(round_id=round_id, eval_loss=loss))
-        model.hold(state.weights)
+        model.hold(state.weights, state.buffers)
         states.append({name: tensor.clone() for name, tensor in module.state_dict().items()})
     best.close()
     state.close()

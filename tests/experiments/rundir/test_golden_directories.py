@@ -14,6 +14,7 @@ import torch
 from golden_task import GoldenModel
 from safetensors.torch import load_file
 
+from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.rundir.export import export
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.security.identity.allow_list import load_allow_list
@@ -53,9 +54,19 @@ def test_a_federated_run_of_an_earlier_version_goes_on(stored: Path, name: str, 
     newest = CheckpointStore.to_read(stored / name / "state").load_newest()
     assert newest is not None
     assert (newest.round_id, newest.meta["run_id"]) == (5, run_id)
-    assert not export(stored / name).unknown, "the checkpoints of today name everything"
+    done = export(stored / name)
+    assert not done.unknown, "the checkpoints of today name everything"
+    assert int(load_file(done.path)["norm.num_batches_tracked"]) == 2, (
+        "its checkpoints had no counts: as built, then two"
+    )
     for client in range(golden_runs.CLIENTS):
         assert CheckpointStore.to_read(stored / f"{name}-clients" / f"client-{client}").rounds() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("name", golden_runs.FEDERATED)
+def test_the_settings_that_an_earlier_version_has_written_down_are_read(stored: Path, name: str) -> None:
+    file = ControllerFile.model_validate_json((stored / name / "config.json").read_text())
+    assert (file.federated.limits.trust, file.federated.limits.cap_samples) == ("cooperative", None)
 
 
 @pytest.mark.parametrize("name", golden_runs.PARALLEL)

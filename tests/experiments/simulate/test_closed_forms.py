@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from doc_pages import rows, section
 
 from gradbus.experiments.simulate import closed_forms as forms
+from gradbus.experiments.simulate import printed_forms
 from gradbus.experiments.simulate.closed_forms import Fabric
 from gradbus.experiments.simulate.deployment import chain_hosts, deployment, fat_tree_leaves, slot_bytes, tree_hosts
 from gradbus.experiments.simulate.topology import LinkSpec
@@ -166,21 +169,24 @@ def test_more_trees_help_only_where_the_uplink_is_the_slowest_link() -> None:
 
 
 def test_the_printed_parameter_server_does_not_know_how_many_workers_it_has() -> None:
-    """``(k + 1) K / (k B) + 2 a``: the time of a switch, and of N servers."""
+    """It is the time of a switch, and of N servers."""
     at = fabric_of(1024)
-    printed = (BLOCKS + 1) * VGG19 / (BLOCKS * at.network.rate_bytes_s) + 2 * at.network.latency_s
-    assert printed == pytest.approx(FORMS["ps n"](VGG19, at)) == pytest.approx(FORMS["ina"](VGG19, at))
-    assert FORMS["ps 1"](VGG19, at) == pytest.approx(1024 * printed, rel=1e-3)
+    expected_s = printed_forms.parameter_server_s(VGG19, BLOCKS, at.network)
+    assert expected_s == pytest.approx(FORMS["ps n"](VGG19, at)) == pytest.approx(FORMS["ina"](VGG19, at))
+    assert FORMS["ps 1"](VGG19, at) == pytest.approx(1024 * expected_s, rel=1e-3)
+
+
+def test_the_printed_ring_reduce_takes_time_for_one_rank_and_more_for_more_blocks() -> None:
+    at = fabric_of(8)
+    assert printed_forms.ring_reduce_s(VGG19, BLOCKS, fabric_of(8, ranks_per_host=1)) > 3.8e-3
+    assert forms.chain_in_host_s(VGG19, BLOCKS, fabric_of(8, ranks_per_host=1)) == 0.0
+    assert printed_forms.ring_reduce_s(VGG19, 10**6, at) > 1.0 > forms.chain_in_host_s(VGG19, 10**6, at)
 
 
 def test_the_printed_overlap_is_negative_for_fast_links_in_the_host() -> None:
-    """``T_RR - (n - 1) (K / (k B_htl) + a_htl)`` with ``T_RR = (n + k - 2) (K / (k B_dtd) + a_dtd)``, which also grows
-    with k without bound."""
     at = fabric_of(8)
     for blocks, expected_ms in ((4096, 7.85), (64, -0.8), (8, -33.5)):
-        reduce_s = (8 + blocks - 2) * (VGG19 / blocks / 150e9 + 1e-6)
-        printed = reduce_s - 7 * (VGG19 / blocks / 12.5e9 + 2e-6)
-        assert 1e3 * printed == pytest.approx(expected_ms, abs=0.05)
+        assert 1e3 * printed_forms.overlap_s(VGG19, blocks, at) == pytest.approx(expected_ms, abs=0.05)
         assert forms.chain_overlap_s(VGG19, blocks, at) > 0
     # What cannot be hidden goes in front of the network's time, as the general formula has it.
     chain_s = forms.chain_in_host_s(VGG19, BLOCKS, at) - forms.chain_overlap_s(VGG19, BLOCKS, at)
@@ -189,19 +195,29 @@ def test_the_printed_overlap_is_negative_for_fast_links_in_the_host() -> None:
 
 
 def test_the_printed_chain_forgets_latencies_and_the_way_back() -> None:
-    at = fabric_of(1024)
-    chain_s = forms.chain_in_host_s(VGG19, BLOCKS, at) - forms.chain_overlap_s(VGG19, BLOCKS, at)
+    at = fabric_of(1024, ranks_per_host=1, hosts_per_leaf=128)
     block_s = VGG19 / BLOCKS / 12.5e9
-    printed = chain_s + VGG19 / 12.5e9 + 2e-6 + 7 * block_s + block_s + 2e-6
-    forgotten = 8 * 2e-6 + block_s + chain_s  # the last one: the broadcast in the host
-    assert forms.cina_s(VGG19, BLOCKS, at) == pytest.approx(printed + forgotten)
+    forgotten_s = 8 * 2e-6 + block_s  # one rank on a host: no chain within it, whose overlap is wrong as well
+    printed_s = printed_forms.cina_s(VGG19, BLOCKS, at)
+    assert forms.cina_s(VGG19, BLOCKS, at) == pytest.approx(printed_s + forgotten_s)
+
+
+def test_the_printed_tree_is_right_for_one_rank_on_a_host_and_two_layers() -> None:
+    at = fabric_of(1024, ranks_per_host=1)
+    assert forms.hina_s(VGG19, BLOCKS, at) == pytest.approx(printed_forms.hina_s(VGG19, BLOCKS, at))
 
 
 def test_the_printed_time_of_several_trees_is_that_of_two_with_one_tree() -> None:
-    """``(k + 1) (S + 1) K / (k S B) + (S + 1) a``: 57.50 ms for S = 4, more than the 46.05 of one tree."""
+    """57.50 ms for S = 4, more than the 46.05 of one tree."""
+    at = fabric_of(1024)
     for trees, expected_ms in ((1, 92.0), (4, 57.50), (10**6, 2046.0)):
-        printed = (BLOCKS + 1) * (trees + 1) * VGG19 / (BLOCKS * trees * 12.5e9) + (trees + 1) * 2e-6
-        assert 1e3 * printed == pytest.approx(expected_ms, rel=1e-3)
+        assert 1e3 * printed_forms.mtina_s(VGG19, BLOCKS, at, trees=trees) == pytest.approx(expected_ms, rel=1e-3)
+
+
+def test_the_page_of_the_simulator_has_both_times_of_each_formula(root: Path) -> None:
+    page = section((root / "docs" / "simulation.md").read_text(encoding="utf-8"), "Formulas")
+    found = {row[0]: tuple(row[3:5]) for row in rows(page, "time of")}
+    assert found == {pair.name: printed_forms.times_ms(pair) for pair in printed_forms.PAIRS}
 
 
 # Memory, break-even and ports

@@ -28,7 +28,7 @@ SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "matrix": (40, 33), "row": (1, 50)
 STEPS = 4
 # Options with which an algorithm sends everything: the result is that of dense.
 EXACT: dict[str, dict[str, Any]] = {
-    "topk": {"density": 1.0}, "randomk": {"density": 1.0}, "ef21": {"density": 1.0},
+    "topk": {"density": 1.0}, "randomk": {"density": 1.0}, "ef21": {"density": 1.0}, "s4": {"density": 1.0},
     "powersgd": {"start_step": 1000}, "hybrid": {"density": 1.0, "patterns": {"": "topk"}},
 }  # fmt: skip
 
@@ -120,10 +120,11 @@ def test_ef21_sends_differences_to_what_is_known(world: int, eta: float) -> None
     check(found, oracles.ef21(as_arrays(run), 0.05, eta), tolerance=1e-5)
 
 
+@pytest.mark.parametrize("iterations", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> None:
+def test_powersgd_is_power_iterations_with_error_feedback(world: int, iterations: int) -> None:
     run = gradients(world)
-    ranks = Ranks("powersgd", world, rank=2, min_rate=2)
+    ranks = Ranks("powersgd", world, rank=2, min_rate=2, power_iterations=iterations)
     algorithm = ranks.algorithms[0]
     assert isinstance(algorithm, PowerSGD)
 
@@ -134,7 +135,25 @@ def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> Non
         return algorithm.first_q(name, 2, math.prod(shape[1:])).T.numpy()
 
     assert [name for name in SHAPES if first_q(name) is not None] == ["conv", "matrix"]
-    check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q), tolerance=1e-5)
+    expected = oracles.powersgd(as_arrays(run), 2, first_q, iterations=iterations)
+    check(ranks.run(run), expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["powersgd", "adaptive-powersgd", "hybrid"])
+def test_more_power_iterations_come_closer_to_the_best_approximation_for_as_many_times_the_bytes(name: str) -> None:
+    torch.manual_seed(1)
+    matrix = torch.randn(60, 40)
+    u, singular, v = torch.linalg.svd(matrix)
+    best = float((matrix - u[:, :4] * singular[:4] @ v[:4]).norm())
+    errors, phases = [], []
+    for iterations in (1, 2, 8):
+        algorithm = make_algorithm(name, Place(0, 1), {"power_iterations": iterations})
+        bucket, lockstep = bucket_of({"matrix": matrix.clone()}), Lockstep(1)
+        lockstep.run([algorithm.exchange(bucket, Step(0))])
+        errors.append(float((matrix - bucket.tensors["matrix"]).norm()))
+        phases.append(lockstep.cost.phases[0])
+    assert best <= errors[2] < errors[1] < errors[0]
+    assert phases == [2, 4, 16]
 
 
 def test_powersgd_goes_on_from_a_checkpoint_with_memory_laid_out_as_without_one() -> None:

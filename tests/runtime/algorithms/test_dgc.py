@@ -103,6 +103,7 @@ class Plain:
         ({}, {}),
         ({"nesterov": True, "clip_norm": 5.0}, {"value_dtype": "fp16"}),
         ({"momentum": 0.0}, {"masking": False, "sampling": "random", "sample_ratio": 0.5}),
+        ({}, {"dense_dtype": "fp16", "resample": False, "upper_bound": 1.01, "lower_bound": 0.99, "max_iterations": 3}),
     ],
     ids=str,
 )
@@ -165,6 +166,39 @@ def test_the_warmup_is_a_list_of_densities(warmup: Any, schedule: tuple[float, .
     for epoch in range(5):
         ranks.step(2 * epoch, [gradients(epoch, 0)])
         assert ranks.algorithms[0].density == max(0.01, schedule[epoch] if epoch < len(schedule) else 0.01)
+
+
+SEARCH = {
+    "upper_bound": (1.05, 1.3), "lower_bound": (0.95, 0.8), "max_iterations": (0, 10), "resample": (False, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEARCH)
+def test_each_option_of_the_search_for_a_threshold_changes_what_is_sent(name: str) -> None:
+    """In some of 30 steps: where the first threshold lets enough through there is nothing to search for."""
+    base = {"upper_bound": 1.3, "lower_bound": 0.8, "max_iterations": 10, "resample": name != "upper_bound"}
+    sent = []
+    for value in SEARCH[name]:
+        algorithm = make_algorithm("dgc", Place(0, 1), {"density": 0.02, "warmup": "none", **base, name: value})
+        assert isinstance(algorithm, Dgc)
+        for number in range(30):
+            random = torch.Generator().manual_seed(number)
+            bucket = bucket_of({"matrix": torch.randn(100, 100, generator=random).pow(5)})
+            Lockstep(1).run([algorithm.exchange(bucket, Step(number))])
+            algorithm.commit()
+            sent.append(bucket.flat.nonzero().flatten().tolist())
+    assert sent[:30] != sent[30:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"upper_bound": 1.0}, {"upper_bound": math.inf}, {"lower_bound": 0.0}, {"lower_bound": 1.0},
+     {"max_iterations": -1}, {"max_iterations": 1001}, {"dense_dtype": "bf16"}],
+    ids=str,
+)  # fmt: skip
+def test_bounds_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Ranks(1, **options)
 
 
 @pytest.mark.parametrize("warmup", ["papers", -1, True, [0.5, 2.0], [False]])

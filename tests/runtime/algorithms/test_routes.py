@@ -46,6 +46,14 @@ def halving_order(vectors: list[Array]) -> Array:
     return sums[0]
 
 
+def tree_order(vectors: list[Array]) -> Array:
+    """Neighbours first, then pairs of pairs; a rank without a partner waits for the next ones."""
+    sums = list(vectors)
+    while len(sums) > 1:
+        sums = [sums[r] + sums[r + 1] if r + 1 < len(sums) else sums[r] for r in range(0, len(sums), 2)]
+    return sums[0]
+
+
 def hierarchical_order(vectors: list[Array], hosts: tuple[str, ...], racks: tuple[str, ...] = ()) -> Array:
     """Within hosts; of the sums of hosts, rail by rail, within racks; then around the ring."""
     groups = [[r for r, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
@@ -60,6 +68,7 @@ def hierarchical_order(vectors: list[Array], hosts: tuple[str, ...], racks: tupl
 
 ORACLES: dict[Route, Callable[[list[Array]], Array]] = {
     "star": added,
+    "tree": tree_order,
     "ring": ring_order,
     "halving-doubling": halving_order,
 }

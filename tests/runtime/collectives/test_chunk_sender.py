@@ -76,7 +76,7 @@ def test_the_writer_thread_tells_of_as_many_chunks_as_there_are_slots(ranks: Ran
     samples = payload.sender.samples(lambda: False)
     found = [next(samples) for _ in range(3)]
     assert [None if isinstance(sample, Pause) else len(sample[1]) // 8 for sample in found] == [1, 2, None]
-    payload.sender.cancel()
+    assert payload.sender.cancel() == 3 * CHUNK_BYTES, "what was sent"
     assert free_slots(slots) == 0  # the reader was told
 
 

@@ -180,7 +180,7 @@ def test_frames_that_come_twice_are_counted_and_change_nothing() -> None:
     for _ in range(3):
         net.engines[0].receive(frame(world=3))
     assert operation.missing == (2,)
-    assert operation.received_bytes == 7
+    assert operation.traffic.received_bytes == 7
     net.engines[0].receive(frame(world=3, sender=2, incarnation=INCARNATION + 2))
     assert operation.value == [b"", b"payload", b"payload"]
     net.engines[0].receive(frame(world=3))

@@ -131,7 +131,19 @@ def test_bytes_are_counted_once_although_a_collective_ends_while_it_is_being_sta
     operation.on_end = Callbacks()
     net.start(operation)
     assert operation.value == [b"1234", b"payload"]
-    assert (net.engines[0].bytes_out, net.engines[0].bytes_in) == (4, 7)
+    traffic = net.engines[0].traffic
+    assert (traffic.sent_bytes, traffic.received_bytes) == (4, 7)
+
+
+def test_what_was_sent_of_a_payload_counts_once_although_the_collective_fails() -> None:
+    net = net_of(2, inline=0.0)
+    operation = net.start(gather(0, bytes(3 * frames.CHUNK_BYTES)))
+    (job,) = net.jobs
+    assert net.write(job)
+    assert net.write(job)
+    operation.fail(TimeoutError())
+    net.settle()
+    assert net.engines[0].traffic.sent_bytes == operation.traffic.sent_bytes == 2 * frames.CHUNK_BYTES
 
 
 def test_one_that_has_failed_before_it_is_started_is_counted_and_sends_nothing_and_leaves_nothing() -> None:

@@ -135,10 +135,12 @@ def test_calls_of_many_threads_at_once_all_end_with_the_right_values_and_counts(
             assert (engine.pending, engine.early_bytes) == (0, 0)
             assert not engine.dropped
         # Each gathers 3 bytes and 1 byte, and adds up shards of 2, 2 and 1 numbers of 8 bytes.
-        assert [engine.bytes_in for engine in ranks] == [calls * (8 + 8 * (2 * 2 + 3)), calls * (8 + 8 * (2 * 2 + 3)),
-                                                         calls * (8 + 8 * (2 * 1 + 4))]  # fmt: skip
-        assert [engine.bytes_out for engine in ranks] == [calls * (4 + 8 * (3 + 2)), calls * (4 + 8 * (3 + 2)),
-                                                          calls * (4 + 8 * (4 + 1))]  # fmt: skip
+        assert [engine.traffic.received_bytes for engine in ranks] == [
+            calls * (8 + 8 * (2 * 2 + 3)), calls * (8 + 8 * (2 * 2 + 3)), calls * (8 + 8 * (2 * 1 + 4)),
+        ]  # fmt: skip
+        assert [engine.traffic.sent_bytes for engine in ranks] == [
+            calls * (4 + 8 * (3 + 2)), calls * (4 + 8 * (3 + 2)), calls * (4 + 8 * (4 + 1)),
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("repetition", range(5))

@@ -354,7 +354,7 @@ def test_what_a_rank_moves_is_what_the_algorithm_promises(algorithm: Algorithm) 
         all_reduce(tensor, None, Arithmetic(torch.float32, "sum"), algorithm, rank, world)
         for rank, tensor in enumerate(vectors(world, numel))
     ))  # fmt: skip
-    moved = [(engine.bytes_out, engine.bytes_in) for engine in net.engines]
+    moved = [(engine.traffic.sent_bytes, engine.traffic.received_bytes) for engine in net.engines]
     if algorithm == "direct":
         assert moved == [(size, 3 * size)] * world  # what goes to all counts once going out
     elif algorithm == "shards":

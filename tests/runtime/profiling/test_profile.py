@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from gradbus.runtime.profiling.profile import Profile, StepProfile
 
@@ -48,9 +49,23 @@ def test_windows_have_the_mean_and_the_maximum_of_their_steps() -> None:
     assert (window.first_step, window.last_step, window.steps) == (0, 1, 2)
     assert (window.mean["bytes_out"], window.max["bytes_out"]) == (20, 30)
     assert (window.mean["wait_s"], window.max["wait_s"]) == (20, 30)
+    assert (window.total["bytes_out"], window.total["wait_s"]) == (40, 40)
     summary = profile.summary()
     assert (summary.steps, summary.first_step, summary.last_step) == (3, 0, 2)
     assert (summary.mean["bytes_out"], summary.max["bytes_out"], summary.total["bytes_out"]) == (15, 30, 45)
+
+
+def test_each_window_is_a_line_in_the_log_with_its_waits_and_bytes() -> None:
+    profile = Profile(3, window_steps=2)
+    with capture_logs() as logs:
+        for number, sent in enumerate([10, 30, 5]):
+            with profile.step(number) as step:
+                step.count("bytes_out", sent)
+                step.add_span("wait", 1.0, 1.0 + sent)
+    (line,) = (one for one in logs if one["event"] == "window")
+    assert (line["log_level"], line["rank"], line["first_step"], line["last_step"]) == ("info", 3, 0, 1)
+    assert (line["wait_s_mean"], line["wait_s_max"], line["bytes_out"], line["bytes_in"]) == (20, 30, 40, 0)
+    assert 0 <= line["step_s_mean"] <= line["step_s_max"]
 
 
 def test_a_step_without_a_span_counts_as_zero_for_it() -> None:

@@ -93,10 +93,10 @@ def _read_dgc(data: bytes) -> None:
 def _dgc_seeds() -> list[bytes]:
     seeds = []
     dtypes: tuple[Literal["fp32", "fp16"], ...] = ("fp32", "fp16")
-    for density, dtype, scale in itertools.product((0.001, 0.1, 1.0), dtypes, (1.0, float("nan"))):
+    for density, dtype, dense, scale in itertools.product((0.001, 0.1, 1.0), dtypes, dtypes, (1.0, float("nan"))):
         generator = torch.Generator().manual_seed(1)
         grads = [torch.randn(slot.shape, generator=generator) * scale for slot in _LAYOUT.slots]
-        config = codecs.DgcConfig(density=density, value_dtype=dtype)
+        config = codecs.DgcConfig(density=density, value_dtype=dtype, dense_dtype=dense)
         seeds.append(codecs.dgc_step(grads, codecs.DgcState.zeros(_LAYOUT), config)[0])
     return seeds
 

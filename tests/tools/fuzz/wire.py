@@ -133,7 +133,7 @@ def _transfer_seeds() -> list[bytes]:
 def _control_seeds() -> list[bytes]:
     bodies: list[control.Body] = [
         control.Hello(3, 10, 5, True, 1, "idle", -1, -1, "h 1", 1, "m/b/1"),
-        control.Welcome(0, 1, 2, 3, "sq8", 0.1, 8192, 2, 4, 0.5),
+        control.Welcome(0, 1, 2, 3, "sq8", '{"density": 0.1, "chunk_elems": 8192}', 4, 0.5),
         control.Refused(0, 1, "no"),
         control.Status(1, 2, "training", 3, 4),
         control.UploadRequest(1, 2, 3, 4, 5, 0.5, 0.1, 0.2, "m/b/1 2 3 00", 0.1, 1.0, 2.0),

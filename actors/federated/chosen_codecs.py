@@ -1,0 +1,135 @@
+"""The codecs of a run: those that its controller chooses, and of these the ones that a client takes.
+
+A codec of one's own is a class that a configuration names as ``package.module:Name``. A controller imports what its own
+configuration names; a client, or a site, imports nothing that the controller names unless its own configuration names
+it, too (``client.codecs``, ``upstream.codecs``). Messages of such a codec are read where it is named, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from gradbus.codecs import Codec
+from gradbus.runtime.choices import CODECS, Choice
+from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.wire.control import Welcome
+
+_DENSITY, _CLIENTS = "density", "client.codecs"
+
+
+def check_codecs(config: FederatedConfig) -> None:
+    """Raises ConfigError: a codec that the configuration names cannot be made, or its options cannot be sent."""
+    for choice in (config.codec, config.section_codec, config.downlink_codec, config.longest_codec):
+        CODECS.make(choice)
+        CODECS.to_json(choice)
+
+
+def max_model_bytes(num_values: int) -> int:
+    """The longest message of a model that a client takes: a sparse one with raw indices, and a header."""
+    return 8 * num_values + 4096
+
+
+def check_downlink(config: FederatedConfig, dim: int) -> None:
+    """Raises ConfigError: models in a codec of one's own may be longer than a client takes. Built-in ones never are."""
+    if ":" not in config.downlink_codec.name:
+        return
+    codec = CODECS.make(config.downlink_codec)
+    if (longest := codec.max_bytes(dim)) > (most := max_model_bytes(dim)):
+        raise ConfigError(
+            f"federated.downlink_codec: a model of {dim} values may take {longest:,} bytes in {codec.name}, and "
+            f"clients take at most {most:,}. Choose another codec, or other options of it"
+        )
+
+
+def own_codecs(names: Iterable[str], setting: str = CODECS.key) -> tuple[type[Codec], ...]:
+    """The classes that these names stand for, without those that are built in. Imports them.
+
+    Raises:
+        ConfigError: there is no such class, or it is no codec; the text begins with ``setting``, which names it.
+    """
+    found: dict[str, type[Codec]] = {}
+    for name in names:
+        if ":" in name and name not in found:
+            try:
+                found[name] = CODECS.find(name)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace(CODECS.key, setting, 1)) from None
+    return tuple(found.values())
+
+
+def names_in(config: FederatedConfig) -> tuple[str, ...]:
+    """Names of the codecs that a controller uses."""
+    return config.codec.name, config.section_codec.name, config.downlink_codec.name
+
+
+def names_of(welcome: Welcome) -> tuple[str, ...]:
+    """Names of the codecs that a client of a run uses."""
+    return welcome.codec, welcome.section_codec, welcome.downlink_codec
+
+
+def check_allowed(welcome: Welcome, allowed: Collection[str], setting: str) -> None:
+    """Look whether this node takes the codecs that a controller has chosen.
+
+    Args:
+        allowed: codecs of one's own that its configuration names. setting: where.
+
+    Raises:
+        ConfigError: one is neither built in nor allowed, or does not have the options that the controller has sent.
+    """
+    _check_name(welcome.downlink_codec, allowed, setting)
+    _made(welcome.codec, welcome.codec_options, {}, allowed, setting)
+    _made(welcome.section_codec, welcome.section_options, {}, allowed, setting)
+
+
+def codec_of(
+    welcome: Welcome, terms: Mapping[str, Any] | None = None, *, allowed: Collection[str] = ()
+) -> Codec:  # fmt: skip
+    """The codec of the updates, with the options that the controller has sent.
+
+    Args:
+        terms: of the round, as :func:`.client_optimizer.split_terms` finds them, which may have another density.
+        allowed: codecs of one's own that this node takes.
+
+    Raises:
+        ConfigError: it is neither built in nor allowed, or its options are wrong.
+    """
+    density = (terms or {}).get(_DENSITY)
+    changed = {} if density is None else {_DENSITY: density}
+    return _made(welcome.codec, welcome.codec_options, changed, allowed)
+
+
+def section_codec_of(welcome: Welcome, *, allowed: Collection[str] = ()) -> Codec:
+    """The codec of what an update holds beside the model. Raises ConfigError: as :func:`codec_of`."""
+    return _made(welcome.section_codec, welcome.section_options, {}, allowed)
+
+
+def _made(
+    name: str, options: str, changed: Mapping[str, Any], allowed: Collection[str], setting: str = _CLIENTS
+) -> Codec:
+    _check_name(name, allowed, setting)
+    try:
+        sent = CODECS.from_json(name, options)
+        known = CODECS.options_of(name).model_fields
+        given = {**sent.options, **{key: value for key, value in changed.items() if key in known}}
+        codec: Codec = CODECS.make(Choice.model_validate({**given, "name": name}))
+        return codec
+    except ValueError as error:
+        raise ConfigError(
+            f"the controller chose the codec {name!r} with options that cannot be used here: {error}"
+        ) from None
+
+
+def _check_name(name: str, allowed: Collection[str], setting: str) -> None:
+    """Raises ConfigError: there is no such codec, or this node does not import it."""
+    if name in CODECS.table or name in allowed:
+        return
+    if ":" in name:
+        raise ConfigError(
+            f"the controller chose the codec {name[:200]!r}, which is not allowed here: {setting} is {list(allowed)}. "
+            f"Nothing that a peer names is imported: add it to {setting}, where you have it"
+        )
+    raise ConfigError(
+        f"the controller chose the codec {name[:200]!r}: there is no such codec here, only {', '.join(CODECS.table)}"
+    )

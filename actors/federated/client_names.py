@@ -1,0 +1,186 @@
+"""Which id the name of a client stands for. A pure table, part of the state of a run.
+
+A name is a label: messages, seeds and shares of the data know ids only. So a name keeps its id for the whole run, also
+where its client leaves, comes back on another machine, or the controller starts again. Names come from the wire and
+from checkpoints: they are checked where they come in, and their number is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from gradbus.runtime.names import check_name
+from gradbus.runtime.wire.control import ClientName
+from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse_ids
+
+MAX_NAMED_CLIENTS = 65_536  # as many as a run has clients
+MAX_CLIENT_ID = 0x7FFF_FFFE
+NAMES_FILE = "clients.json"  # of a run directory
+
+Pair = tuple[Annotated[ClientName, AfterValidator(check_name)], Annotated[int, Field(ge=0, le=MAX_CLIENT_ID)]]
+"""A name in a checkpoint, and its id."""
+
+
+class ClientNames:
+    """Names by id, and ids by name. May be read on any thread; the event loop changes it.
+
+    The clients of a host have no names of their own: of a host ``lab``, client 7 is ``lab.7``.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._hosts: dict[str, tuple[range, ...]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._ids or self._hosts)
+
+    def id_of(self, name: str) -> int | None:
+        """Return the id of a name; None: it has none yet."""
+        return self._ids.get(name)
+
+    def name_of(self, client_id: int) -> str:
+        """Return the name of a client; empty: it has none."""
+        name = self._names.get(client_id)
+        if name is not None:
+            return name
+        hosts = self._hosts.copy()
+        return next((f"{host}.{client_id}" for host, ranges in hosts.items() if has_id(ranges, client_id)), "")
+
+    def own_name_of(self, client_id: int) -> str:
+        """Return the name of a client that has it for itself, and not by its host; empty: it has none."""
+        return self._names.get(client_id, "")
+
+    def label(self, client_id: int) -> str:
+        """Return id and name for people, as in ``0 (site-1)``."""
+        name = self.name_of(client_id)
+        return f"{client_id} ({name})" if name else str(client_id)
+
+    def facts(self, client_id: int) -> dict[str, Any]:
+        """Return id and name for a log event."""
+        name = self.name_of(client_id)
+        return {"client": client_id, "name": name} if name else {"client": client_id}
+
+    def named(self, client_ids: Iterable[int]) -> dict[str, str]:
+        """Return the names of those of these clients that have one, by id as text, for JSON."""
+        found = {str(one): self.name_of(one) for one in client_ids}
+        return {one: name for one, name in found.items() if name}
+
+    def conflict(self, name: str, client_id: int) -> str:
+        """Return why a client may not have this name, as a sentence; empty: it may."""
+        known, other = self._ids.get(name), self._names.get(client_id)
+        if known is not None and known != client_id:
+            return f"the name {name!r} belongs to client {known}: leave the id {client_id} out, or take another name"
+        if other is not None and other != name:
+            return f"client {client_id} is the one named {other!r}: start it with that name, or take another id"
+        return self._conflict_with_hosts(name)
+
+    def _conflict_with_hosts(self, name: str) -> str:
+        host = name if name in self._hosts else name.rpartition(".")[0]
+        if host in self._hosts:
+            return f"the name {name!r} belongs to the host {host!r} of other clients: take another name"
+        return ""
+
+    def host_conflict(self, name: str, ids: str) -> str:
+        """Return why a host may not speak for these clients under this name, which may be empty, as a sentence."""
+        ranges = parse_ids(ids)
+        for client_id, known in self._names.items():
+            if has_id(ranges, client_id):
+                return f"client {client_id} is the one named {known!r}: leave its id out of the ids of the host"
+            if name and (known == name or known.startswith(f"{name}.")):
+                return f"the name {known!r} belongs to client {client_id}: take another name for the host"
+        other = self._hosts.get(name, ranges)
+        if name and other != ranges and next(common_ids(other, ranges), None) is None:
+            return f"the name {name!r} belongs to the host of clients {_text(other)[:40]}: take another name"
+        return ""
+
+    def keep(self, name: str, client_id: int) -> None:
+        """Give a client this name, in place of another one of it, and the name this id.
+
+        Raises:
+            ValueError: there are :data:`MAX_NAMED_CLIENTS` names.
+        """
+        if self._ids.get(name) == client_id and self._names.get(client_id) == name:
+            return
+        self._names.pop(self._ids.pop(name, -1), None)
+        self._ids.pop(self._names.pop(client_id, ""), None)
+        if len(self._ids) >= MAX_NAMED_CLIENTS:
+            raise ValueError(f"{MAX_NAMED_CLIENTS:,} clients have names already")
+        self._ids[name], self._names[client_id] = client_id, name
+
+    def keep_host(self, name: str, ids: str) -> None:
+        """Give the clients of a host the name of the host."""
+        ranges = parse_ids(ids)
+        for other, theirs in list(self._hosts.items()):
+            if next(common_ids(theirs, ranges), None) is not None:
+                del self._hosts[other]
+        if name and len(self._hosts) < MAX_NAMED_CLIENTS:
+            self._hosts[name] = ranges
+
+    def lowest_free(self, among: Iterable[range], is_taken: Callable[[int], bool]) -> int | None:
+        """Return the lowest of these ids that is nobody's; None: there is none."""
+        free = (one for ids in among for one in ids if one not in self._names and not is_taken(one))
+        return next(free, None)
+
+    def rows(self, here: Iterable[int] | None = None) -> list[tuple[str, str]]:
+        """Return ids and name, of each client that has its own and of each host: as text, as in ``0`` or ``0-99``.
+
+        Args:
+            here: the ids that are wanted; None: all.
+        """
+        ranges = None if here is None else parse_ids(format_ids(here))
+        own = [(str(i), name) for i, name in sorted(self._names.copy().items()) if ranges is None or has_id(ranges, i)]
+        for name, ids in self._hosts.copy().items():
+            wanted = _text(ids) if ranges is None else format_ids(common_ids(ids, ranges))
+            own += [(wanted, f"{name}.{wanted}" if wanted.isdecimal() else name)] if wanted else []
+        return own
+
+    def state(self) -> list[Pair]:
+        """Return the pairs for a checkpoint. From any thread."""
+        return list(self._ids.copy().items())
+
+    def load_state(self, pairs: Iterable[Pair]) -> None:
+        """Restore what :meth:`state` gave. Hosts say their names again."""
+        self._ids.clear()
+        self._names.clear()
+        for name, client_id in pairs:
+            if name not in self._ids and client_id not in self._names:
+                self.keep(name, client_id)
+
+
+def json_rows(names: ClientNames) -> list[dict[str, str]]:
+    """Return all names as files have them: what :func:`names_of_rows` reads."""
+    return [{"clients": ids, "name": name} for ids, name in names.rows()]
+
+
+def label_of(client_id: int, names: Mapping[int, str]) -> str:
+    """Return id and name for people, as :meth:`ClientNames.label`."""
+    name = names.get(client_id)
+    return f"{client_id} ({name})" if name else str(client_id)
+
+
+def _text(ranges: Iterable[range]) -> str:
+    return ",".join(str(one.start) if len(one) == 1 else f"{one.start}-{one.stop - 1}" for one in ranges)
+
+
+def names_of_rows(rows: Iterable[Any], most: int) -> Mapping[int, str]:
+    """Return names by id from what a file has of :meth:`ClientNames.rows`, at most so many; what is wrong is left out.
+
+    Args:
+        rows: objects with ``clients``, ids as text, and ``name``.
+    """
+    found: dict[int, str] = {}
+    for row in rows:
+        try:
+            name, ranges = check_name(row["name"]), parse_ids(row["clients"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        is_one = len(ranges) == 1 and len(ranges[0]) == 1
+        for client_id in (one for ids in ranges for one in ids):
+            if len(found) >= most:
+                return found
+            found.setdefault(client_id, name if is_one else f"{name}.{client_id}")
+    return found

@@ -1,0 +1,193 @@
+"""Who sends a Hello: names, ids, and both, with and without nodes that prove who they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradbus.actors.federated.client import Client, checked_id
+from gradbus.actors.federated.client_names import ClientNames, names_of_rows
+from gradbus.actors.federated.naming import ClientNaming, NamedSender
+from gradbus.runtime.dds.access_policy import AccessPolicy, ClientNode
+from gradbus.runtime.errors import ConfigError, FrameError
+from gradbus.runtime.wire import control
+from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.frames import UNASSIGNED
+from gradbus.runtime.wire.messages import Identity
+
+HELLO = Hello(PROTOCOL, 10, 20, False, 0, "idle", -1, -1, "host (process 7)", -1)
+START_S = 100.0
+
+
+class Scene:
+    """A controller's names, with clients that are here without one."""
+
+    def __init__(self, *, num_clients: int | None = None, node: ClientNode | None = None) -> None:
+        self.names = ClientNames()
+        self.here: set[int] = set()
+        self.node = node
+        self.naming = ClientNaming(
+            self.names, num_clients=num_clients, is_taken=lambda one: one in self.here,
+            node_of=lambda client_id, incarnation: self.node, assigns_from_s=START_S,
+        )  # fmt: skip
+        self._incarnation = 0
+
+    def hello(self, client_id: int = UNASSIGNED, *, now_s: float = START_S, **said: Any) -> NamedSender:
+        self._incarnation += 1
+        sender, hello = Identity(client_id, self._incarnation), dataclasses.replace(HELLO, **said)
+        found = self.naming.resolve(sender, hello, now_s)
+        if not found.refusal and not found.waits:
+            self.naming.keep(sender, hello, found)
+        return found
+
+
+def test_a_name_gets_the_lowest_free_id_and_keeps_it() -> None:
+    scene = Scene()
+    scene.here = {0, 2}
+    assert [scene.hello(name=name).client_id for name in ("b", "a", "c")] == [1, 3, 4]
+    scene.here.clear()  # clients with ids of their own have left
+    assert [scene.hello(name=name).client_id for name in ("c", "b", "d")] == [4, 1, 0]
+    restarted = Scene()
+    restarted.names.load_state(scene.names.state())
+    assert [restarted.hello(name=name, now_s=0.0).client_id for name in ("a", "b", "c", "d")] == [3, 1, 4, 0]
+
+
+def test_a_new_name_waits_until_clients_of_an_earlier_controller_have_said_their_ids() -> None:
+    scene = Scene()
+    assert scene.hello(name="new", now_s=START_S - 0.1).waits
+    assert scene.hello(0, name="old", now_s=START_S - 0.1) == NamedSender(0, "old")
+    assert scene.hello(name="new").client_id == 1
+
+
+def test_more_names_than_ids_are_refused_with_the_names_that_have_them() -> None:
+    scene = Scene(num_clients=2)
+    assert [scene.hello(name=name).client_id for name in ("a", "b")] == [0, 1]
+    why = scene.hello(name="c").refusal
+    assert "the run has 2 ids for clients with names (federated.clients.num" in why
+    assert "the named ones are a, b: start it with its earlier name" in why
+    assert scene.hello(name="a").client_id == 0
+
+
+def test_an_id_and_a_name_belong_together_and_neither_goes_with_another() -> None:
+    scene = Scene()
+    assert scene.hello(5, name="a") == NamedSender(5, "a")
+    assert scene.hello(name="a") == NamedSender(5, "a")
+    assert "belongs to client 5: leave the id 6 out" in scene.hello(6, name="a").refusal
+    assert "client 5 is the one named 'a'" in scene.hello(5, name="b").refusal
+    assert "client 5 is the one named 'a': start it with that name" in scene.hello(5).refusal
+    assert scene.hello(6) == NamedSender(6)
+    assert scene.hello(6, name="b") == NamedSender(6, "b")  # an id gets a name later
+
+
+def test_a_client_with_neither_is_refused() -> None:
+    assert "neither an id nor a name" in Scene().hello().refusal
+
+
+def test_a_host_names_its_range_and_takes_no_id_of_a_named_client() -> None:
+    scene = Scene()
+    assert scene.hello(name="a").client_id == 0
+    assert "client 0 is the one named 'a'" in scene.hello(1 << 31, ids="0-9", name="lab").refusal
+    assert not scene.hello(1 << 31 | 1, ids="1-9", name="lab").refusal
+    assert [scene.names.name_of(one) for one in (0, 1, 9, 10)] == ["a", "lab.1", "lab.9", ""]
+    assert scene.names.label(9) == "9 (lab.9)"
+    assert "belongs to the host 'lab'" in scene.hello(20, name="lab.20").refusal
+    assert "belongs to the host of clients 1-9" in scene.hello(1 << 31 | 30, ids="30-39", name="lab").refusal
+    assert not scene.hello(1 << 31 | 1, ids="1-9", name="lab").refusal  # the next start of it
+    assert scene.names.rows() == [("0", "a"), ("1-9", "lab")]
+    assert scene.names.rows([0, 7]) == [("0", "a"), ("7", "lab.7")]
+    rows = [{"clients": ids, "name": name} for ids, name in scene.names.rows()]
+    assert names_of_rows(rows, 1000) == {i: scene.names.name_of(i) for i in range(10)}
+
+
+ONE, SEVERAL = ClientNode("robot", ((3, 3),)), ClientNode("robot", ((4, 6), (9, 9)))
+
+
+@pytest.mark.parametrize(
+    ("node", "sender", "name", "found"),
+    [
+        (ONE, 3, "", (3, "robot")),
+        (ONE, 3, "robot", (3, "robot")),
+        (ONE, UNASSIGNED, "", (3, "robot")),
+        (ONE, UNASSIGNED, "robot.arm", (3, "robot.arm")),
+        (SEVERAL, 5, "", (5, "robot.5")),
+        (SEVERAL, 5, "robot", (5, "robot.5")),
+        (SEVERAL, 5, "robot.arm", (5, "robot.arm")),
+        (SEVERAL, UNASSIGNED, "robot.9", (9, "robot.9")),
+        (SEVERAL, UNASSIGNED, "robot.arm", (4, "robot.arm")),
+    ],
+)
+def test_with_identity_the_allow_list_names_a_client(
+    node: ClientNode, sender: int, name: str, found: tuple[int, str]
+) -> None:
+    assert Scene(node=node).hello(sender, name=name, now_s=0.0) == NamedSender(*found)
+
+
+@pytest.mark.parametrize(
+    ("node", "sender", "name", "words"),
+    [
+        (ONE, 3, "arm", "it calls itself 'arm', and its key is that of robot"),
+        (ONE, UNASSIGNED, "robot2", "begins with 'robot.'"),
+        (SEVERAL, 5, "robot.9", "says client 9, and its id is 5"),
+        (SEVERAL, UNASSIGNED, "", "as in robot.4"),
+        (SEVERAL, UNASSIGNED, "robot", "may have several clients"),
+        (ClientNode("", ()), UNASSIGNED, "", "no ids of clients"),
+    ],
+)
+def test_with_identity_other_names_are_refused(node: ClientNode, sender: int, name: str, words: str) -> None:
+    assert words in Scene(node=node).hello(sender, name=name).refusal
+
+
+def test_names_that_nodes_give_their_clients_are_kept_and_follow_the_allow_list() -> None:
+    scene = Scene(node=SEVERAL)
+    assert scene.hello(name="robot.arm").client_id == 4
+    assert scene.hello(name="robot.leg").client_id == 5
+    assert scene.hello(name="robot.arm").client_id == 4
+    assert scene.hello(4) == NamedSender(4, "robot.arm")
+    assert "belongs to client 4" in scene.hello(6, name="robot.arm").refusal
+    assert [scene.hello(name=f"robot.{x}").client_id for x in "ab"] == [6, 9]
+    assert "all ids that the allow list gives robot are taken" in scene.hello(name="robot.c").refusal
+    scene.node = ClientNode("cart", ((4, 4),))
+    assert scene.hello(4) == NamedSender(4, "cart")
+    assert scene.names.id_of("robot.arm") is None
+
+
+@pytest.mark.parametrize("name", ["-a", ".a", "a b", "a\n", "\x1b[2J", "x" * 65, "\u00e4", "a/b"])
+def test_a_name_from_the_wire_that_is_none_never_becomes_a_message(name: str) -> None:
+    body = control.encode(HELLO).replace(b"\xa4name\xa0", b"\xa4name" + packed(name))
+    with pytest.raises(FrameError, match="name"):
+        control.decode(body)
+
+
+def packed(text: str) -> bytes:
+    import msgpack
+
+    return bytes(msgpack.packb(text))
+
+
+def test_names_of_files_are_bounded_and_what_is_none_is_left_out() -> None:
+    rows: list[Any] = [{"clients": "0", "name": "a"}, {"clients": "1", "name": "\x1b"}, 7, {"name": "b"},
+                       {"clients": "x", "name": "c"}, {"clients": "5-2147483646", "name": "lab"}]  # fmt: skip
+    assert names_of_rows(rows, 3) == {0: "a", 5: "lab.5", 6: "lab.6"}
+
+
+def test_integers_of_numpy_are_ids_and_texts_are_named() -> None:
+    assert (checked_id(np.int64(0)), type(checked_id(np.int64(3)))) == (0, int)
+    for wrong in (-1, 1 << 31):
+        with pytest.raises(ValueError, match="2\\^31 - 2"):
+            checked_id(wrong)
+    with pytest.raises(TypeError, match="client_id is a number, got 'site-1': a name is given as name='site-1'"):
+        checked_id("site-1")
+    with pytest.raises(TypeError, match="client_id is an integer, got float"):
+        checked_id(0.0)
+
+
+def test_a_client_without_id_and_name_or_with_a_name_that_is_none_cannot_be_made() -> None:
+    bus: Any = SimpleNamespace(access_policy=AccessPolicy())
+    with pytest.raises(TypeError, match="needs client_id= or name="):
+        Client(bus, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected 1 to 64 of"):
+        Client(bus, None, name="a b")  # type: ignore[arg-type]
