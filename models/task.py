@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -19,17 +19,34 @@ class TrainResult:
         loss: mean over all samples of all epochs while training; None where there is none, not finite where training
             has diverged.
         metrics: more numbers of this training by name, at most 32; those that are not finite are left out.
+        parts: what the update is made of, in place of the trained model: see :meth:`packets`. None: of that.
     """
 
     num_samples: int
     loss: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    parts: Iterable[bytes | tuple[bytes, int]] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def nothing(cls) -> TrainResult:
         """The outcome of a client that has nothing to train in this round, as without data: it sits the round out, and
         sends no update."""
         return cls(0, None)
+
+    @classmethod
+    def packets(
+        cls, packets: Iterable[bytes | tuple[bytes, int]], *, num_samples: int = 0, loss: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> TrainResult:  # fmt: skip
+        """The outcome of a training whose update comes in packets, which are added element by element.
+
+        Args:
+            packets: each a message of any codec (``gradbus.codecs``) of the whole model vector, or such a message and
+                the number of samples so far; of these that of the last packet counts. They are taken one by one, and
+                sent while the next is made: it may well be a generator that trains an epoch, and yields.
+            num_samples: of the update, where the packets come without such. loss, metrics: as above.
+        """
+        return cls(num_samples, loss, metrics or {}, packets)
 
 
 @dataclass(frozen=True, slots=True)

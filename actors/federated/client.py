@@ -28,6 +28,7 @@ from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.id_request import request_id
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.local_training import Allowed, LocalTraining, NothingToTrain, RoundInputs, reason_of
+from gradbus.actors.federated.packets_out import PacketRoute, PacketSender
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import SAT_OUT
 from gradbus.actors.federated.session import (
@@ -67,6 +68,8 @@ from gradbus.runtime.wire.control import (
     MaskShares,
     MaskSurvivors,
     ModelAvailable,
+    PacketRequest,
+    PacketsMissing,
     Receipt,
     Refused,
     RoundTerms,
@@ -150,6 +153,7 @@ class Client:
         self._status = ClientStatus()
         self._transfers = itertools.count(1)  # numbers of uploads
         self._shape = Shape(0, 0, 0)  # of what the present run exchanges
+        self._route: Callable[[], PacketRoute] | None = None  # opens the way for packets of the training
         self._take_identity(Identity(UNASSIGNED if self.client_id == NO_ID else self.client_id, new_incarnation()))
         self._rounds = self._refused = 0
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
@@ -168,6 +172,8 @@ class Client:
         self._compute = ComputeThread(f"client-{shown}")
         self._probe = Probe(f"client-{shown}", self._config.history.dir)
         self._sender = UpdateSender(self._bus, identity, self._probe)
+        self._early_packets = UpdateSender(self._bus, identity, self._probe)
+        self._packets = PacketSender(self._early_packets, self._sender, self._transfers, self._probe)
         self._masking = ClientMasking(self._bus, identity, least_members=self._config.least_members)
         self._early_failures = EarlyFailures(self._bus, identity, self._config)
         self._waiting = WaitLog(log, self._bus.reach, **self._facts)
@@ -187,7 +193,12 @@ class Client:
     def summary(self) -> ClientSummary:
         """Return what it did so far."""
         train_s = self._training.train_s if hasattr(self, "_training") else 0.0
-        return ClientSummary(self._rounds, self._refused, self._sender.bytes_up, train_s)
+        return ClientSummary(self._rounds, self._refused, self._uploaded_bytes, train_s)
+
+    @property
+    def _uploaded_bytes(self) -> int:
+        """Bytes of updates that it has sent so far."""
+        return self._sender.bytes_up + self._early_packets.bytes_up
 
     def _build(self) -> None:
         """Build the model, off the loop: the Hello says what it is."""
@@ -393,6 +404,7 @@ class Client:
     def _interrupt_sending(self) -> None:
         """Have the sender check whether its update, sent or waiting for masks, is still wanted."""
         self._sender.interrupt()
+        self._early_packets.interrupt()
         self._masking.interrupt()
 
     def _check_terms(self, welcome: Welcome) -> None:
@@ -424,8 +436,8 @@ class Client:
             case Status() if session != current.incarnation and current.welcome is not None:
                 current.welcome = None  # another start of the controller: be welcomed anew
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
-            case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
-                self._sender.on_answer(body, group)
+            case _ if isinstance(body, (*ANSWERS, PacketsMissing)) and (body.to, body.incarnation) == me:
+                self._on_answer(body, group)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
                 self._take_terms(body, group)
             case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
@@ -443,6 +455,13 @@ class Client:
                 raise self._ended_by_failure(body)
             case _:
                 pass
+
+    def _on_answer(self, body: Any, group: TaskGroup) -> None:
+        """The controller has answered about an update, or a packet of one."""
+        if isinstance(body, PacketsMissing):
+            self._packets.on_missing(body)
+        elif not self._sender.on_answer(body, group):
+            self._early_packets.on_answer(body, group)
 
     def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
         current = self._session
@@ -510,7 +529,7 @@ class Client:
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
             buffers=self._models.replica.buffers, terms=self._session.terms, commanded_s=self._session.commanded_s,
-            spent=self._masking.turn_to(welcome.run_id, command.round_id),
+            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route,
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
 
@@ -564,10 +583,13 @@ class Client:
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         current, round_id, session = self._session, command.round_id, self._session.incarnation
         failure: Exception | None = None
-        began_s, sent_before = time.monotonic(), self._sender.bytes_up
+        began_s, sent_before = time.monotonic(), self._uploaded_bytes
         self._status.set("training")
         # It goes out as training starts: a later one may come late, as training may hold the interpreter.
         group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
+        self._route = partial(
+            self._packets.begin, asyncio.get_running_loop(), group, partial(self._context.is_same_session, session)
+        )
         try:
             update = await self._make_update(welcome, command, base)
         except Exception as error:
@@ -577,7 +599,10 @@ class Client:
             self._status.set("idle")
         # Training that was called off may have ended half way: its result is not used, also where the same command has
         # been repeated meanwhile, as by a restarted controller.
-        if session != current.incarnation or current.superseded(command) or self._is_called_off():
+        is_called_off = session != current.incarnation or current.superseded(command) or self._is_called_off()
+        if is_called_off or failure is not None:
+            await self._packets.stop()
+        if is_called_off:
             log.info("training given up", round=round_id, newer=current.command.round_id if current.command else None)
             return
         if failure is not None:
@@ -598,7 +623,7 @@ class Client:
             log.info(
                 "round done", **self._facts, round=round_id, samples=request.num_samples,
                 loss=round(request.loss, 6) if math.isfinite(request.loss) else None,
-                seconds=round(time.monotonic() - began_s, 3), bytes=self._sender.bytes_up - sent_before,
+                seconds=round(time.monotonic() - began_s, 3), bytes=self._uploaded_bytes - sent_before,
             )  # fmt: skip
         else:
             self._refused += 1
@@ -617,7 +642,9 @@ class Client:
         """
         current, session = self._session, self._session.incarnation
         if not welcome.masked:
-            receipt = await self._sender.deliver(update, check=lambda: self._context.is_same_session(session))
+            in_packets = isinstance(update.request, PacketRequest)
+            deliver = self._packets.deliver if in_packets else self._sender.deliver
+            receipt = await deliver(update, check=lambda: self._context.is_same_session(session))
             return None if receipt is None else (update, receipt)
 
         def is_wanted() -> bool:

@@ -90,6 +90,15 @@ def steps_argument(task: Any, steps: int) -> dict[str, int]:
     return {"steps": steps}
 
 
+def takes_round(task: Any) -> bool:
+    """Whether ``task.train`` has an argument ``round``. One that takes any keyword is not meant: it may hand them on to
+    a function that does not."""
+    try:
+        return "round" in inspect.signature(task.train).parameters
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return False
+
+
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a keyword argument of this name."""
     try:

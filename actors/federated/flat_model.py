@@ -310,6 +310,10 @@ class FlatModel:
             if part is None or part.start <= place.start < part.stop or place.start == place.stop
         ]
 
+    def layers(self) -> dict[str, slice]:
+        """The place of each exchanged tensor in the vector, by its name; tied weights share one."""
+        return {name: place for name, place in self._places.items() if place.stop <= self.dim}
+
     def parameters(self) -> list[tuple[nn.Parameter, slice]]:
         """Exchanged parameters that are trained, each once, whatever its names, with its place in the vector."""
         state = {id(one): (one, place) for one, place in self._tensors(self._exchanged)}

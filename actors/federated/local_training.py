@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,13 @@ from gradbus.actors.aggregation import updates
 from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.chosen_codecs import codec_of, section_codec_of
-from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options, split_terms, steps_argument
+from gradbus.actors.federated.client_optimizer import (
+    optimizer_argument,
+    split_options,
+    split_terms,
+    steps_argument,
+    takes_round,
+)
 from gradbus.actors.federated.client_state import (
     OWN_MODEL,
     PERSONAL,
@@ -29,6 +36,7 @@ from gradbus.actors.federated.client_state import (
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.kept_optimizer import KeptOptimizer
 from gradbus.actors.federated.local_evaluation import as_floats, described, sendable
+from gradbus.actors.federated.packets_out import PacketRoute, RoundPackets
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL, SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.rules.base import ClientRule, PersonalTraining, RoundEnd, RoundStart, make_rule
 from gradbus.actors.federated.sharing import Sharing
@@ -100,6 +108,7 @@ class RoundInputs:
         commanded_s: when the command came, by ``time.perf_counter``.
         spent: with secure aggregation: rounds whose sum may be known, with this client's update in it, and the terms on
             which it was masked.
+        route: opens the way by which packets of the update leave while it is trained; None: they are added here.
     """
 
     welcome: Welcome
@@ -110,6 +119,7 @@ class RoundInputs:
     terms: RoundTerms | None = None
     commanded_s: float = 0.0
     spent: Mapping[int, Hashable] = field(default_factory=dict)
+    route: Callable[[], PacketRoute] | None = None
 
     def options(self) -> dict[str, object]:
         """Options of the rule and of the optimizer in this round."""
@@ -215,12 +225,7 @@ class LocalTraining:
         inputs = inputs.for_client(self._identity.sender)
         identity, welcome, command, base = self._identity, inputs.welcome, inputs.command, inputs.base
         self._probe.reached("before_training", command.round_id)
-        self.arrange(welcome)
-        if welcome.frozen and self._model.frozen != welcome.frozen:
-            raise RuntimeError(
-                "the frozen parameters are not those of the controller: an earlier training has changed the module, "
-                "which was built again. They come with the next round"
-            )
+        self._arrange_to_train(welcome)
         self._kept.start_run(welcome.run_id, self._model.dim)
         privacy = privacy_of(welcome.options)  # what comes with a round does not change it
         sent, terms = split_terms(without_privacy(inputs.options()))
@@ -232,9 +237,15 @@ class LocalTraining:
         options, chosen = split_options(sent)
         rule = make_rule(welcome.rule, options, allowed=self._allowed.rule)
         training = _Training(inputs, rule, chosen, terms, should_stop)
+        key = FrameKey(
+            Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
+        )  # fmt: skip
+        in_one_piece = welcome.masked or privacy is not None or bool(rule.sections or self._model.buffers)
         own = self._train_own(training, rule.personal(), kept)
         self._begin(inputs, kept)
-        outcome, optimizer_state = self._run(training, kept)
+        outcome, packets, optimizer_state = self._run(
+            training, kept, partial(self._open_packets, inputs, key, in_one_piece)
+        )
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
         self._check_trained(outcome, training)
@@ -242,13 +253,13 @@ class LocalTraining:
         codec = codec_of(welcome, terms, allowed=self._allowed.codecs)
         self._feeds_back = welcome.masked and not codec.lossless
         residual_before = self._residual_before(inputs, kept)
-        change, facts = None, _finite(end.metrics)
+        change, facts = None if packets is None else _change_of(packets), _finite(end.metrics)
         num_samples, loss, num_steps = int(outcome.num_samples), outcome.loss, rule.steps
         if privacy is not None:
-            change, noted = self._protected(privacy, inputs, end)
+            change, noted = self._protected(privacy, inputs, end, change)
             facts |= noted
         facts = _announced(self._task, outcome, others=len(facts)) | facts
-        encoded, residual, change = self._encode(codec, base, residual_before, change)
+        encoded, residual, change = self._encode(codec, base, residual_before, change, packets)
         update_norm = self._update_norm = l2_norm(change)
         self._check(encoded, codec, base, num_samples, update_norm, residual_before)
         if privacy is not None and privacy.is_local:  # none of these has noise
@@ -256,9 +267,6 @@ class LocalTraining:
         section_codec = section_codec_of(welcome, allowed=self._allowed.codecs)
         sections, residuals = self._encode_sections(end.sections, section_codec, kept)
         payload, buffers = updates.join([(updates.MODEL, encoded), *sections]), self._changed_buffers()
-        key = FrameKey(
-            Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
-        )  # fmt: skip
         encoded_s = time.perf_counter()
         request = UploadRequest(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer,
@@ -274,18 +282,45 @@ class LocalTraining:
         update = EncodedUpdate(key, request, payload, state, buffers=buffers)
         # One that is to be masked stays in this process alone until it is.
         self._shared_memory = bool(self._memory.here) and self._memory.here == welcome.memory
+        if packets is not None and packets.leaves:
+            return self._last_packet(packets, update)
         return update if welcome.masked else self._offered(update)
+
+    def _last_packet(self, packets: RoundPackets, whole: EncodedUpdate) -> EncodedUpdate:
+        """The packet that completes an update, which counts as ``whole``."""
+        last = packets.last(whole)
+        self._note_offered(replace(last.request, total_bytes=len(whole.payload)), whole.payload)
+        return last
+
+    def _arrange_to_train(self, welcome: Welcome) -> None:
+        """Arrange the module. Raises RuntimeError: its frozen parameters have to come first."""
+        self.arrange(welcome)
+        if welcome.frozen and self._model.frozen != welcome.frozen:
+            raise RuntimeError(
+                "the frozen parameters are not those of the controller: an earlier training has changed the module, "
+                "which was built again. They come with the next round"
+            )
+
+    def _open_packets(self, inputs: RoundInputs, key: FrameKey, in_one_piece: bool) -> RoundPackets:
+        """No packet yet. They leave by themselves, unless something has to be done with the whole update before."""
+        route = None if in_one_piece or inputs.route is None else inputs.route()
+        own = (type(codec_of(inputs.welcome, allowed=self._allowed.codecs)),)
+        return RoundPackets(inputs.base, self._model.layers, self._model.read, key, route, own)
+
+    def _note_offered(self, request: UploadRequest, payload: bytes | memoryview) -> None:
+        """Note in the journal what the controller is to count, just before it is offered."""
+        self._probe.note(
+            "offered", run=f"{request.run_id:016x}", round=request.round_id, transfer=request.transfer,
+            bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
+        )  # fmt: skip
+        self._probe.reached("after_training_before_offer", request.round_id)
 
     def _offered(self, update: EncodedUpdate) -> EncodedUpdate:
         """The update as it is offered to the controller: where that reads this process's memory, from there."""
         request = update.request
         sealed = self._memory.put(update.payload, update.buffers) if self._shared_memory else None
         payload = sealed.payload if sealed is not None else update.whole
-        self._probe.note(
-            "offered", run=f"{request.run_id:016x}", round=request.round_id, transfer=request.transfer,
-            bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
-        )  # fmt: skip
-        self._probe.reached("after_training_before_offer", request.round_id)
+        self._note_offered(request, payload)
         if sealed is not None:  # from now on it is in one place only, also for frames
             request = replace(request, memory=sealed.place)
         return replace(update, request=request, payload=payload, buffers=b"", sealed=sealed)
@@ -367,15 +402,20 @@ class LocalTraining:
         return layout.pack(layout.changes(self._buffers_before, self._model.read_buffers())) if layout else b""
 
     def _run(
-        self, training: _Training, kept: Mapping[str, Tensor], optimizer_part: str = _OF_OPTIMIZER
-    ) -> tuple[TrainOutcome, dict[str, Tensor]]:
-        """Train the module as it is, by the task and with the rule. Returns what the task does, and the state of an
-        optimizer that is kept, by its names there, which begin with ``optimizer_part``."""
+        self, training: _Training, kept: Mapping[str, Tensor], open_packets: Callable[[], RoundPackets],
+        optimizer_part: str = _OF_OPTIMIZER,
+    ) -> tuple[TrainOutcome, RoundPackets | None, dict[str, Tensor]]:  # fmt: skip
+        """Train the module as it is, by the task and with the rule. Returns what the task does, its packets, None: it
+        has made none, and the state of an optimizer that is kept, by its names there, which begin with
+        ``optimizer_part``."""
         command, rule, inputs = training.inputs.command, training.rule, training.inputs
         made, optimizer = optimizer_argument(self._task, training.chosen, command.lr), None
         if training.terms.get("keep_optimizer") and made:
             optimizer = made["make_optimizer"] = KeptOptimizer(made["make_optimizer"], part_of(kept, optimizer_part))
-        own = {**made, **steps_argument(self._task, training.steps)}
+        own: dict[str, Any] = {**made, **steps_argument(self._task, training.steps)}
+        packets: RoundPackets | None = None
+        if takes_round(self._task):
+            packets = own["round"] = open_packets()
         begin = RoundStart(
             round_id=command.round_id, lr=command.lr, model=self._model.module, base=inputs.base,
             parameters=self._model.parameters(), broadcast=inputs.broadcast, local_loss=self._local_loss,
@@ -387,8 +427,13 @@ class LocalTraining:
                 lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=training.should_stop,
                 **own,
             )  # fmt: skip
+            if packets is None and getattr(outcome, "parts", None) is not None:
+                packets = open_packets()
+            if packets is not None:
+                outcome = packets.take(outcome, training.should_stop)
             self._check_result(outcome)  # before the rule misses the steps of a training that there was not
-        return outcome, {} if optimizer is None else _named(optimizer_part, optimizer.state())
+        packets = packets if packets is not None and packets.count else None
+        return outcome, packets, {} if optimizer is None else _named(optimizer_part, optimizer.state())
 
     def _check_result(self, outcome: TrainOutcome) -> None:
         """Raises WrongResult: the task has returned no result of a training, or a module whose tensors cannot be
@@ -429,9 +474,11 @@ class LocalTraining:
             self._model.write_own(before)
         # As a plain round, with nothing behind the model and no state: these are of the rule that keeps this one.
         inputs = replace(training.inputs, command=command, broadcast=torch.empty(0, dtype=torch.float32))
-        outcome, optimizer_state = self._run(
-            replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE), _OF_OWN_OPTIMIZER
-        )
+        key = FrameKey(Kind.UPDATE, 0, command.round_id, 0, 0)
+        outcome, _, optimizer_state = self._run(
+            replace(training, inputs=inputs, rule=how.rule), _without(kept, _OF_RULE),
+            partial(self._open_packets, inputs, key, True), _OF_OWN_OPTIMIZER,
+        )  # fmt: skip
         self._model.check_frozen()
         try:
             self._check_loss(outcome.loss)
@@ -503,10 +550,12 @@ class LocalTraining:
             ) from None
 
     @torch.no_grad()
-    def _protected(self, privacy: ClientPrivacy, inputs: RoundInputs, end: RoundEnd) -> tuple[Tensor, dict[str, float]]:
+    def _protected(
+        self, privacy: ClientPrivacy, inputs: RoundInputs, end: RoundEnd, change: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
         """What training has changed, clipped and with noise, and the metrics to announce. A round that is done again
-        gives what it has given before, which tells no more than once. Raises ConfigError: the rule sends more than the
-        model, which would have no noise."""
+        gives what it has given before, which tells no more than once. ``change``: in place of the trained model.
+        Raises ConfigError: the rule sends more than the model, which would have no noise."""
         if privacy.is_local and end.sections:
             raise ConfigError(
                 f"the training rule {inputs.welcome.rule} sends {', '.join(end.sections)} without noise: with local "
@@ -515,17 +564,26 @@ class LocalTraining:
         round_id = inputs.command.round_id
         if privacy.is_local and (released := self._kept.released(round_id)) is not None:
             return released, {}
-        change, facts = privacy.protected(self._model.read() - inputs.base, inputs.broadcast)
+        change = self._model.read() - inputs.base if change is None else change
+        change, facts = privacy.protected(change, inputs.broadcast)
         if privacy.is_local and bool(torch.isfinite(change).all()):  # else nothing leaves
             self._kept.release(round_id, change)
         return change, facts
 
     @torch.no_grad()
     def _encode(
-        self, codec: Codec, base: Tensor, residual: Tensor | None, change: Tensor | None
+        self,
+        codec: Codec,
+        base: Tensor,
+        residual: Tensor | None,
+        change: Tensor | None,
+        packets: RoundPackets | None,
     ) -> tuple[bytes | memoryview, Tensor | None, Tensor]:
         """The update's bytes, with a lossy codec the residual, and what training has changed. ``change``: in place of
-        that."""
+        that. Of an update that leaves in ``packets``: their sum, and the residual as it was, as their codecs are the
+        task's."""
+        if change is not None and packets is not None and packets.leaves:
+            return packets.sum(), residual, change
         try:
             if change is None and isinstance(codec, Fp32) and codec.version > 1 and not self._feeds_back:
                 message, change = codec.difference(self._model.read(), base)
@@ -600,6 +658,14 @@ class LocalTraining:
     def close(self) -> None:
         """Let another process use the directory of the state."""
         self._kept.close()
+
+
+def _change_of(packets: RoundPackets) -> Tensor | None:
+    """What the packets come to; None: there are none. Raises NonFiniteResult: their sum is not finite."""
+    try:
+        return packets.change()
+    except NonFiniteError as error:
+        raise NonFiniteResult(NON_FINITE_MODEL, f"the sum of the packets is not finite: {error}") from None
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from gradbus.actors.federated.participation import Quarantine
 from gradbus.actors.federated.rounds import STALE, Round
 from gradbus.actors.federated.uploads import RequestedUpload
 from gradbus.codecs import CodecError, NonFiniteError
-from gradbus.runtime.wire.control import UploadRequest
+from gradbus.runtime.wire.control import PacketRequest, UploadRequest
 
 MAX_STEPS = 0xFFFF_FFFF
 _NO_STRIKE = {CountedTwice: "counted twice", BaseGone: STALE, NoRoom: "no room"}
@@ -74,12 +74,12 @@ class UpdateAdmission:
             text = f"{request.steps} steps on {request.num_samples} samples: at most {self.steps_per_sample} for each"
             asked = f"{request.steps} steps, which is not what was asked for"
             return UpdateRefusal("steps", text if self.steps_per_sample else asked, True)
-        if not 0 < request.total_bytes <= self._max_bytes:
+        if not 0 < request.total_bytes <= self._max_bytes and not isinstance(request, PacketRequest):
             text = f"{request.total_bytes} bytes, at most {self._max_bytes} with this codec and model"
             return UpdateRefusal("oversized", text, True)
         return None
 
-    def has_room(self, request: UploadRequest, granted: Iterable[UploadRequest]) -> bool:
-        """Whether an update may be granted beside the granted ones."""
-        in_flight = sum(other.total_bytes for other in granted)
+    def has_room(self, request: UploadRequest, granted: Iterable[UploadRequest], kept_bytes: int = 0) -> bool:
+        """Whether an update may be granted beside the granted ones. ``kept_bytes``: of packets that are here."""
+        in_flight = kept_bytes + sum(other.total_bytes for other in granted)
         return not in_flight or in_flight + request.total_bytes <= self.budget_bytes

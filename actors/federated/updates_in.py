@@ -6,6 +6,9 @@ clients may lie, it is held until the bounds of the round are known: see ``held_
 
 The update of a client of this machine may lie in frozen shared memory. It needs no grant, no copy and nothing of the
 budget: it is added from there. Where it cannot be read, it is granted and sent like all others.
+
+An update may come in packets (``packets_in.py``), each of which is requested and granted by itself. When all are here
+they are added to one vector, which counts as any other update does: as weights or a difference, within all limits.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch import Tensor
 from gradbus.actors.aggregation.bounded_strategy import BoundedStrategy
 from gradbus.actors.aggregation.bounds import Norms
 from gradbus.actors.aggregation.merged_buffers import BufferLayout, BufferMerge
+from gradbus.actors.aggregation.packet_sum import sum_packets
 from gradbus.actors.aggregation.partial_sum import CountedTwice, PartialSum
 from gradbus.actors.aggregation.partial_sum import parse as parse_sum
 from gradbus.actors.aggregation.strategies import Strategy
@@ -33,6 +37,7 @@ from gradbus.actors.aggregation.updates import parse as parse_update
 from gradbus.actors.federated.asynchronous import Bases
 from gradbus.actors.federated.held_updates import HeldUpdates, Settling
 from gradbus.actors.federated.masked_attempt import MaskedAttempt
+from gradbus.actors.federated.packets_in import PacketCollector
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import RoundTiming
 from gradbus.actors.federated.rounds import REPEATED, SURPLUS, Round, RoundTotals
@@ -47,7 +52,7 @@ from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.journal import update_name
-from gradbus.runtime.wire.control import Body, UploadRequest
+from gradbus.runtime.wire.control import Body, PacketRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey
 from gradbus.runtime.wire.messages import ClientUpdate
 
@@ -72,18 +77,19 @@ class _IncomingUpdate(IncomingUpload):
     Attributes:
         adding: it is being read, decoded and added. crc32: of its payload, where the journal needs it later.
         is_measured: its norms are known.
-        buffers: that it came with.
+        buffers: that it came with. packets: payloads of all its packets, where it came in such, until they are added.
     """
 
     adding: bool = False
     is_measured: bool = False
     crc32: int = 0
     buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    packets: Sequence[memoryview] = ()
 
     @property
     def is_complete(self) -> bool:
         """Whether all of it is here, and will count or be refused in a moment."""
-        return self.adding or self.payload is not None
+        return self.adding or self.payload is not None or bool(self.packets)
 
 
 class _MaskedUpdate(NamedTuple):
@@ -134,6 +140,7 @@ class UpdateReceiver:
         self._to_begin: tuple[int, Tensor] | None = None  # a round that the strategy has not begun yet, and its base
         self._requests: dict[int, RequestedUpload] = {}  # by client, in order of arrival
         self._transfers: dict[FrameKey, _IncomingUpdate] = {}
+        self._packets: PacketCollector | None = None  # made with the first packet
         self._complete: deque[_IncomingUpdate] = deque()
         self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
         self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
@@ -169,6 +176,8 @@ class UpdateReceiver:
             self._to_begin = round_.round_id, base
         self._work.set()
         self._round = round_
+        if self._packets is not None:
+            self._packets.keep(lambda round_id: 0 <= round_.staleness(round_id) <= self._admission.max_staleness)
         if self.bases is None:
             self._requests.clear()
 
@@ -185,6 +194,7 @@ class UpdateReceiver:
         self._round = None
         if self.bases is None:
             self._requests.clear()
+            self._packets = None
             for key in list(self._transfers):
                 self._drop(key)
         async with self._folding:
@@ -193,7 +203,7 @@ class UpdateReceiver:
     async def on_request(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
         """A client requests an upload."""
         update = RequestedUpload(client_id, incarnation, request)
-        if self._counted.get(client_id) == update.key:  # the receipt was lost
+        if self._counted.get(client_id) == update.whole_key:  # the receipt was lost
             await self._send_receipt(update)
             return
         if self.masked is not None and self._is_put_off(self.masked, update):
@@ -201,23 +211,43 @@ class UpdateReceiver:
         if self._round is None and self.bases is not None:
             self._waiting[client_id] = update
             return
-        refusal = self._admission.refusal(update, self._round) or self._masked_refusal(update)
+        refusal = (
+            self._admission.refusal(update, self._round) or self._masked_refusal(update) or self._packet_refusal(update)
+        )
         if refusal is not None:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
-        granted = self._transfers.get(update.key)  # of a repeated request, mostly
-        if granted is None:
-            granted = next((t for t in self._transfers.values() if t.source.client_id == client_id), None)
-        if granted is not None and granted.is_complete:
+        granted = self._granted_to(update)
+        if any(transfer.is_complete for transfer in granted):
             return  # only then another one may come
-        self.timing.offered(client_id, incarnation, request)
-        if granted is not None and not granted.source.repeats(update):
-            self._drop(granted.key)  # its client trained again: only the newest update counts
-            granted = None
-        if granted is None:
+        if self._packets is not None and await self._is_answered(self._packets, update):
+            return
+        if update.is_announced:
+            self.timing.offered(client_id, incarnation, request)
+        for transfer in granted:
+            if not transfer.source.goes_with(update):
+                self._drop(transfer.key)  # its client trained again: only the newest update counts
+        if not any(transfer.source.repeats(update) for transfer in granted):
             self._take_in(update)
             await self._settle()
         await self._grant_more()
+
+    def _granted_to(self, update: RequestedUpload) -> list[_IncomingUpdate]:
+        """The uploads of the same client that are on their way: of a repeated request mostly itself."""
+        same = self._transfers.get(update.key)
+        if same is not None and not isinstance(update.request, PacketRequest):
+            return [same]
+        return [one for one in self._transfers.values() if one.source.client_id == update.client_id]
+
+    async def _is_answered(self, packets: PacketCollector, update: RequestedUpload) -> bool:
+        """Whether packets that are here leave nothing to do for this request."""
+        if packets.is_outdated(update):
+            return True
+        packets.follow(update)
+        if packets.has(update):
+            await self._answer_packet(packets, update)
+            return True
+        return False
 
     def _is_put_off(self, masked: MaskedAttempt, update: RequestedUpload) -> bool:
         """Whether the answer to a request has to wait, with secure aggregation: it is repeated."""
@@ -238,6 +268,20 @@ class UpdateReceiver:
         if not self.masked.takes(update.client_id):
             return UpdateRefusal("unexpected", f"the attempt goes on without client {update.client_id}")
         return None
+
+    def _packet_refusal(self, update: RequestedUpload) -> UpdateRefusal | None:
+        """The reason why an update is refused because of this packet; None: there is none, or it is no packet."""
+        if not isinstance(update.request, PacketRequest):
+            return None
+        if self.masked is not None or self._context.config.clients.kind == "sites" or self.buffers.layout:
+            text = "this run takes masked updates, sums of sites, or updates with merged buffers, each in one piece"
+            return UpdateRefusal("packets", text, True)
+        if self._packets is None:
+            self._packets = PacketCollector(self._dim)
+        if self._packets.is_outdated(update) or not (fault := self._packets.fault(update)):
+            return None
+        self._packets.forget(update.client_id, update.incarnation)
+        return UpdateRefusal("packets", fault, True)
 
     async def settle_masked(self, partial: PartialSum | None, refusal: str = "") -> None:
         """End an attempt with secure aggregation: with its sum all of its updates count; None: it has failed.
@@ -281,6 +325,7 @@ class UpdateReceiver:
         announced = {
             update.key: facts_of(update.client_id, update.request, update.request.num_samples)
             for update in (*here, *self._requests.values())
+            if update.is_announced
         }
         match self._held.settle(round_, announced, now_s):
             case Settling.ALONE:
@@ -321,11 +366,38 @@ class UpdateReceiver:
             return
         if complete is not None:
             self.timing.note(complete.source.client_id, "received")
+            if isinstance(complete.request, PacketRequest):
+                await self._on_packet(complete)
+                return
             self._complete.append(complete)
             self._work.set()
 
+    async def _on_packet(self, transfer: _IncomingUpdate) -> None:
+        """A packet is here: its update is complete, or its client is told so."""
+        update, payload = transfer.source, transfer.payload
+        assert payload is not None
+        self._transfers.pop(transfer.key, None)
+        if (refusal := self._packet_refusal(update)) is not None:  # of packets that came meanwhile
+            await self._reject(update, refusal)
+            return
+        assert self._packets is not None, "made with the refusal"
+        whole = self._packets.add(update, payload)
+        if whole is not None:
+            self._begin(whole.source).packets = whole.packets
+            self._complete.append(self._transfers[whole.source.key])
+            self._work.set()
+        if whole is None or not update.is_announced:
+            await self._answer_packet(self._packets, update)
+        await self._grant_more()
+
+    async def _answer_packet(self, packets: PacketCollector, update: RequestedUpload) -> None:
+        """Tell a client that a packet is here, and with the last one which others are not."""
+        await self._send(packets.missing(update) or update.receipt())
+
     def forget(self, client_id: int, incarnation: int) -> None:
         """Drop the incomplete update of a client that is gone."""
+        if self._packets is not None and self._packets.forget(client_id, incarnation):
+            self.dropped["cut short"] += 1
         if client_id in self._waiting and self._waiting[client_id].incarnation == incarnation:
             del self._waiting[client_id]
         offered = self._requests.get(client_id)
@@ -465,7 +537,7 @@ class UpdateReceiver:
             if self.masked is not None:
                 self._masked_updates[update.client_id] = _MaskedUpdate(update, weight, transfer.crc32, transfer.buffers)
             else:
-                self._counted[update.client_id] = update.key
+                self._counted[update.client_id] = update.whole_key
                 receipts.create_task(self._send_receipt(update), name="receipt")
         finally:
             self._transfers.pop(transfer.key, None)
@@ -496,6 +568,9 @@ class UpdateReceiver:
 
     def _payload(self, transfer: _IncomingUpdate) -> memoryview:
         """The bytes of a complete update."""
+        if transfer.packets:
+            transfer.payload = sum_packets(transfer.packets, dim=self._dim, own=self.own_codecs)
+            transfer.packets = ()
         if transfer.payload is None:
             transfer.payload = read(transfer.request.memory, transfer.request.total_bytes)
         return transfer.payload
@@ -559,14 +634,28 @@ class UpdateReceiver:
         """Grant requests in order of arrival while the budget lasts."""
         # Evaluated anew after each grant: while it is sent, requests come and go.
         while (update := self._next_request()) is not None:
-            on_their_way = (other.request for other in self._transfers.values() if not other.in_memory)
-            if not self._admission.has_room(update.request, on_their_way):
+            if not self._has_room(update):
                 if self._give_up_one():
                     continue
-                return
+                if (update := self._oldest_in_packets()) is None:
+                    return
             del self._requests[update.client_id]
             self.timing.note(update.client_id, "granted")
             await self._uploads.grant(self._begin(update))
+
+    def _has_room(self, update: RequestedUpload) -> bool:
+        """Whether an update may be granted beside what is on its way, and the packets that are here."""
+        on_their_way = (other.request for other in self._transfers.values() if not other.in_memory)
+        kept_bytes = 0 if self._packets is None else self._packets.num_bytes
+        return self._admission.has_room(update.request, on_their_way, kept_bytes)
+
+    def _oldest_in_packets(self) -> RequestedUpload | None:
+        """The request of the update that has begun first of those in packets, if none of its packets is on its way.
+        There is always room for it: else those of several clients could wait for each other."""
+        oldest = None if self._packets is None else self._packets.oldest
+        if oldest is None or any(other.source.client_id == oldest for other in self._transfers.values()):
+            return None
+        return self._requests.get(oldest)
 
     def _next_request(self) -> RequestedUpload | None:
         """The request to grant next, in order of arrival; while updates are measured, of those that have not been."""
@@ -579,7 +668,10 @@ class UpdateReceiver:
         """Forget the bytes of an update that has been measured, to make room for another one: it is requested again."""
         if not self._held.must_measure:
             return False
-        measured = (one for one in self._complete if one.is_measured and not (one.in_memory or one.adding))
+        measured = (
+            one for one in self._complete
+            if one.is_measured and not (one.in_memory or one.adding or isinstance(one.request, PacketRequest))
+        )  # fmt: skip
         if (given_up := next(measured, None)) is None:
             return False
         self._drop(given_up.key)

@@ -108,11 +108,11 @@ class UpdateSender:
     def _begin(self, update: EncodedUpdate) -> None:
         self._update, self._receipt, self._has_sent, self.phase = update, None, False, "offering"
 
-    def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> None:
-        """The controller has answered; tasks that send belong to ``group``."""
+    def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> bool:
+        """The controller has answered; tasks that send belong to ``group``. Returns whether it is about the update."""
         update = self._update
         if update is None or body.transfer != update.key.transfer or body.round_id != update.key.round_id:
-            return
+            return False
         match body:
             case Receipt():
                 self._receipt = body
@@ -121,6 +121,12 @@ class UpdateSender:
                 self._start(update, None, group)
             case RetransmitRequest():
                 self._start(update, body.seqs, group)
+        return True
+
+    def is_sending(self, round_id: int, transfer: int) -> bool:
+        """Whether this is the update that it sends."""
+        key = None if self._update is None else self._update.key
+        return key is not None and (key.round_id, key.transfer) == (round_id, transfer)
 
     def interrupt(self) -> None:
         """Check at once whether the update is still wanted."""

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire.assembler import Assembler, Verdict
-from gradbus.runtime.wire.control import Body, Grant, Receipt, RetransmitRequest, UploadRequest
+from gradbus.runtime.wire.control import Body, Grant, PacketRequest, Receipt, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate
 
@@ -42,10 +42,26 @@ class RequestedUpload(NamedTuple):
             Kind.UPDATE, request.run_id, request.round_id, self.client_id, self.incarnation, request.transfer
         )  # fmt: skip
 
+    @property
+    def whole_key(self) -> FrameKey:
+        """The key by which the whole update is known: that of its first packet; of one that is no packet, its own."""
+        request = self.request
+        return self.key._replace(transfer=request.update) if isinstance(request, PacketRequest) else self.key
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the request has the figures of the training: those of a packet before the last do not count."""
+        request = self.request
+        return request.last if isinstance(request, PacketRequest) else True
+
     def repeats(self, other: RequestedUpload) -> bool:
         """Whether the other is a repeated request. The figures of training, which may be NaN, are not compared."""
         names = ("run_id", "round_id", "transfer", "total_bytes", "num_samples", "memory")
         return self.key == other.key and all(getattr(self.request, n) == getattr(other.request, n) for n in names)
+
+    def goes_with(self, other: RequestedUpload) -> bool:
+        """Whether both may be on their way: as one request, or as two packets of one update."""
+        return self.repeats(other) or (self.whole_key == other.whole_key and self.key != other.key)
 
     def receipt(self, refusal: str = "") -> Receipt:
         """The answer that ends it. ``refusal``: the reason why it does not count; empty: it does."""

@@ -149,7 +149,7 @@ def place_of(
         ConfigError: options that do not fit together, or a name or a partition that there is not.
     """
     from gradbus.actors.flower.protocol import NodePlace
-    from gradbus.runtime.security.identity.key import check_name
+    from gradbus.runtime.names import check_name
 
     if (partition is None) != (of is None):
         given, missing = ("--partition", "--of") if of is None else ("--of", "--partition")

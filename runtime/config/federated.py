@@ -358,8 +358,9 @@ class LimitSettings(Settings):
     """Whom the run trusts. `cooperative`: the arithmetic of the papers, with what clients announce. `adversarial`: the
     weight of an update and its norms are bounded by `cap_times_median` times what is typical, under every strategy."""
     receive_budget_bytes: Annotated[int, Field(ge=1)] = 64 << 20
-    """Bytes of updates that may be on their way to the controller at one time; one update is always let in. Updates in
-    shared memory do not count: they are read in place, one at a time."""
+    """Bytes of updates that may be on their way to the controller at one time, with the packets that are here of those
+    that are not complete; one update is always let in. Updates in shared memory do not count: they are read in place,
+    one at a time."""
     max_samples: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
     """Largest number of samples that an update may claim. One that claims more is refused."""
     cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None

@@ -20,8 +20,8 @@ PLACES = {
         "after_aggregate_before_commit", "after_commit_before_publish", "after_publish",
     ),
     "client": (
-        "before_training", "after_training_before_offer", "after_offer", "after_grant_before_upload",
-        "after_receipt_before_residual", "after_residual",
+        "before_training", "between_packets", "after_training_before_offer", "after_offer",
+        "after_grant_before_upload", "after_receipt_before_residual", "after_residual",
     ),
     "rank": ("before_step", "after_send", "after_step", "before_save", "after_save"),
 }  # fmt: skip

@@ -295,6 +295,21 @@ class UploadRequest:
     attempt: U32 = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class PacketRequest(UploadRequest):
+    """Client to controller: a packet of an update is ready to be sent. The update counts when all of its packets are
+    in, and none of them before. ``num_samples``, ``loss`` and the other figures of the training hold in the last one.
+
+    Attributes:
+        update: the transfer of its first packet, by which all of them belong together.
+        packet: its number among them, from 1. last: there is none after it.
+    """
+
+    update: U32
+    packet: Annotated[int, Field(ge=1, le=MAX_SEQS)]
+    last: bool
+
+
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Grant:
     """Controller to one client: permission to send that update now."""
@@ -307,7 +322,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Receipt:
-    """Controller to one client: whether that update counts. Without a receipt, it does not."""
+    """Controller to one client: whether that update counts. Without a receipt, it does not. Of a packet that is not the
+    last one: whether it is here; not ``accepted``, the whole update is refused."""
 
     to: U32
     incarnation: U64
@@ -327,6 +343,21 @@ class RetransmitRequest:
     round_id: Round
     transfer: U32
     seqs: Seqs
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class PacketsMissing:
+    """Controller to one client: the last packet of an update is here, these are not, or not any more.
+
+    Attributes:
+        transfer: of the last packet. packets: numbers of those that are missing, ascending.
+    """
+
+    to: U32
+    incarnation: U64
+    round_id: Round
+    transfer: U32
+    packets: Annotated[list[Annotated[int, Field(ge=1, le=MAX_SEQS)]], Field(min_length=1, max_length=MAX_SEQS)]
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -670,7 +701,8 @@ class GroupView:
 
 
 Body = (
-    Hello | Welcome | RoundTerms | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest
+    Hello | Welcome | RoundTerms | Refused | Status | UploadRequest | PacketRequest | Grant | Receipt
+    | RetransmitRequest | PacketsMissing
     | MaskRoster | MaskShares | MaskSurvivors | MaskAnswer | ModelAvailable | ModelRequest | TrainingFailure
     | EvaluationRequest | EvaluationResult | LocalModelRequest | Leave | RunEnded | Closing | GroupHello | GroupLeave
     | RankStatus | GroupView

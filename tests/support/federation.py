@@ -175,7 +175,8 @@ class Federation(AbstractContextManager["Federation"]):
         path}: in that round it trains until the path exists, or until it is called off. ``die_after_offer``: when it
         has offered an update. ``refuse_memory``, ``fail_at``, ``faults``: as of the controller. ``read_delay_s``:
         models in memory are read so much later. ``train_s``: how long training takes, ``gil_s``: and how long it holds
-        the interpreter then. ``jump``: the clock jumps by ``seconds`` in ``round``."""
+        the interpreter then. ``packets``: its update comes in so many. ``jump``: the clock jumps by ``seconds`` in
+        ``round``."""
         spec["client"] = {"history": {"dir": str(self.history)}, **spec.get("client", {})}
         return self._start(prefix, {"role": "client", "client_id": client_id, **spec})
 

@@ -32,6 +32,7 @@ if __name__ == "__main__":  # this folder is for the import of helpers only
 import torch
 
 import gradbus
+from gradbus import codecs
 from gradbus.actors import Client, Controller, Site
 from gradbus.actors.federated import controller as controller_module
 from gradbus.actors.federated import global_model as shared_model_reader
@@ -142,13 +143,24 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
             result = super().train(model, **arguments)
             return dataclasses.replace(result, loss=float("nan")) if spec.get("nan_loss_in") == round_id else result
 
+    class PacketTask(Task):
+        """Sends what it has trained in packets of all kinds, which come to a sum that client and round decide."""
+
+        def train(self, model: Any, *, round: Any, **arguments: Any) -> Any:
+            result = super().train(model, **arguments)
+            share = (round.vector() - round.base) / spec["packets"]
+            for number in range(spec["packets"]):
+                name = ("fp32", "q8", "s4", "sq8")[number % 4]
+                round.send(codecs.get(name, version=2).encode(share * (1 + number)), num_samples=1)
+            return result
+
     config = gradbus.ClientConfig(**spec.get("client", {}))
     network = gradbus.NetworkConfig(**spec["network"])
     place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
     async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
         if "die_after_bytes" in spec:
             bus._sender.sent_bytes = _Deadly(spec["die_after_bytes"])  # noqa: SLF001 - in the middle of an update
-        task = Task(spec["dim"], delta="seeded")
+        task = (PacketTask if spec.get("packets") else Task)(spec["dim"], delta="seeded")
         client = Client(bus, task, client_id=spec["client_id"], name=spec.get("name", ""), config=config)
         say({"event": "started"})
         try:

@@ -137,6 +137,8 @@ def _control_seeds() -> list[bytes]:
         control.Refused(0, 1, "no"),
         control.Status(1, 2, "training", 3, 4),
         control.UploadRequest(1, 2, 3, 4, 5, 0.5, 0.1, 0.2, "m/b/1 2 3 00", 0.1, 1.0, 2.0),
+        control.PacketRequest(1, 2, 3, 4, 5, 0.5, 0.1, 0.2, update=3, packet=2, last=True),
+        control.PacketsMissing(0, 1, 2, 3, [4, 5]),
         control.RetransmitRequest(0, 1, 2, 3, [4, 5]),
         control.MaskRoster(1, 2, 3, 4, 5, bytes(200)),
         control.MaskShares(0, 1, 2, 3, 4, [0, 5], bytes(82)),

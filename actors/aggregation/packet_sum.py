@@ -1,0 +1,62 @@
+"""The sum of the packets of one update: what several packets of a client in one round come to.
+
+A packet is a message of any codec and version, recognised by its first bytes, of the whole vector: of a layer alone the
+other elements are 0, or not named where it is sparse. The decoded vectors are added element by element, in float32 and
+in the order of their numbers, so that the sum has the same bits in whatever order they came.
+
+It is a difference only if every packet is one; with weights among them it is weights. In version 1 a message says so by
+its format: ``s4`` and ``sq8`` are differences, ``fp32`` and ``q8`` weights. In version 2 it has a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradbus import codecs
+from gradbus.codecs import Codec, CodecError
+from gradbus.codecs.fp32 import MAGIC_V2
+from gradbus.codecs.wire import V2_HEADER, Payload, pack_header
+
+MAX_PACKETS = 256  # of one update
+_SPARSE_BYTES, _HEAD_BYTES = 8, 4096  # of one element with its index; of all else in a message
+
+
+def max_packet_bytes(dim: int) -> int:
+    """Length of the longest packet: a sparse message of all ``dim`` elements with raw indices."""
+    return _SPARSE_BYTES * dim + _HEAD_BYTES
+
+
+def max_update_bytes(dim: int) -> int:
+    """Length of all packets of one update together, at most: that of 16 models in float32."""
+    return 16 * (4 * dim + _HEAD_BYTES)
+
+
+def sum_packets(packets: Sequence[Payload], *, dim: int, own: Sequence[type[Codec]] = ()) -> memoryview:
+    """Add the vectors of all packets, in this order.
+
+    Args:
+        packets: at least one, by their numbers. dim: elements of the model.
+        own: codecs that are not built in, in which packets may be.
+
+    Returns:
+        The sum as a message of ``fp32``, version 2. It may hold values that are not finite, where it has overflowed.
+
+    Raises:
+        CodecError: a packet cannot be decoded; the text says which.
+    """
+    message = bytearray(V2_HEADER.size + 4 * dim)
+    total = torch.frombuffer(message, dtype=torch.float32, offset=V2_HEADER.size)
+    part = torch.empty_like(total) if len(packets) > 1 else total
+    is_delta = True
+    for number, packet in enumerate(packets, start=1):
+        try:
+            decoded = codecs.decode(packet, expected_dim=dim, out=total if number == 1 else part, own=own)
+        except CodecError as error:
+            raise type(error)(f"packet {number} of {len(packets)}: {error}") from None
+        is_delta &= decoded.is_delta
+        if number > 1:
+            total += part
+    message[: V2_HEADER.size] = pack_header(MAGIC_V2, is_delta=is_delta, dim=dim)
+    return memoryview(message)
