@@ -149,7 +149,7 @@ def load_client_app(app: FlowerApp) -> ClientApp:
     return load_component(app, app.client, ClientApp)
 
 
-class NodeConfig(dict[str, Value]):
+class AppNodeConfig(dict[str, Value]):
     """The config of a node for its app. A key that is not there is a KeyError that says where it is set."""
 
     def __missing__(self, key: object) -> Value:
@@ -165,7 +165,7 @@ def make_context(
     node_id = SUPERLINK_NODE_ID if place is None else NODE_ID_BASE + place.number
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 0
     return Context(
-        run_id=run_id, node_id=node_id, node_config=NodeConfig(node_config or {}), state=RecordDict(),
+        run_id=run_id, node_id=node_id, node_config=AppNodeConfig(node_config or {}), state=RecordDict(),
         run_config=app.run_config(overrides),
     )  # fmt: skip
 
