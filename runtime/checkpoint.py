@@ -315,7 +315,7 @@ class CheckpointStore:
 
     def has_documents(self, prefix: str) -> bool:
         """Whether there are any whose names begin so."""
-        return any(path.name.startswith(prefix) for path in self.directory.glob("*.json"))
+        return bool(names_inside(self.place.root, f"{prefix}*.json", below=self.place.below, most=1 << 62))
 
     def remove_document(self, name: str) -> None:
         """Delete what :meth:`save_document` has written under this name."""

@@ -251,9 +251,12 @@ def _starts(path: Path) -> Iterator[_Start]:
         try:
             line = parse_json(text)
             if line["kind"] == "start":
+                following = _Start()
+                following.add(line)  # one that cannot be read ends nothing
                 yield start
-                start = _Start()
-            start.add(line)
+                start = following
+            else:
+                start.add(line)
         except (ValueError, KeyError, TypeError):
             bad += 1
             if bad > MAX_BAD_LINES:

@@ -468,7 +468,7 @@ def test_a_client_that_insists_sends_no_buffer(client: Any, rules: Any, words: s
 
 
 def test_a_client_sends_no_exact_buffer_in_a_run_with_noise_whatever_the_controller_says() -> None:
-    welcome = Welcome(0, 1, 7, 1, "fp32", 1.0, 1, 2, 1, 0.5, buffers={"**": "max"}, buffer_layout=1)
+    welcome = Welcome(0, 1, 7, 1, "fp32", "{}", 2, 0.5, buffers={"**": "max"}, buffer_layout=1)
     with pytest.raises(ConfigError, match="exact values of 'count', and its updates have noise: nothing is sent"):
         check_buffers_sent(specs_of(Counting()), welcome, is_private=True, insists_on_masks=False)
     none = replace(welcome, buffers={}, buffer_layout=0)

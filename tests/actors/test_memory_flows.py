@@ -46,7 +46,7 @@ def over_dds() -> list[int]:
         done = finish(federation.controller(rounds=3, clients__num=2), federation.client(0), federation.client(1))
     assert [one["shared"] for one in done] == [{}] * 3
     assert done[0]["received"][UP] > 6 * UPDATE
-    assert done[1]["received"][DOWN] > 4 * MODEL
+    assert done[1]["received"][DOWN] > 3 * MODEL  # the last one may be on its way when the run ends
     return weights(done[0])
 
 

@@ -22,6 +22,10 @@ def blocks(root: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
+def block_with(blocks: list[str], text: str) -> str:
+    return next(block for block in blocks if text in block)
+
+
 def run(block: str, folder: Path, name: str) -> dict[str, Any]:
     script = folder / "example.py"
     script.write_text(block, encoding="utf-8")
@@ -36,7 +40,7 @@ def test_the_first_example_runs_as_it_is(blocks: list[str], tmp_path: Path, caps
 
 
 def test_the_web_example_is_a_part_of_another_application(blocks: list[str], tmp_path: Path) -> None:
-    app = run(blocks[1], tmp_path, "example")["app"]
+    app = run(block_with(blocks, "aiohttp"), tmp_path, "example")["app"]
 
     async def scenario() -> dict[str, Any]:
         runner = web.AppRunner(app, shutdown_timeout=1.0)

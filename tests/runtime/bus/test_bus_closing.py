@@ -51,7 +51,9 @@ def threads_of_gradbus() -> list[str]:
     for thread in started:
         if thread.name == "gradbus-close":
             thread.join(5)
-    return [thread.name for thread in started if thread.is_alive() and thread.name.startswith("gradbus-")]
+    of_process = "gradbus-processes"  # one for all buses, which stays
+    names = [thread.name for thread in started if thread.is_alive() and thread.name != of_process]
+    return [name for name in names if name.startswith("gradbus-")]
 
 
 def threads_of_the_process() -> int:

@@ -76,7 +76,7 @@ def ran(program: str) -> list[str]:
     command = [sys.executable, "-c", (HELD_WRITE + program).replace("DOMAIN", str(DOMAIN))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
-    return done.stdout.splitlines()
+    return [*done.stderr.splitlines(), *done.stdout.splitlines()]
 
 
 @pytest.mark.slow

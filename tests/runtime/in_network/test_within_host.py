@@ -71,7 +71,7 @@ def test_sums_are_exact_and_one_rank_of_a_host_sends(place: dict[str, Any], run:
         found = [await sums.all_reduce(values(rank, step, numel)) for step in range(2)]
         assert sums.session is not None
         sends = sums.session.chain[-1] == rank
-        assert (sums.session.streams.sent_bytes > 8 * numel) == sends
+        assert (sums.session.streams.traffic.sent_bytes > 8 * numel) == sends
         return found
 
     for found in run(lambda: job(place, world, actors, asked, program)):
