@@ -48,7 +48,7 @@ TYPES = {
     "Annotated[bytes, Field(max_length=MAX_BINARY // 2)]": "binary",
     "Annotated[int, Field(ge=2, le=255)]": "integer",
     "Annotated[int, Field(ge=1, le=MAX_SEQS)]": "integer",
-    "Annotated[list[Annotated[int, Field(ge=1, le=MAX_SEQS)]], Field(min_length=1, max_length=MAX_SEQS)]": "seqs",
+    "Annotated[list[Annotated[int, Field(ge=1, le=MAX_SEQS)]], Field(min_length=1, max_length=MAX_SEQS)]": "list of integers",
     "Annotated[int, Field(ge=0, le=3)]": "integer",
     "bool": "bool",
     "float": "float",
