@@ -44,6 +44,8 @@ Lines = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_text)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Ranks = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
 Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
+Packet = Annotated[int, Field(ge=1, le=MAX_SEQS)]
+Packets = Annotated[list[Packet], Field(min_length=1, max_length=MAX_SEQS)]
 Incarnations = Annotated[list[U64], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 IdRanges = Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(checked_ids)]
@@ -306,7 +308,7 @@ class PacketRequest(UploadRequest):
     """
 
     update: U32
-    packet: Annotated[int, Field(ge=1, le=MAX_SEQS)]
+    packet: Packet
     last: bool
 
 
@@ -357,7 +359,7 @@ class PacketsMissing:
     incarnation: U64
     round_id: Round
     transfer: U32
-    packets: Annotated[list[Annotated[int, Field(ge=1, le=MAX_SEQS)]], Field(min_length=1, max_length=MAX_SEQS)]
+    packets: Packets
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
