@@ -36,7 +36,7 @@ class RoundOrder(ClientOrder):
     """
 
     clients: (
-        Annotated[tuple[Whole, ...], BeforeValidator(_ascending), Field(min_length=1, max_length=MAX_IN_ORDER)] | None
+        Annotated[tuple[Whole, ...], Field(min_length=1, max_length=MAX_IN_ORDER), BeforeValidator(_ascending)] | None
     ) = None
     each: Annotated[dict[Whole, ClientOrder], Field(max_length=MAX_IN_ORDER)] = Field(default={})
 

@@ -28,8 +28,8 @@ def whole_number(value: Any) -> Any:
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
-Whole = Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=0x7FFF_FFFF, strict=True)]
-AtLeastOne = Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=0x7FFF_FFFF, strict=True)]
+Whole = Annotated[int, Field(ge=0, le=0x7FFF_FFFF, strict=True), BeforeValidator(whole_number)]
+AtLeastOne = Annotated[int, Field(ge=1, le=0x7FFF_FFFF, strict=True), BeforeValidator(whole_number)]
 
 
 class ClientOrder(BaseModel):
