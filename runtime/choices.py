@@ -331,6 +331,13 @@ class LibraryChoices(Choices[T]):
         return whole
 
 
+def load_tables() -> None:
+    """Import what all settings may name. Else the first of each kind does so where it is used: on an event loop, too,
+    which waits for it."""
+    for one in _TABLES:
+        _ = one.table
+
+
 STRATEGIES: Choices[Any] = Choices(
     "gradbus.actors.aggregation", key="federated.strategy", what="aggregation strategy", default="fedavg"
 )
