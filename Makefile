@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian test-gpu setup-oldest nightly check lint format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations setup-flower setup-flower-simulation test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
-	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak lock clean distclean
+	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-loop bench-elastic bench-flower conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -322,6 +322,9 @@ bench-flower: $(STAMP)  ## rounds of Flower apps over the bus and with Flower's 
 # As of bench-compression: what was trained before is kept in runs/.
 bench-local: $(STAMP)  ## local steps: accuracy, loss and bytes beside synchronous training; utilisation of slow links
 	@$(PY) -m gradbus.experiments.bench local $(ARGS)
+
+bench-loop: $(STAMP)  ## how long a host's event loop stands while gradbus starts and trains, and a control loop beside training
+	@$(PY) -m gradbus.experiments.bench loop $(ARGS)
 
 bench-elastic: $(STAMP)  ## elastic runs under faults: deaths known, a storm, false deaths, what a commit costs
 	@$(PY) -m gradbus.experiments.bench elastic $(ARGS)

@@ -1,4 +1,4 @@
-"""How long gradbus holds the event loop of its host, from a cold start to the end of a run.
+"""How long gradbus holds the event loop of its host, and how punctual a control loop is beside training.
 
 ``make bench-loop``. Each host is a process that has just started, with a task on its loop that wants to run every
 millisecond (loop_host.py). Its peer is in the process of the benchmark, which has loaded everything.
@@ -14,16 +14,23 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from typing import Any
 
 import gradbus
 from gradbus.experiments.bench import loop_host
 from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.control_host import WAYS, ControlGaps
 from gradbus.experiments.bench.loop_host import HostGaps
 from gradbus.experiments.bench.processes import DOMAIN
 from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.bench.timing import in_turns
+from gradbus.experiments.examples.control_loop import control_run
 from gradbus.runtime.forks import die_with_parent
 
 LATE_MS = 50.0  # that a loop may be later than an idle one
+TIMES_LATER = 1.5  # that a control loop may be late with training, of the time without
+RECOMMENDED = "process"
+_ROUNDS = 1_000_000
 _HOST_S = 120.0
 _runs = itertools.count()
 
@@ -41,25 +48,15 @@ async def watch(role: str, *options: str, domain: int = DOMAIN) -> HostGaps:
         RuntimeError: the host has failed; its own text is on stderr. TimeoutError: it has not ended.
     """
     job = f"loop-{os.getpid()}-{next(_runs)}"
-    command = [sys.executable, "-m", "gradbus.experiments.bench.loop_host", role, "--job", job, "--domain", str(domain)]
     async with asyncio.timeout(_HOST_S), gradbus.connect(job, domain=domain) as bus:
         peer = asyncio.create_task(_PEERS[role](bus), name=f"peer of the {role}")
         try:
-            host = await asyncio.create_subprocess_exec(
-                *command, *options, stdout=asyncio.subprocess.PIPE, preexec_fn=die_with_parent()
-            )
-            try:
-                printed, _ = await host.communicate()
-            finally:
-                if host.returncode is None:
-                    host.kill()
-            if host.returncode:
-                raise RuntimeError(f"the host with a {role} ended with {host.returncode}: see above")
+            found = await _run(["loop_host", role, "--job", job, "--domain", str(domain), *options])
             await peer
         finally:
             peer.cancel()
             await asyncio.wait([peer])
-    return HostGaps(**json.loads(printed))
+    return HostGaps(**found)
 
 
 def measure_role(role: str, chosen: argparse.Namespace) -> Iterator[Measurement]:
@@ -84,15 +81,75 @@ def measure_role(role: str, chosen: argparse.Namespace) -> Iterator[Measurement]
     yield measurement(f"{role}: connect without it", "s", [host.starts_s for host in found[False]])
 
 
+async def watch_control(way: str, seconds: float, domain: int = DOMAIN) -> ControlGaps:
+    """Run one robot, measured without and with training, beside the controller of its run.
+
+    Raises:
+        RuntimeError: the robot has failed; its own text is on stderr. TimeoutError: it has not ended.
+    """
+    job = f"control-{os.getpid()}-{next(_runs)}"
+    controller = asyncio.create_task(control_run(job, 1, _ROUNDS, domain=domain), name="controller")
+    try:
+        async with asyncio.timeout(_HOST_S + 3 * seconds):
+            words = ["control_host", way, "--job", job, "--domain", str(domain), "--seconds", str(seconds)]
+            return ControlGaps(**await _run(words))
+    finally:
+        controller.cancel()
+        await asyncio.wait([controller])
+
+
+async def _run(words: list[str]) -> dict[str, Any]:
+    """Run a module of this folder in a fresh process, and return the JSON that it prints. Raises RuntimeError."""
+    program = [sys.executable, "-m", f"gradbus.experiments.bench.{words[0]}", *words[1:]]
+    host = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE, preexec_fn=die_with_parent())
+    try:
+        printed, _ = await host.communicate()
+    finally:
+        if host.returncode is None:
+            host.kill()
+    if host.returncode:
+        raise RuntimeError(f"{' '.join(words[:2])} ended with {host.returncode}: see above")
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+def measure_control(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    """Robots with each way to train beside a control loop, by turns."""
+    found: dict[str, list[ControlGaps]] = {way: [] for way in WAYS}
+    for way in in_turns(WAYS, chosen.robots):
+        found[way].append(asyncio.run(watch_control(way, chosen.seconds)))
+    for way, title in WAYS.items():
+        gaps = found[way]
+        (idle, idle_most), (training, most) = (
+            ([1e3 * one[0] for one in column], max(1e3 * one[1] for one in column))
+            for column in ([gap.idle_s for gap in gaps], [gap.training_s for gap in gaps])
+        )
+        rounds = sum(gap.rounds for gap in gaps) / (len(gaps) * chosen.seconds)
+        yield measurement(
+            f"{title}: p99 of how late a tick is", "ms", training, against=("without training", idle),
+            at_most=TIMES_LATER if way == RECOMMENDED else None,
+            note=f"most {most:.1f}, without training {idle_most:.1f} ms; {rounds:.1f} rounds/s",
+        )  # fmt: skip
+        yield measurement(
+            f"{title}: the same while it starts", "ms", [1e3 * gap.starting_s[0] for gap in gaps],
+            note=f"most {max(1e3 * gap.starting_s[1] for gap in gaps):.1f} ms",
+        )  # fmt: skip
+
+
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=20, help="of each kind [%(default)s]")
+    parser.add_argument("--robots", type=int, default=5, help="with a control loop, of each kind [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a control loop [%(default)s]")
 
 
 BENCHMARK = Benchmark(
     __doc__ or "",
     {
-        role: Part(partial(measure_role, role), f"The loop of a host: {role}, from a cold start to the end", 600)
-        for role in _PEERS
+        **{
+            role: Part(partial(measure_role, role), f"The loop of a host: {role}, from a cold start to the end", 600)
+            for role in _PEERS
+        },
+        "control": Part(measure_control, "A control loop of 10 ms beside training", 900),
     },
     _options,
 )

@@ -1,0 +1,142 @@
+"""A control loop that goes on beside federated training: its pace, what it shares, and the program as it is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from gradbus.experiments.examples import control_loop
+from gradbus.experiments.examples.control_loop import (
+    PERIOD_S,
+    SAMPLES,
+    WEIGHTS,
+    Control,
+    Friction,
+    Joint,
+    Pace,
+    Seat,
+    SharedMemory,
+    run_every,
+    training_beside,
+)
+
+
+class Clock:
+    """Time that passes by sleeping, and by what a tick takes."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def paced(monkeypatch: pytest.MonkeyPatch, takes_s: Sequence[float]) -> tuple[Pace, list[float]]:
+    """A loop whose ticks take so long; when each of them began."""
+    clock, begun, left = Clock(), list[float](), iter(takes_s)
+    monkeypatch.setattr(control_loop, "time", clock)
+
+    def tick() -> None:
+        begun.append(clock.now_s - 100.0)
+        clock.now_s += next(left, 0.0)
+
+    return run_every(0.01, 0.1, tick), begun
+
+
+def test_a_tick_that_takes_long_delays_only_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace, begun = paced(monkeypatch, [0.0, 0.0, 0.008])
+    assert begun == pytest.approx([0.01 * number for number in range(1, 11)])
+    assert pace.missed == 0
+    assert pace.late_s == pytest.approx([0.0] * 10, abs=1e-9)
+
+
+def test_ticks_whose_time_has_passed_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace, begun = paced(monkeypatch, [0.0, 0.035])
+    assert begun == pytest.approx([0.01, 0.02, 0.06, 0.07, 0.08, 0.09, 0.10])
+    assert pace.missed == 3
+
+
+def test_a_model_is_taken_once_and_not_while_it_is_written() -> None:
+    shared, weights = SharedMemory(), np.arange(WEIGHTS, dtype=np.float32)
+    known = np.zeros(WEIGHTS, np.float32)
+    assert shared.newest_model(known) is None
+    shared.publish_model(weights)
+    newest = shared.newest_model(known)
+    assert newest is not None
+    assert np.array_equal(newest, weights)
+    assert shared.newest_model(weights) is None
+    shared.model[7] = -1.0  # the next one has begun to be written
+    assert shared.newest_model(weights) is None
+
+
+def test_the_newest_samples_are_kept() -> None:
+    shared = SharedMemory()
+    assert shared.newest_samples().shape == (0, 2)
+    for number in range(SAMPLES + 3):
+        shared.note(number, -number)
+    samples = shared.newest_samples()
+    assert samples.shape == (SAMPLES, 2)
+    assert {int(one) for one in samples[:, 0]} == set(range(3, SAMPLES + 3))
+
+
+def test_the_torque_is_predicted_once_the_friction_was_learnt() -> None:
+    shared = SharedMemory()
+    control, task = Control(Joint(1), shared), Friction(shared)
+    model = task.build_model()
+    errors = []
+    for round_id in range(1, 5):
+        for _ in range(500):
+            control.tick()
+        errors.append(control.error)
+        task.train(
+            model, client_id=0, round_id=round_id, seed=1, epochs=5, lr=0.05, subset_size=0, should_stop=lambda: False
+        )
+    for _ in range(500):
+        control.tick()
+    assert control.models == 4
+    assert control.error < 0.1 * errors[0]
+
+
+@pytest.mark.slow
+def test_the_robot_learns_while_it_moves(domain: int) -> None:
+    words = [sys.executable, "-m", "gradbus.experiments.examples.control_loop", "--job", f"arms-{os.getpid()}"]
+    words += ["--domain", str(domain)]
+    with subprocess.Popen([*words, "--controller", "--rounds", "1000000"]) as controller:
+        try:
+            program = [*words, "--name", "robot-7", "--seconds", "20"]
+            robot = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+        finally:
+            controller.terminate()
+    found = re.fullmatch(
+        r"robot-7: (\d+) ticks, late by .* (\d+) models, error of the torque ([\d.]+)", robot.stdout.strip()
+    )
+    assert found, robot.stdout
+    assert int(found[1]) > 1000, "the training took the time of the control loop"
+    assert int(found[2]) >= 3
+    assert float(found[3]) < 0.5
+
+
+@pytest.mark.slow
+def test_the_control_loop_goes_on_when_the_training_dies(domain: int) -> None:
+    shared = SharedMemory()
+    control = Control(Joint(1), shared)
+    with training_beside(Seat(f"alone-{os.getpid()}", "robot-1", domain), shared) as child:
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join(30)
+        began_s = time.monotonic()
+        pace = run_every(PERIOD_S, 0.2, control.tick)
+        assert time.monotonic() - began_s < 30
+    assert len(pace.late_s) + pace.missed in (20, 21)  # by rounding
+    assert child.exitcode == -signal.SIGKILL
