@@ -36,13 +36,15 @@ class HostGaps:
     """What a host has measured of its event loop.
 
     Attributes:
-        idle_s: the longest delay while the loop had nothing to do. loop_s: from connect to the end of the run.
+        idle_s: the longest delay while the loop had nothing to do. loop_s: from connect to the end of the run. held_s:
+            the same without the time for which the loop's thread had no core, as other processes took it.
         starts_s: from connect until the actor runs. seconds: of the whole run. preload_s: of gradbus.preload.
         ticks: of the run; far fewer than its milliseconds where the loop stood.
     """
 
     idle_s: float
     loop_s: float
+    held_s: float
     starts_s: float
     seconds: float
     preload_s: float
@@ -105,14 +107,15 @@ ROLES: dict[str, Callable[[gradbus.Bus, Any, Path | None], Awaitable[None]]] = {
 async def _host(given: argparse.Namespace, folder: Path, stacks: TextIO | None) -> HostGaps:
     async with loop_gaps() as idle:
         await asyncio.sleep(IDLE_S)
-    async with loop_gaps(stacks=stacks, late_s=given.late_s) as gaps:
+    held_s: list[float] = []
+    async with loop_gaps(stacks=stacks, late_s=given.late_s, held_s=held_s) as gaps:
         began_s = time.perf_counter()
         async with gradbus.connect(given.job, domain=given.domain) as bus:
             task = await asyncio.to_thread(make_task)  # what a host imports for itself is not measured
             starts_s = time.perf_counter() - began_s
             await ROLES[given.role](bus, task, folder)
         seconds = time.perf_counter() - began_s
-    return HostGaps(max(idle), max(gaps), starts_s, seconds, 0.0, len(gaps))
+    return HostGaps(max(idle), max(gaps), max(held_s), starts_s, seconds, 0.0, len(gaps))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

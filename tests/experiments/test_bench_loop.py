@@ -34,7 +34,9 @@ def test_a_loop_that_is_held_is_seen_and_so_is_who_holds_it(tmp_path: Path) -> N
 
 def test_the_longest_delays_are_judged_over_those_of_the_idle_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def watch(role: str, *options: str) -> HostGaps:
-        return HostGaps(idle_s=0.01, loop_s=0.05 if options else 0.2, starts_s=2.0, seconds=5.0, preload_s=3.0, ticks=9)
+        return HostGaps(
+            idle_s=0.01, loop_s=0.05 if options else 0.2, held_s=0.04, starts_s=2.0, seconds=5.0, preload_s=3.0, ticks=9
+        )
 
     monkeypatch.setattr(loop, "watch", watch)
     figures = {one.name: one for one in loop.measure_role("client", argparse.Namespace(processes=3))}
