@@ -80,6 +80,7 @@ ELSEWHERE = {
     "tests/experiments/test_history.py": ("gradbus check *",),
     "tests/experiments/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
+    "tests/experiments/examples/test_control_loop.py": ("python -m gradbus.experiments.examples.control_loop *",),
     "tests/experiments/examples/test_integrations.py": (".venv-integrations/bin/torchrun *",),
     "tests/experiments/test_flows.py": ("make demo", "GRADBUS_FAIL_AT=*"),
     "tests/runtime/testing/test_faults.py": ("GRADBUS_BUS__FAULTS=*",),
