@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ _HOST_S = 120.0
 _WITHOUT_EVERY = 4
 _runs = itertools.count()
 
-_PEERS: dict[str, Callable[[gradbus.Bus], Awaitable[None]]] = {  # by the role of the host
+_PEERS: dict[str, Callable[[gradbus.Bus], Coroutine[Any, Any, None]]] = {  # by the role of the host
     "client": lambda bus: loop_host.be_controller(bus, loop_host.make_task(), None),
     "controller": lambda bus: loop_host.be_client(bus, loop_host.make_task(), None),
     "worker": lambda bus: loop_host.be_worker(bus, loop_host.make_task(), None, rank=0),

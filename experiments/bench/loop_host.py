@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -63,7 +63,8 @@ def make_task() -> ClassificationTask:
         generator = torch.Generator().manual_seed(7)
         images = torch.randn(2 * SAMPLES, 1, 28, 28, generator=generator)
         labels = torch.randint(10, (2 * SAMPLES,), generator=generator)
-        return models.DataSplit(*(models.Dataset("noise", images, labels) for _ in range(2)))
+        noise = models.Dataset("noise", images, labels)
+        return models.DataSplit(noise, noise)
 
     return models.ClassificationTask(models.mnist_cnn, data)
 
@@ -99,7 +100,7 @@ async def be_worker(bus: gradbus.Bus, task: Any, folder: Path | None, rank: int 
             pass
 
 
-ROLES: dict[str, Callable[[gradbus.Bus, Any, Path | None], Awaitable[None]]] = {
+ROLES: dict[str, Callable[[gradbus.Bus, Any, Path | None], Coroutine[Any, Any, None]]] = {
     "client": be_client, "controller": be_controller, "worker": be_worker
 }  # fmt: skip
 

@@ -198,7 +198,7 @@ class Friction:
         samples = torch.from_numpy(self._shared.newest_samples())
         if not len(samples):
             return TrainResult.nothing()
-        velocity, torque = samples.split(1, dim=1)
+        velocity, torque = samples[:, :1], samples[:, 1:]
         return local_sgd(
             model, torch.arange(len(samples)),
             lambda rows: torch.nn.functional.mse_loss(model(velocity[rows]), torque[rows]), client_id=client_id,
