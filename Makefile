@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian test-gpu setup-oldest nightly check lint format typecheck wheel smoke \
+.PHONY: help setup demo run-controller run-client run-ddp run-aggregator run-parameter-server report simulate doctor test test-again test-portable test-slice test-python test-oldest test-debian test-gpu setup-oldest nightly check lint docs format typecheck wheel smoke \
 	fuzz setup-fuzz setup-integrations setup-flower setup-flower-simulation test-flower bench bench-quick bench-renew bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-parameter-server bench-privacy bench-sealing bench-profile bench-pauses \
 	bench-aggregation bench-attacks bench-compression bench-ladder bench-local bench-elastic bench-flower conformance figures faults soak lock clean distclean
 
@@ -227,6 +227,11 @@ lint: $(STAMP)  ## formatting and lint alone
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 
+docs: $(STAMP)  ## write the pages that are made from the code anew: settings, what works together, public names
+	@$(BIN)/gradbus config reference --markdown >build/settings.md && mv build/settings.md docs/settings.md
+	@$(BIN)/gradbus matrix --markdown >build/matrix.md && mv build/matrix.md docs/matrix.md
+	@$(TOOL) public_names --write
+
 format: $(STAMP)  ## format the code, mend what lint can mend
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
@@ -239,7 +244,7 @@ typecheck: $(STAMP)  ## strict types
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
 		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* .
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m call_profile -m golden_runs -m nightly -m pauses -m torch_build
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m call_profile -m golden_runs -m nightly -m pauses -m public_names -m torch_build
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/
