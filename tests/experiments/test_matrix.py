@@ -74,7 +74,7 @@ def test_the_page_is_what_the_command_prints(root: Path, invoke: Any) -> None:
     shown = invoke("matrix", "--markdown")
     assert shown.code == 0
     assert shown.out == (root / "docs" / "matrix.md").read_text(encoding="utf-8"), (
-        "run: gradbus matrix --markdown > docs/matrix.md"
+        "run: make docs"
     )
 
 
