@@ -26,9 +26,11 @@ from gradbus.runtime.loop_thread import LoopThread
 
 MODELS = 2  # that have come when training counts as running
 STARTS_S = 60.0
+_REALTIME = 10
 
 WAYS = {
     "process": "training in a process of its own, nice 10",
+    "process-rt": "the same, and real-time control",
     "process-0": "training in a process of its own, nice 0",
     "thread": "training on a thread, nice 10",
     "thread-0": "training on a thread, nice 0",
@@ -89,6 +91,8 @@ def _measure(way: str, seat: Seat, seconds: float) -> ControlGaps:
     def run(seconds: float) -> Pace:
         return control_loop.run_every(PERIOD_S, seconds, control.tick)
 
+    if way == "process-rt":
+        control_loop.make_realtime(_REALTIME)
     idle = run(seconds)
     starting = Pace()
     with _training(way, seat, shared):

@@ -79,6 +79,15 @@ def run_every(period_s: float, seconds: float, tick: Callable[[], object]) -> Pa
     return pace
 
 
+def make_realtime(priority: int) -> None:
+    """Prefer this thread to all that are not real-time, as long as it needs a core; what it starts is as before.
+
+    Raises:
+        PermissionError: the system does not allow it; see ``ulimit -r``, or give the process CAP_SYS_NICE.
+    """
+    os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(priority))
+
+
 class Joint:
     """A joint with friction, simulated: what a robot would ask its motor driver."""
 
@@ -286,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="for which the robot moves (%(default)s)")
     parser.add_argument("--nice", type=int, default=NICE, help="of the training (%(default)s)")
     parser.add_argument("--cores", type=int, nargs="*", default=[], help="that the training may use; all")
+    parser.add_argument("--realtime", type=int, metavar="PRIORITY", help="of the control loop, 1 to 99, if allowed")
     parser.add_argument("--controller", action="store_true", help="be the controller of all robots")
     parser.add_argument("--robots", type=int, default=1, help="that the first round waits for (%(default)s)")
     parser.add_argument("--rounds", type=int, default=100, help="of the controller (%(default)s)")
@@ -297,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shared = SharedMemory()
     control = Control(Joint(zlib.crc32(given.name.encode())), shared)
     seat = Seat(given.job, given.name, given.domain, given.nice, frozenset(given.cores))
+    if given.realtime is not None:
+        make_realtime(given.realtime)
     with training_beside(seat, shared):
         pace = run_every(PERIOD_S, given.seconds, control.tick)
     print(f"{given.name}: {pace}; {control.models} models, error of the torque {control.error:.3f}")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from gradbus.experiments.examples.control_loop import (
     Pace,
     Seat,
     SharedMemory,
+    make_realtime,
     run_every,
     training_beside,
 )
@@ -106,6 +108,23 @@ def test_the_torque_is_predicted_once_the_friction_was_learnt() -> None:
         control.tick()
     assert control.models == 4
     assert control.error < 0.1 * errors[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="this system has no such policies")
+def test_a_control_thread_becomes_real_time_and_what_it_starts_does_not() -> None:
+    def policies() -> tuple[int, str]:
+        make_realtime(1)
+        own = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
+        program = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"]
+        return own, subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    with ThreadPoolExecutor(1) as thread:  # only this thread becomes so
+        try:
+            own, started = thread.submit(policies).result()
+        except PermissionError:
+            pytest.skip("real-time priorities are not allowed here")
+    assert own == os.SCHED_FIFO
+    assert int(started) == os.SCHED_OTHER
 
 
 @pytest.mark.slow
