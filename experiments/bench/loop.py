@@ -19,7 +19,7 @@ from typing import Any
 import gradbus
 from gradbus.experiments.bench import loop_host
 from gradbus.experiments.bench.command import Benchmark, Part
-from gradbus.experiments.bench.control_host import WAYS, ControlGaps
+from gradbus.experiments.bench.control_host import STARTS_S, WAYS, ControlGaps
 from gradbus.experiments.bench.loop_host import HostGaps
 from gradbus.experiments.bench.processes import DOMAIN
 from gradbus.experiments.bench.results import Measurement, measurement
@@ -98,7 +98,7 @@ async def watch_control(way: str, seconds: float, domain: int = DOMAIN) -> Contr
     job = f"control-{os.getpid()}-{next(_runs)}"
     controller = asyncio.create_task(control_run(job, 1, _ROUNDS, domain=domain), name="controller")
     try:
-        async with asyncio.timeout(_HOST_S + 3 * seconds):
+        async with asyncio.timeout(_HOST_S + STARTS_S + 3 * seconds):
             words = ["control_host", way, "--job", job, "--domain", str(domain), "--seconds", str(seconds)]
             return ControlGaps(**await _run(words))
     finally:
@@ -123,11 +123,11 @@ async def _run(words: list[str]) -> dict[str, Any]:
 
 def measure_control(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Robots with each way to train beside a control loop, by turns."""
-    found: dict[str, list[ControlGaps]] = {way: [] for way in WAYS}
-    for way in in_turns(WAYS, chosen.robots):
+    found: dict[str, list[ControlGaps]] = {way: [] for way in chosen.way or WAYS}
+    for way in in_turns(found, chosen.robots):
         found[way].append(asyncio.run(watch_control(way, chosen.seconds)))
-    for way, title in WAYS.items():
-        gaps = found[way]
+    for way, gaps in found.items():
+        title = WAYS[way]
         (idle, idle_most), (training, most) = (
             ([1e3 * one[0] for one in column], max(1e3 * one[1] for one in column))
             for column in ([gap.idle_s for gap in gaps], [gap.training_s for gap in gaps])
@@ -147,6 +147,7 @@ def measure_control(chosen: argparse.Namespace) -> Iterator[Measurement]:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=20, help="with preload() [%(default)s]")
     parser.add_argument("--robots", type=int, default=5, help="with a control loop, of each kind [%(default)s]")
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="to train beside a control loop; all")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a control loop [%(default)s]")
 
 

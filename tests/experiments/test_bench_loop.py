@@ -51,7 +51,7 @@ def test_a_control_loop_is_judged_by_its_99th_percentile_without_training(monkey
         return ControlGaps((0.001, 0.002), (0.003, 0.004), (0.0014, 0.005), rounds=20)
 
     monkeypatch.setattr(loop, "watch_control", watch)
-    figures = list(loop.measure_control(argparse.Namespace(robots=2, seconds=10.0)))
+    figures = list(loop.measure_control(argparse.Namespace(robots=2, seconds=10.0, way=None)))
     assert len(figures) == 2 * len(WAYS)
     (judged,) = [one for one in figures if one.asked]
     assert judged.name.startswith(WAYS[loop.RECOMMENDED])
