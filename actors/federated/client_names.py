@@ -7,12 +7,13 @@ from checkpoints: they are checked where they come in, and their number is bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from gradbus.runtime.names import check_name
+from gradbus.runtime.names import check_name, is_name
 from gradbus.runtime.wire.control import ClientName
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse_ids
 
@@ -76,9 +77,10 @@ class ClientNames:
             return f"the name {name!r} belongs to client {known}: leave the id {client_id} out, or take another name"
         if other is not None and other != name:
             return f"client {client_id} is the one named {other!r}: start it with that name, or take another id"
-        return self._conflict_with_hosts(name)
+        return self.conflict_with_hosts(name)
 
-    def _conflict_with_hosts(self, name: str) -> str:
+    def conflict_with_hosts(self, name: str) -> str:
+        """Return why a name is of the clients of a host, as a sentence; empty: it is not."""
         host = name if name in self._hosts else name.rpartition(".")[0]
         if host in self._hosts:
             return f"the name {name!r} belongs to the host {host!r} of other clients: take another name"
@@ -97,6 +99,10 @@ class ClientNames:
             return f"the name {name!r} belongs to the host of clients {_text(other)[:40]}: take another name"
         return ""
 
+    def has_room_for(self, name: str, client_id: int) -> bool:
+        """Return whether :meth:`keep` can give a client this name: there is a bound on how many names there are."""
+        return len(self._ids) < MAX_NAMED_CLIENTS or name in self._ids or client_id in self._names
+
     def keep(self, name: str, client_id: int) -> None:
         """Give a client this name, in place of another one of it, and the name this id.
 
@@ -114,6 +120,8 @@ class ClientNames:
     def keep_host(self, name: str, ids: str) -> None:
         """Give the clients of a host the name of the host."""
         ranges = parse_ids(ids)
+        if name and self._hosts.get(name) == ranges:
+            return  # as with each heartbeat: files list the hosts in the order in which they came
         for other, theirs in list(self._hosts.items()):
             if next(common_ids(theirs, ranges), None) is not None:
                 del self._hosts[other]
@@ -167,20 +175,27 @@ def _text(ranges: Iterable[range]) -> str:
 
 
 def names_of_rows(rows: Iterable[Any], most: int) -> Mapping[int, str]:
-    """Return names by id from what a file has of :meth:`ClientNames.rows`, at most so many; what is wrong is left out.
+    """Return names by id from what a file has of :meth:`ClientNames.rows`, of the first ``most`` ids in it; what is
+    wrong is left out.
 
     Args:
-        rows: objects with ``clients``, ids as text, and ``name``.
+        rows: objects with ``clients``, ids as text, and ``name``. No id is in two of them.
     """
     found: dict[int, str] = {}
-    for row in rows:
-        try:
-            name, ranges = check_name(row["name"]), parse_ids(row["clients"])
-        except (ValueError, TypeError, KeyError):
-            continue
-        is_one = len(ranges) == 1 and len(ranges[0]) == 1
-        for client_id in (one for ids in ranges for one in ids):
-            if len(found) >= most:
-                return found
-            found.setdefault(client_id, name if is_one else f"{name}.{client_id}")
+    named = (pair for row in rows for pair in _names_of_row(row))
+    for client_id, name in islice(named, most):
+        found.setdefault(client_id, name)
     return found
+
+
+def _names_of_row(row: Any) -> Iterator[tuple[int, str]]:
+    name, ids = (row.get(key) for key in ("name", "clients")) if isinstance(row, Mapping) else (None, None)
+    if not (isinstance(name, str) and isinstance(ids, str) and is_name(name)):
+        return
+    try:
+        ranges = parse_ids(ids)
+    except ValueError:
+        return
+    is_one = len(ranges) == 1 and len(ranges[0]) == 1
+    for client_id in (one for each in ranges for one in each):
+        yield client_id, name if is_one else f"{name}.{client_id}"
