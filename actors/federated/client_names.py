@@ -8,18 +8,21 @@ from checkpoints: they are checked where they come in, and their number is bound
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from gradbus.runtime.names import check_name, is_name
+from gradbus.runtime.names import MAX_NAME_CHARS, check_name, is_name
 from gradbus.runtime.wire.control import ClientName
 from gradbus.runtime.wire.id_ranges import common_ids, format_ids, has_id, parse_ids
 
 MAX_NAMED_CLIENTS = 65_536  # as many as a run has clients
 MAX_CLIENT_ID = 0x7FFF_FFFE
 NAMES_FILE = "clients.json"  # of a run directory
+_MAX_SHOWN = 8  # names that an error lists
+_MAX_COMPARED = 10_000  # names that a wrong one is compared with, in a tenth of a second or so
 
 Pair = tuple[Annotated[ClientName, AfterValidator(check_name)], Annotated[int, Field(ge=0, le=MAX_CLIENT_ID)]]
 """A name in a checkpoint, and its id."""
@@ -43,6 +46,29 @@ class ClientNames:
         """Return the id of a name; None: it has none yet."""
         return self._ids.get(name)
 
+    def find(self, name: str) -> int:
+        """Return the id of the client with this name, also of a host's.
+
+        Raises:
+            ValueError: there is none; the text has the names that are near, or else the first ones.
+        """
+        host, _, number = name.rpartition(".")
+        ids = self._hosts.get(host, ())
+        known = self._ids.get(name)
+        if known is None and number.isdecimal() and has_id(tuple(ids), int(number)) and number == str(int(number)):
+            known = int(number)
+        if known is not None:
+            return known
+        names = [*self._ids, *(f"{host}.{ids[0].start}" for host, ids in self._hosts.items())]
+        near = get_close_matches(name[:MAX_NAME_CHARS], names[:_MAX_COMPARED], n=_MAX_SHOWN)
+        shown = ", ".join(near or names[:_MAX_SHOWN]) or "none"
+        own = self._hosts.get(name)
+        of_host = f". {name!r} is a host: name its clients, as in {name}.{own[0].start}" if own else ""
+        raise ValueError(
+            f"no client of this run is named {name[:MAX_NAME_CHARS]!a}{of_host}. "
+            f"{'Near names' if near else f'Of {len(names):,} names'}: {shown}. An id is a number, such as 0"
+        )
+
     def name_of(self, client_id: int) -> str:
         """Return the name of a client; empty: it has none."""
         name = self._names.get(client_id)
@@ -55,15 +81,17 @@ class ClientNames:
         """Return the name of a client that has it for itself, and not by its host; empty: it has none."""
         return self._names.get(client_id, "")
 
-    def label(self, client_id: int) -> str:
-        """Return id and name for people, as in ``0 (site-1)``."""
-        name = self.name_of(client_id)
-        return f"{client_id} ({name})" if name else str(client_id)
+    def label(self, client: int | str) -> str:
+        """Return id and name for people, as in ``0 (site-1)``; of a client without an id its name, which is given."""
+        name = "" if isinstance(client, str) else self.name_of(client)
+        return f"{client} ({name})" if name else str(client)
 
-    def facts(self, client_id: int) -> dict[str, Any]:
-        """Return id and name for a log event."""
-        name = self.name_of(client_id)
-        return {"client": client_id, "name": name} if name else {"client": client_id}
+    def facts(self, client: int | str) -> dict[str, Any]:
+        """Return id and name for a log event; of a client without an id its name, which is given."""
+        if isinstance(client, str):
+            return {"name": client}
+        name = self.name_of(client)
+        return {"client": client, "name": name} if name else {"client": client}
 
     def named(self, client_ids: Iterable[int]) -> dict[str, str]:
         """Return the names of those of these clients that have one, by id as text, for JSON."""

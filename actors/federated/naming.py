@@ -117,6 +117,16 @@ class ClientNaming:
             while len(self._assigned) > MAX_NAMED_CLIENTS:
                 del self._assigned[next(iter(self._assigned))]
 
+    def failed_client(self, sender: Identity, name: str) -> int | str:
+        """Return the id of a client that has none yet, as far as it is known, else its name; empty: it is none's. It
+        reports that it cannot join, so a new name gets no id."""
+        node = self._node_of(sender.sender, sender.incarnation)
+        if node is not None:
+            found = self._of_node(sender.sender, name, node)
+            return "" if found.refusal else found.client_id
+        known = self._names.id_of(name)
+        return name if known is None else known
+
     def id_of(self, sender: int, incarnation: int) -> int:
         """Return the id of a sender of any message, also of one that has been assigned its id just now."""
         return self._assigned.get(incarnation, sender) if sender == UNASSIGNED else sender

@@ -288,3 +288,17 @@ def test_a_name_of_an_earlier_start_of_the_controller_keeps_its_id() -> None:
     assert scene.hello(name="a").client_id == 0
     restarted.names.load_state(scene.names.state())
     assert "the named ones are a" in restarted.hello(name="b").refusal
+
+
+def test_a_name_is_found_also_where_it_is_that_of_a_client_of_a_host() -> None:
+    scene = Scene()
+    assert scene.hello(name="site-1").client_id == 0
+    assert not scene.hello(1 << 31 | 5, ids="5-9", name="lab").refusal
+    assert [scene.names.find(name) for name in ("site-1", "lab.5", "lab.9")] == [0, 5, 9]
+    for wrong in ("lab.4", "lab.05", "lab.10", "lab.", ".5", "site-2", "", "\u0665"):
+        with pytest.raises(ValueError, match="no client of this run is named"):
+            scene.names.find(wrong)
+    with pytest.raises(ValueError, match=r"'lab' is a host: name its clients, as in lab\.5"):
+        scene.names.find("lab")
+    with pytest.raises(ValueError, match="Of 0 names: none"):
+        ClientNames().find("a")
