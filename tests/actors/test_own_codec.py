@@ -19,7 +19,7 @@ from torch import nn
 from trees import DIM, UnequalTask, rules, site_of, tree
 
 import gradbus
-from gradbus.actors.federated.chosen_codecs import check_allowed, codec_of
+from gradbus.actors.federated.chosen_codecs import check_allowed, check_codecs, codec_of, own_codecs
 from gradbus.actors.federated.combinations import check_combination
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
@@ -195,6 +195,21 @@ def test_a_codec_of_models_that_no_client_would_take_is_refused_before_the_run()
     with pytest.raises(ExceptionGroup) as caught:
         run(config_with("fp32", downlink_codec="long_codec:Long"), "long_codec:Long")
     assert caught.group_contains(ConfigError, match="may take 8,612 bytes in long, and clients take at most 8,096")
+
+
+def test_codecs_whose_messages_cannot_be_told_apart_are_refused_on_both_sides() -> None:
+    """One would be read as the other, to wrong values."""
+    (Path(sys.path[0]) / "like_coarse.py").write_text(
+        "from coarse import Coarse\n\n\nclass Like(Coarse):\n    name = 'like'\n\n"
+        "    @classmethod\n    def decode_body(cls, body, dim):\n        return 2 * super().decode_body(body, dim)\n",
+        encoding="utf-8",
+    )
+    text = r"{} coarse:Coarse, like_coarse:Like: messages of codecs Coarse and Like both begin with b'COA1'"
+    with pytest.raises(ConfigError, match=text.format("client.codecs")):
+        own_codecs((COARSE, "like_coarse:Like"), "client.codecs")
+    assert len(own_codecs((COARSE, COARSE, "fp32"))) == 1
+    with pytest.raises(ConfigError, match=text.format("federated.codec")):
+        check_codecs(config_with(COARSE, downlink_codec="like_coarse:Like"))
 
 
 def test_a_client_names_a_wrong_entry_of_its_own_setting() -> None:
