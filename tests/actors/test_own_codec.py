@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gradbus.actors.federated.combinations import check_combination
 from gradbus.models import NoopTask
 from gradbus.models.task import EvalResult, TrainResult
 from gradbus.runtime.choices import CODECS
-from gradbus.runtime.errors import ConfigError, JoinRefused
+from gradbus.runtime.errors import ConfigError, JoinRefused, RunAborted, TrainingFailed
 from gradbus.runtime.wire.control import Welcome
 from gradbus.testing import check_codec
 
@@ -210,6 +211,50 @@ def test_codecs_whose_messages_cannot_be_told_apart_are_refused_on_both_sides() 
     assert len(own_codecs((COARSE, COARSE, "fp32"))) == 1
     with pytest.raises(ConfigError, match=text.format("federated.codec")):
         check_codecs(config_with(COARSE, downlink_codec="like_coarse:Like"))
+
+
+BROKEN = """
+from coarse import Coarse
+
+class Broken(Coarse):
+    name, magic = "broken", b"BRO1"
+
+    def encode_body(self, vector):
+        raise RuntimeError("no table for these values")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "of_controller", "of_clients"),
+    [("codec", TrainingFailed, TrainingFailed), ("downlink_codec", ConfigError, RunAborted)],
+)
+def test_a_codec_that_raises_is_named_with_its_line_at_the_controller_and_at_every_client(
+    setting: str, of_controller: type[Exception], of_clients: type[Exception]
+) -> None:
+    """That of the models can only be mended on the controller: clients need not wait for it."""
+    (Path(sys.path[0]) / "broken_codec.py").write_text(BROKEN, encoding="utf-8")
+    config = config_with(**{"codec": "fp32", setting: "broken_codec:Broken"}, round={"max_attempts": 1})
+    job, domain = f"own-codec-{os.getpid()}-{next(_jobs)}", new_domain()
+
+    async def end_of(make: Callable[[gradbus.Bus], Any]) -> Any:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            try:
+                return await make(bus).run()
+            except Exception as error:
+                return error
+
+    async def main() -> list[Any]:
+        client = gradbus.ClientConfig(codecs=("broken_codec:Broken",), controller_timeout_s=60.0)
+        async with asyncio.timeout(50):
+            return await asyncio.gather(
+                end_of(lambda bus: gradbus.Controller(bus, Steps(), config)),
+                *(end_of(lambda bus, i=i: gradbus.Client(bus, Steps(), client_id=i, config=client)) for i in range(2)),
+            )
+
+    ends = asyncio.run(main())
+    assert [type(end) for end in ends] == [of_controller, of_clients, of_clients]
+    for end in ends:
+        assert re.search(r"RuntimeError: no table for these values, at .*broken_codec.py:8 in encode_body", str(end))
 
 
 def test_a_client_names_a_wrong_entry_of_its_own_setting() -> None:
