@@ -8,7 +8,7 @@ updates, masks, evaluations, its state on the disk) begins once there is one.
 Rules, with security that knows single nodes (``identity``):
 
 - The node decides the name, by the allow list: a client is NODE, or NODE.ID where the node has several ids. A name that
-  it gives itself is one of these or begins with ``NODE.``.
+  it gives itself is one of these or begins with ``NODE.``, and with the name of no other node after that.
 
 Rules without:
 
@@ -97,7 +97,8 @@ class ClientNaming:
     def _found(self, sender: Identity, hello: Hello, now_s: float) -> NamedSender:
         node = self._node_of(sender.sender, sender.incarnation)
         if node is not None:
-            return self._of_node(sender.sender, hello.name, node)
+            found = self._of_node(sender.sender, hello.name, node)
+            return found if found.refusal else _of_its_node(found, node)
         if sender.sender != UNASSIGNED:
             return self._with_id(sender.sender, hello.name)
         if not hello.name:
@@ -214,6 +215,18 @@ class ClientNaming:
         if not name and before.startswith(f"{node.name}."):
             return before
         return node.name if node.only_id is not None else f"{node.name}.{client_id}"
+
+
+def _of_its_node(found: NamedSender, node: ClientNode) -> NamedSender:
+    """Return a client of a node; refused where its name is, or begins with, that of another node on the allow list."""
+    dots = [at for at, letter in enumerate(found.name) if letter == "." and at > len(node.name)]
+    for end in (*dots, len(found.name)):
+        other = found.name[:end]
+        if other != node.name and node.is_node(other):
+            why = f"the name {found.name!r} belongs to the node {other} of the allow list"
+            advice = "give it another name, or rename that node"
+            return NamedSender(-1, refusal=f"{why}, and its key is that of {node.name}: {advice}")
+    return found
 
 
 def _no_id_of(name: str, node: ClientNode) -> str:

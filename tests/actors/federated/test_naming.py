@@ -302,3 +302,21 @@ def test_a_name_is_found_also_where_it_is_that_of_a_client_of_a_host() -> None:
         scene.names.find("lab")
     with pytest.raises(ValueError, match="Of 0 names: none"):
         ClientNames().find("a")
+
+
+def test_with_identity_a_name_is_of_one_node_also_where_another_one_is_called_alike() -> None:
+    """Else a node could call its client as another node is called, and reports and orders would mistake them."""
+    nodes = {"robot", "robot.arm", "robot.5"}
+    robot, arm = (
+        ClientNode(name, ids, nodes.__contains__) for name, ids in (("robot", ((3, 5),)), ("robot.arm", ((9, 9),)))
+    )
+    scene = Scene(node=robot)
+    for name in ("robot.arm", "robot.arm.left", "robot.arm."):
+        why = scene.hello(name=name).refusal
+        assert "belongs to the node robot.arm of the allow list, and its key is that of robot: give it another" in why
+    assert "belongs to the node robot.5" in scene.hello(5).refusal
+    assert scene.hello(name="robot.arms") == NamedSender(3, "robot.arms")
+    assert scene.hello(4) == NamedSender(4, "robot.4")
+    scene.node = arm
+    assert scene.hello() == NamedSender(9, "robot.arm")
+    assert scene.hello(name="robot.arm.left") == NamedSender(9, "robot.arm.left")
