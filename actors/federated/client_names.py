@@ -157,8 +157,12 @@ class ClientNames:
             self._hosts[name] = ranges
 
     def lowest_free(self, among: Iterable[range], is_taken: Callable[[int], bool]) -> int | None:
-        """Return the lowest of these ids that is nobody's; None: there is none."""
-        free = (one for ids in among for one in ids if one not in self._names and not is_taken(one))
+        """Return the lowest of these ids that is nobody's, nor that of a host's client; None: there is none."""
+        hosts = tuple(sorted((ids for host in self._hosts.values() for ids in host), key=lambda ids: ids.start))
+        free = (
+            one for ids in among for one in ids
+            if one not in self._names and not has_id(hosts, one) and not is_taken(one)
+        )  # fmt: skip
         return next(free, None)
 
     def rows(self, here: Iterable[int] | None = None) -> list[tuple[str, str]]:

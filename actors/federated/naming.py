@@ -156,14 +156,14 @@ class ClientNaming:
         return NamedSender(client_id, name, self._names.conflict_with_hosts(name))
 
     def _free_id(self, among: Sequence[range]) -> int | None:
-        """Return the lowest of these ids that no client has. Without one, the lowest of a name that has been here and
-        has left before it ever took part, as a mistyped one has. None: there is none either."""
+        """Return the lowest of these ids that no client has. Without one, the lowest whose client has been here and has
+        left before it ever took part, as one with a mistyped name has. None: there is none either."""
         free = self._names.lowest_free(among, self._is_taken)
         if free is not None:
             return free
         unused = (
             one for ids in among for one in ids
-            if one in self._seen and self._names.own_name_of(one) and not self._is_taken(one)
+            if not self._is_taken(one) and (one in self._seen or not self._names.own_name_of(one))  # else of a host
         )  # fmt: skip
         return next(unused, None)
 

@@ -320,3 +320,14 @@ def test_with_identity_a_name_is_of_one_node_also_where_another_one_is_called_al
     scene.node = arm
     assert scene.hello() == NamedSender(9, "robot.arm")
     assert scene.hello(name="robot.arm.left") == NamedSender(9, "robot.arm.left")
+
+
+def test_a_new_name_gets_no_id_of_a_host_that_is_away_unless_no_other_is_left() -> None:
+    scene = Scene(num_clients=4)
+    assert not scene.hello(1 << 31, ids="0-2", name="lab").refusal
+    assert scene.hello(name="a") == NamedSender(3, "a")
+    scene.here = {0, 1, 2, 3}
+    assert "ids for clients with names" in scene.hello(name="b").refusal
+    scene.here = {3}
+    assert scene.hello(name="b") == NamedSender(0, "b")
+    assert [scene.names.name_of(one) for one in range(4)] == ["b", "lab.1", "lab.2", "a"]
