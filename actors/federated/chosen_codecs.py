@@ -124,8 +124,9 @@ def _made(
         codec: Codec = CODECS.make(Choice.model_validate({**given, "name": name}))
         return codec
     except ValueError as error:
+        advice = ". Use one version of its file on all nodes" if ":" in name else ""
         raise ConfigError(
-            f"the controller chose the codec {name!r} with options that cannot be used here: {error}"
+            f"the controller chose the codec {name!r} with options that cannot be used here: {error}{advice}"
         ) from None
 
 

@@ -149,7 +149,7 @@ def test_a_run_ends_for_a_client_that_does_not_allow_the_codec() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ('{"stepp": 1}', "stepp"),
+        ('{"stepp": 1}', "stepp: .*did you mean 'step'.*. Use one version of its file on all nodes"),
         ('{"step": -1}', "step"),
         ('{"step": 1e999}', "step"),
         ("{", "cannot be used here"),
