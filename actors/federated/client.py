@@ -175,7 +175,8 @@ class Client:
         self._early_packets = UpdateSender(self._bus, identity, self._probe)
         self._packets = PacketSender(self._early_packets, self._sender, self._transfers, self._probe)
         self._masking = ClientMasking(self._bus, identity, least_members=self._config.least_members)
-        self._early_failures = EarlyFailures(self._bus, identity, self._config)
+        unassigned = self.name if identity.sender == UNASSIGNED else ""
+        self._early_failures = EarlyFailures(self._bus, identity, self._config, unassigned)
         self._waiting = WaitLog(log, self._bus.reach, **self._facts)
 
     @property

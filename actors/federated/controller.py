@@ -390,6 +390,7 @@ class Controller:
             try:
                 await self._all_rounds(on_report)
                 finished, reason[0] = True, self._over()
+                self._dispatcher.is_ending = True
                 await self._monitor.announce_end(ok=True, reason=reason[0], linger=state.round_id == began_after)
             except Exception as error:
                 # After these, waiting for this controller is of no use. Clients that are about to join hear it, too.
@@ -398,6 +399,7 @@ class Controller:
                 raise
             finally:
                 if not finished:
+                    self._dispatcher.is_ending = True
                     await self._monitor.announce_end(ok=False, reason=reason[0], final=final, linger=linger)
                 for helper in helpers:
                     helper.cancel()
@@ -496,12 +498,12 @@ class Controller:
     def mask_answered(self, client_id: int, incarnation: int, answer: MaskAnswer) -> None:
         self._masked.on_answer(client_id, incarnation, answer)
 
-    def client_failed(self, client_id: int, report: TrainingFailure) -> None:
-        if report.round_id == BEFORE_FIRST_ROUND:
-            shown = client_id & ~FIRST_HOST  # of a host, the first one of its clients
+    def client_failed(self, client: int | str, report: TrainingFailure) -> None:
+        if isinstance(client, str) or report.round_id == BEFORE_FIRST_ROUND:
+            shown = client if isinstance(client, str) else client & ~FIRST_HOST  # of a host, the first of its clients
             self._selection.note_unprepared(shown, self._losses.note_unprepared(shown, report))
             return
-        if self._losses.note_failure(self._round, client_id, report):
+        if self._losses.note_failure(self._round, client, report):
             self._changed()
 
     def _changed(self) -> None:

@@ -43,11 +43,11 @@ class TrainingFailureLog:
     def __init__(self, names: ClientNames | None = None) -> None:
         self._names = ClientNames() if names is None else names
         self._seen: Counter[str] = Counter()
-        self._newest: dict[int, str] = {}
-        self._last: dict[int, str] = {}  # by client, without what differs from one time to the next
+        self._newest: dict[int | str, str] = {}  # by client: its id, or its name if it has no id yet
+        self._last: dict[int | str, str] = {}  # by client, without what differs from one time to the next
 
     def note(
-        self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED, what: str = "training"
+        self, client: int | str, round_id: int, text: str, reason: str = TRAINING_FAILED, what: str = "training"
     ) -> None:
         """Log that a client's training failed; ``text`` is the traceback. ``what``: in place of training."""
         text = plain_text(text[-MAX_TEXT:]).strip()
@@ -56,21 +56,21 @@ class TrainingFailureLog:
             key = ""
         self._seen[key] += 1
         error = text.rpartition("\n")[2][:MAX_LINE]
-        repeated = bool(key) and self._last.get(client_id) == key  # in the next attempt, or in the next round
+        repeated = bool(key) and self._last.get(client) == key  # in the next attempt, or in the next round
         for known, value in ((self._last, key), (self._newest, error)):
-            if client_id not in known and len(known) >= MAX_KNOWN:
+            if client not in known and len(known) >= MAX_KNOWN:
                 del known[next(iter(known))]
-            known[client_id] = value
+            known[client] = value
         is_first = bool(key) and self._seen[key] == 1
         (log.info if repeated and not is_first else log.error)(
-            f"{what} failed {'again ' * (repeated and not is_first)}on a client", **self._names.facts(client_id),
+            f"{what} failed {'again ' * (repeated and not is_first)}on a client", **self._names.facts(client),
             round=round_id, reason=reason, error=error, times=self._seen[key],
             **({"traceback": text} if is_first else {}),
         )  # fmt: skip
 
-    def newest(self, client_id: int) -> str:
+    def newest(self, client: int | str) -> str:
         """The last line of this client's newest traceback."""
-        return self._newest.get(client_id, "for a reason that it did not report")
+        return self._newest.get(client, "for a reason that it did not report")
 
 
 class RoundLosses:
@@ -118,10 +118,10 @@ class RoundLosses:
         self._receiver.dropped[reason] += 1
         return True
 
-    def note_unprepared(self, client_id: int, report: TrainingFailure) -> str:
+    def note_unprepared(self, client: int | str, report: TrainingFailure) -> str:
         """Log that a client could not get ready for its first round. Returns why, in one line."""
-        self._failures.note(client_id, report.round_id, report.text, PREPARING_FAILED, what="preparing")
-        return self._failures.newest(client_id)
+        self._failures.note(client, report.round_id, report.text, PREPARING_FAILED, what="preparing")
+        return self._failures.newest(client)
 
     def note_attempt(self, round_: Round) -> None:
         """An attempt at the round had too few updates, and another one follows."""

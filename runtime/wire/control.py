@@ -474,12 +474,14 @@ class TrainingFailure:
         reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
             returned a loss, or a model, of NaN or infinity; ``nothing to train``: the client sits the round out. Any
             other text counts as the first.
+        name: of a client that has no id yet; else empty.
     """
 
     run_id: U64
     round_id: Round
     text: Lines
     reason: Name = "training failed"
+    name: ClientName = ""
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
