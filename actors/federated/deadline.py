@@ -16,7 +16,7 @@ FIRST_ROUNDS = 3  # so many have to be known: until then the fixed deadline hold
 LEAST_S = 1.0  # below, a deadline would measure the machine and not the clients
 
 
-class RoundWork(NamedTuple):
+class AskedWork(NamedTuple):
     """The most that a round asks of a client.
 
     Attributes:
@@ -27,12 +27,12 @@ class RoundWork(NamedTuple):
     amount: int
 
 
-def work_of(epochs: int, steps: int, subset_size: int) -> RoundWork:
+def work_of(epochs: int, steps: int, subset_size: int) -> AskedWork:
     """Return the work of a training of so many epochs of ``subset_size`` samples, 0: of all; or of so many steps, if
     that is not 0."""
     if steps:
-        return RoundWork("steps", steps)
-    return RoundWork("samples", epochs * subset_size) if subset_size else RoundWork("epochs", epochs)
+        return AskedWork("steps", steps)
+    return AskedWork("samples", epochs * subset_size) if subset_size else AskedWork("epochs", epochs)
 
 
 class RoundDeadline:
@@ -42,14 +42,14 @@ class RoundDeadline:
         """``times_median``: None: always ``most_s`` seconds."""
         self._times_median = times_median
         self._most_s = most_s
-        self._last: deque[tuple[float, RoundWork | None]] = deque(maxlen=LAST_ROUNDS)
+        self._last: deque[tuple[float, AskedWork | None]] = deque(maxlen=LAST_ROUNDS)
 
-    def round_done(self, answered_s: float, work: RoundWork | None) -> None:
+    def round_done(self, answered_s: float, work: AskedWork | None) -> None:
         """Note a committed round: seconds from its command to the last update that counted, and its work; None: it
         cannot be compared."""
         self._last.append((answered_s, work))
 
-    def seconds(self, work: RoundWork | None, attempt: int = 1) -> float:
+    def seconds(self, work: AskedWork | None, attempt: int = 1) -> float:
         """Return the deadline of the next round, after its command. Another ``attempt`` at a round has all the time:
         the first may have been cut too short."""
         if self._times_median is None or attempt > 1 or work is None:

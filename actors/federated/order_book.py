@@ -15,7 +15,7 @@ from typing import Any
 
 from gradbus.actors.aggregation.orders import ClientOrder, RoundOrder
 from gradbus.actors.aggregation.strategies import Strategy
-from gradbus.actors.federated.deadline import RoundWork, work_of
+from gradbus.actors.federated.deadline import AskedWork, work_of
 from gradbus.actors.federated.state import RunState
 from gradbus.runtime.config.federated import IN_COMMAND, IN_TERMS, FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
@@ -186,7 +186,7 @@ class OrderBook:
             found += [(one["epochs"], one["steps"]) for one in (of_all, *of_some)]
         return found
 
-    def round_work(self, round_id: int) -> RoundWork | None:
+    def round_work(self, round_id: int) -> AskedWork | None:
         """Return the most work that a round asks of a client; None: it cannot be compared, as some clients are to count
         epochs and others steps."""
         training, each = self._config.training, self.order(round_id).each.values()

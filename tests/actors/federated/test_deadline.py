@@ -8,7 +8,7 @@ import pytest
 
 from gradbus.actors.aggregation.orders import ClientOrder, RoundOrder
 from gradbus.actors.aggregation.strategies import FedAvg
-from gradbus.actors.federated.deadline import FIRST_ROUNDS, LEAST_S, RoundDeadline, RoundWork, work_of
+from gradbus.actors.federated.deadline import FIRST_ROUNDS, LEAST_S, AskedWork, RoundDeadline, work_of
 from gradbus.actors.federated.order_book import OrderBook
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
@@ -19,11 +19,11 @@ ONE = work_of(1, 0, 0)
 class Deadline(RoundDeadline):
     """Of rounds of one epoch, unless a test says otherwise."""
 
-    def seconds(self, work: RoundWork | None = ONE, attempt: int = 1) -> float:
+    def seconds(self, work: AskedWork | None = ONE, attempt: int = 1) -> float:
         return super().seconds(work, attempt)
 
 
-def after(*rounds_s: float, times: float | None = 2.0, work: RoundWork | None = ONE) -> Deadline:
+def after(*rounds_s: float, times: float | None = 2.0, work: AskedWork | None = ONE) -> Deadline:
     deadline = Deadline(times, 300.0)
     for seconds in rounds_s:
         deadline.round_done(seconds, work)
@@ -60,7 +60,7 @@ def test_the_work_of_a_round_is_the_most_that_its_order_asks_of_a_client() -> No
         book.open(round_id, order, [0, 1, 2, 3])
         found.append(book.round_work(round_id))
     assert found == [
-        RoundWork("epochs", 7), RoundWork("epochs", 9), RoundWork("samples", 20), None, RoundWork("steps", 4),
+        AskedWork("epochs", 7), AskedWork("epochs", 9), AskedWork("samples", 20), None, AskedWork("steps", 4),
     ]  # fmt: skip
 
 
