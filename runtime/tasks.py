@@ -64,11 +64,17 @@ async def items_of(
         except BaseExceptionGroup as group:
             raise single_error(group) from None
     finally:
-        if not running.done():
-            running.cancel()
-            await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
-            if not running.cancelled():
-                running.exception()  # it was asked to stop: nobody waits for the error
+        await end(running)
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, if it still runs, and wait until it has ended. What it has raised is not raised here: whoever
+    waits for the task gets that."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])  # and not "await task", which would absorb a cancellation of the task that waits
+    if not task.cancelled():
+        task.exception()  # else asyncio logs an error that nobody has asked for
 
 
 def single_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

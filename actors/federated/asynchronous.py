@@ -132,6 +132,11 @@ class BufferRound(Round):
     def is_full(self) -> bool:
         return self._full_at_s is not None and not self._grace_s
 
+    @property
+    def fewest_clients(self) -> int:
+        # A few clients, each of which may send several updates, fill a buffer as well.
+        return min(self.minimum, max(2, len(self.expected))) if self._settings.repeats else self.minimum
+
     def staleness(self, round_id: int) -> int:
         return self.round_id - round_id
 

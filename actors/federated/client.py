@@ -470,7 +470,9 @@ class Client:
             current.terms.round_id, current.terms.attempt,
         ):  # fmt: skip
             return
-        current.terms = terms
+        before, current.terms = current.terms, terms
+        if terms.attempt and terms != before:
+            self._interrupt_sending()  # of the attempt before
         if terms.attempt and has_id(parse_ids(terms.participants), self.client_id):
             self._masking.begin(terms.run_id, current.incarnation, terms.round_id, terms.attempt, group)
         if current.command is not None and not current.takes_part(self.client_id, current.command):
@@ -645,7 +647,9 @@ class Client:
         if not welcome.masked:
             in_packets = isinstance(update.request, PacketRequest)
             deliver = self._packets.deliver if in_packets else self._sender.deliver
-            receipt = await deliver(update, check=lambda: self._context.is_same_session(session))
+            receipt = await deliver(
+                update, check=lambda: self._context.is_same_session(session), is_held=current.is_held(command)
+            )
             return None if receipt is None else (update, receipt)
 
         def is_wanted() -> bool:

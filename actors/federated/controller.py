@@ -362,7 +362,10 @@ class Controller:
         config, finished, final, linger = self._config, False, False, False
         stack.callback(self._close_state)
         stack.callback(self._compute.close)
-        log.info("rounds", rounds=config.rounds, strategy=config.strategy.name, trust=config.limits.trust)
+        log.info(
+            "run starts", job=self._bus.job, rounds=config.rounds, strategy=config.strategy.name,
+            trust=config.limits.trust,
+        )  # fmt: skip
         log_timeouts(log, federated_timeouts(config, lease_s=self._bus.remote_lease_s))
         await self._compute.run(self._open)
         state = self._state
@@ -578,7 +581,10 @@ class Controller:
         rules = RoundRules(
             minimum=config.clients.min,
             quorum=config.round.quorum,
-            deadline_s=min(self._time_left()[1], max(self._deadline.seconds(attempt), 1.1 * least_s)),
+            deadline_s=min(
+                self._time_left()[1],
+                max(self._deadline.seconds(self._book.round_work(round_id), attempt), 1.1 * least_s),
+            ),
             grace_s=config.round.grace_s,
         )
         round_ = self._new_round(round_id, rules, accepted)
@@ -736,7 +742,7 @@ class Controller:
             await self._compute.run(self._stop.aggregated, report)
         state.participation.commit(round_id, totals.samples, self._losses.of(round_), totals.loss_of)
         if attempt == 1:  # of another one the time says little: some updates were there when it began
-            self._deadline.round_done(round_.answered_s)
+            self._deadline.round_done(round_.answered_s, self._book.round_work(round_id))
         self._losses.begin()
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._publisher.prepare(round_id)

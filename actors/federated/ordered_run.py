@@ -11,7 +11,7 @@ from gradbus.actors.aggregation.orders import RoundOrder
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.runtime.errors import ConfigError, RunOver
 from gradbus.runtime.misuse import awaited
-from gradbus.runtime.tasks import single_error
+from gradbus.runtime.tasks import end, single_error
 from gradbus.runtime.wire.client_orders import ClientOrder
 
 
@@ -232,9 +232,5 @@ async def serving(
         except BaseExceptionGroup as group:
             raise single_error(group) from None
     finally:
-        if not running.done():
-            running.cancel()
-            await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
-        if not running.cancelled():
-            running.exception()  # it was asked to stop, or what it raised has been raised: nobody waits for the error
+        await end(running)
         requests.forget()

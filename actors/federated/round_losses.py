@@ -22,7 +22,7 @@ from gradbus.actors.federated.rounds import (
     TRAINING_FAILED,
     Round,
 )
-from gradbus.actors.federated.updates_in import ALONE, UpdateReceiver
+from gradbus.actors.federated.updates_in import UNCOMPARED, UpdateReceiver
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
@@ -149,7 +149,7 @@ class RoundLosses:
         by_reason: dict[str, list[int]] = {}
         for client_id, reason in sorted(round_.failed.items()):
             by_reason.setdefault(TRAINING_FAILED if reason in FAILURES else reason, []).append(client_id)
-        failed, sat_out, alone = (by_reason.get(reason, []) for reason in (TRAINING_FAILED, SAT_OUT, ALONE))
+        failed, sat_out, alone = (by_reason.get(reason, []) for reason in (TRAINING_FAILED, SAT_OUT, UNCOMPARED))
         would_do = len(round_.accepted) + len(failed) + len(alone) >= round_.minimum  # else others are missing as well
         if failed and would_do and round_.expected == round_.accepted.union(failed, sat_out, alone):
             return TrainingFailed(
@@ -161,7 +161,7 @@ class RoundLosses:
             reasons.append(self._describe(failed))
         if sat_out:
             reasons.append(f"{self._named(sat_out)} had nothing to train")
-        others = [] if why else [reason for reason in by_reason if reason not in (TRAINING_FAILED, SAT_OUT, ALONE)]
+        others = [] if why else [reason for reason in by_reason if reason not in (TRAINING_FAILED, SAT_OUT, UNCOMPARED)]
         reasons += [f"updates of {self._named(by_reason[one])}: {one}, see the log" for one in others[:MAX_NAMED]]
         why = "; ".join(reasons)
         return RoundTimeout(round_.round_id, len(round_.accepted), round_.minimum, attempts, why)

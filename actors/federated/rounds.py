@@ -215,6 +215,11 @@ class Round:
         return self.opened_at_s + share * (self.deadline_at_s - self.opened_at_s)
 
     @property
+    def fewest_clients(self) -> int:
+        """Number of clients below which what they announce decides nothing: with fewer the round fails anyway."""
+        return self.minimum
+
+    @property
     def fewest_requests(self) -> int:
         """Requests with fewer than which :meth:`has_enough_requests` is false in the first half of the round."""
         left = len(self.expected) - len(self.accepted) - len(self.failed)

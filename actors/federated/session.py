@@ -189,6 +189,10 @@ class ControllerSession:
             return True
         return self.terms is not None and self.terms.round_id == self.command.round_id
 
+    def is_held(self, command: TrainCmd) -> bool:
+        """Whether no update of the round of this command is added before all are announced."""
+        return self.terms is not None and self.terms.held and self.terms.round_id == command.round_id
+
     def evaluates(self, client_id: int, request: EvaluationRequest) -> bool:
         """Whether a client is asked to evaluate."""
         return has_id(parse_ids(request.participants), client_id)

@@ -416,18 +416,32 @@ class RunState:
         """Return the name of the file of an order."""
         return f"{_order_name(round_id)}.json"
 
+    @staticmethod
+    def order_remedy(round_id: int) -> str:
+        """Return what to do with a damaged order, and what that costs."""
+        return (
+            f"Restore it from a backup, or remove it: round {round_id} is then done by the order that it gets next, "
+            f"and not as it was ordered before the crash"
+        )
+
     @property
     def has_orders(self) -> bool:
-        """Whether there are orders on the disk, which may be of rounds that are to be repeated."""
+        """Return whether there are orders on the disk, which may be of rounds that are to be repeated."""
         return self._store is not None and self._store.has_documents(_ORDER)
 
     def load_order(self, round_id: int) -> dict[str, Any] | None:
         """Return what :meth:`save_order` has written in this run; None: nothing. Raises CheckpointError: it is
         damaged."""
-        found = None if self._store is None else self._store.load_document(_order_name(round_id), MAX_ORDER_BYTES)
+        if self._store is None:
+            return None
+        remedy = self.order_remedy(round_id)
+        found = self._store.load_document(_order_name(round_id), MAX_ORDER_BYTES, remedy)
         if found is None:
             return None
-        saved = SavedOrder.read(found, _order_name(round_id))
+        try:
+            saved = SavedOrder.read(found, _order_name(round_id))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {remedy}") from None
         return saved.order if (saved.run_id, saved.round_id) == (f"{self.run_id:016x}", round_id) else None
 
     @property

@@ -214,8 +214,12 @@ class ClientHost(Client):
             return
         if not self._is_wanted():
             self._pool.stop(self._work_now)
-            for sender in self._sending.values():
-                sender.interrupt()
+            self._interrupt_sending()
+
+    def _interrupt_sending(self) -> None:
+        super()._interrupt_sending()
+        for sender in self._sending.values():
+            sender.interrupt()
 
     def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
         if isinstance(body, ANSWERS):
@@ -277,7 +281,7 @@ class ClientHost(Client):
         buffers = layout_of(self._model.specs, Sharing.of_welcome(welcome))
         codec = codec_of(welcome, split_terms(inputs.options())[1], allowed=self._config.codecs)
         largest = codec.max_bytes(self._shape.dim) + buffers.max_bytes
-        if current.terms is not None and current.terms.held:
+        if current.is_held(command):
             check_room(asked, largest)
         room = asyncio.Semaphore(max(WAITING_UPDATES * self._pool.size, WAITING_BYTES // largest))
         try:
@@ -333,7 +337,9 @@ class ClientHost(Client):
             self._bus, Identity(client_id, self._identity.incarnation), self._probe
         )
         try:
-            receipt = await sender.deliver(update, check=lambda: self._context.is_same_session(session))
+            receipt = await sender.deliver(
+                update, check=lambda: self._context.is_same_session(session), is_held=current.is_held(command)
+            )
         finally:
             del self._sending[client_id]
             self._bytes_up += sender.bytes_up

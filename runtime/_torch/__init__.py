@@ -79,29 +79,7 @@ if TYPE_CHECKING:
     )
     from gradbus.torch.optimizer import DistributedOptimizer
 
-_HOROVOD = (
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "is_initialized",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-)
-_ELSEWHERE = {
-    **dict.fromkeys(_HOROVOD, "gradbus.torch.horovod"),
+_ELSEWHERE = {  # all other names are in functions.py or horovod.py
     "AlgorithmHook": "gradbus.torch.algorithm_hook",
     "Compression": "gradbus.torch.compression",
     "DiLoCo": "gradbus.torch.diloco",
@@ -167,7 +145,10 @@ register_scheme()
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = importlib.import_module(_ELSEWHERE.get(name, "gradbus.torch.functions"))
+        place = _ELSEWHERE.get(name, "gradbus.torch.functions")
+        module = importlib.import_module(place)
+        if name not in _ELSEWHERE and not hasattr(module, name):
+            module = importlib.import_module("gradbus.torch.horovod")
         value = globals()[name] = getattr(module, name)
         return value
     if not name.startswith("_"):

@@ -339,7 +339,7 @@ class Algorithm(ABC):
         starts_at_anchor = "anchor" in cls.shared  # see weights_of_joiner
         first = "weights of the last exchange" if starts_at_anchor else "weights of one rank"
         parts = ["weights" if cls.equal_replicas else first, *sorted(cls.shared - {"anchor"})]
-        return ", ".join(parts) + (f"; anew: {', '.join(sorted(cls.own))}" if cls.own else "")
+        return ", ".join(parts) + (f"; zero at first: {', '.join(sorted(cls.own))}" if cls.own else "")
 
     @property
     def in_network(self) -> InNetworkOptions | None:

@@ -364,15 +364,32 @@ def test_an_order_on_the_disk_holds_for_the_round_that_was_cut_off(tmp_path: Pat
 def test_a_damaged_order_is_named_and_not_guessed(tmp_path: Path) -> None:
     job = Job(rounds=4, checkpoint={"dir": str(tmp_path)})
 
-    async def program(run: OrderedRun) -> None:
-        await run.round(lr=0.25)
+    async def program(run: OrderedRun) -> gradbus.RoundReport:
+        return await run.round(lr=0.25)
 
     job.run(program)
     (tmp_path / "order-000002.json").write_text('{"run_id": "00"}')
     again = Job(rounds=4, checkpoint={"dir": str(tmp_path)})
     with pytest.raises(ExceptionGroup) as caught:
         again.run(program)
-    assert caught.group_contains(CheckpointError, match=r"order-000002.json is damaged")
+    remedy = r"or remove it: round 2 is then done by the order that it gets next, and not as it was ordered before the"
+    assert caught.group_contains(CheckpointError, match=rf"order-000002.json is damaged: .*backup, {remedy} crash$")
+    (tmp_path / "order-000002.json").unlink()
+    report = Job(rounds=3, checkpoint={"dir": str(tmp_path)}).run(program)
+    assert (report.round_id, report.order) == (2, {"lr": 0.25})
+
+
+@pytest.mark.parametrize("lr", [True, "0.1", b"0.1", np.bool_(True), float("nan"), 0.0, [0.1]])
+def test_a_learning_rate_is_a_number_above_0_and_nothing_that_looks_like_one(lr: Any) -> None:
+    for given in ({"lr": lr}, {"each": {0: {"lr": lr}}}):
+        with pytest.raises(ConfigError, match=r"order of a round, .*lr"):
+            RoundOrder.of(**given)
+
+
+@pytest.mark.parametrize("lr", [1, 0.5, np.float32(0.5), np.int64(2)])
+def test_a_learning_rate_may_be_a_number_of_numpy(lr: Any) -> None:
+    (given,) = RoundOrder.of(lr=lr).changes().values()
+    assert (given, type(given)) == (float(lr), float)
 
 
 def test_a_run_without_a_program_repeats_the_round_that_was_cut_off_by_its_order(tmp_path: Path) -> None:

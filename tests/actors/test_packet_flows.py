@@ -299,8 +299,8 @@ def test_a_controller_that_has_lost_packets_asks_for_them_and_the_update_counts_
     lost = threading.Event()
     add = PacketCollector.add
 
-    def add_and_lose(self: PacketCollector, update: Any, payload: memoryview) -> Any:
-        whole = add(self, update, payload)
+    def add_and_lose(self: PacketCollector, update: Any, payload: memoryview, now_s: float) -> Any:
+        whole = add(self, update, payload, now_s)
         if update.request.packet == 2 and not lost.is_set():
             lost.set()
             assert self.forget(update.client_id, update.incarnation)  # as of a client that is taken for dead

@@ -414,6 +414,6 @@ def test_one_update_is_always_let_in_and_a_second_only_within_the_budget() -> No
         Quarantine(0, 0), run_id=RUN, max_bytes=9999, budget_bytes=500, max_samples=100
     )  # fmt: skip
     small, large = (replace(Sender().request, total_bytes=size) for size in (200, 900))
-    assert admission.has_room(large, [])
-    assert admission.has_room(small, [small])
-    assert not admission.has_room(large, [small])
+    assert admission.has_room(large, 0)
+    assert admission.has_room(small, small.total_bytes)
+    assert not admission.has_room(large, small.total_bytes)
