@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -57,11 +59,12 @@ class HandoverClient(Client):
 
     def __init__(
         self, bus: Bus, task: HandoverTask, handover: RoundHandover, *, client_id: int | None, name: str,
-        config: ClientConfig,
+        config: ClientConfig, callbacks: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        super().__init__(bus, task, client_id=client_id, name=name, config=config)
+        super().__init__(bus, task, client_id=client_id, name=name, config=config, callbacks=callbacks)
         self._handover = handover
         self._is_unwanted = False
+        self._copy: nn.Module  # of the script's, where a callback takes models
 
     def wake(self) -> None:
         """Look again at whether the script waits for a round."""
@@ -73,6 +76,22 @@ class HandoverClient(Client):
 
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
+
+    def _build(self) -> None:
+        super()._build()
+        if self._observer.follows_models:  # now, as the script waits: later on it may be in the midst of a step
+            self._copy = copy.deepcopy(self._model.module)
+
+    def _shown_model(self) -> FlatModel:
+        return FlatModel(self._copy)
+
+    def load_newest(self) -> int:
+        """Load the newest global model into the script's own, once the client has ended. Called on the thread of the
+        script. Returns its round; -1: none has arrived."""
+        if (newest := self._observer.newest) is None:
+            return -1
+        self._model.hold(newest.vector, self._model.buffers.unpack(newest.buffers))
+        return newest.round_id
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         before = self._rounds
@@ -92,7 +111,7 @@ class HandoverClient(Client):
         current, session = self._session, self._session.incarnation
         while not self._handover.is_waiting:
             self._changed.clear()
-            is_same = session == current.incarnation and not current.superseded(command)
+            is_same = session == current.incarnation and not current.superseded(command) and not self.is_paused
             if not is_same or not current.takes_part(self.client_id, command):
                 return False
             if not self._handover.is_waiting:

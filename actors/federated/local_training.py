@@ -655,6 +655,14 @@ class LocalTraining:
                 first=own[:5], effect="a restart loses them", remedy="set client.state_dir",
             )  # fmt: skip
 
+    def kept_personal(self, welcome: Welcome) -> dict[str, Tensor]:
+        """Return the personal tensors of this client after its newest update that counts, by name."""
+        self.arrange(welcome)
+        if not self._model.sharing.keeps_some:
+            return {}
+        self._kept.start_run(welcome.run_id, self._model.dim)
+        return part_of(self._kept.after_newest(), PERSONAL)
+
     def close(self) -> None:
         """Let another process use the directory of the state."""
         self._kept.close()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -196,6 +196,15 @@ class ClientHost(Client):
 
     def _describe(self, matched: bool) -> Hello:
         return replace(super()._describe(matched), ids=self._text, masks=False, grids=False)
+
+    def pause(self) -> NoReturn:
+        """Raises TypeError: the clients of a host cannot be paused."""
+        raise TypeError(
+            "virtual clients cannot be paused: a client that is to pause is a process, or a Client, of its own"
+        )
+
+    async def _take_last_model(self) -> None:
+        """Do nothing: no program follows the models of a host."""
 
     # Messages
 

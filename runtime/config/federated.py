@@ -780,4 +780,7 @@ class ClientConfig(Settings):
     """Whether the traceback of a failed training function is sent to the controller."""
     full_traceback: bool = False
     """Whether tracebacks show all lines, also those of gradbus and torch."""
+    callbacks: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=64)] = ()
+    """Classes as package.module:Name, whose objects the client calls at rounds, and for each global model; see
+    docs/embedding.md."""
     history: HistorySettings = HistorySettings()
