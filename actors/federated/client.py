@@ -30,6 +30,7 @@ from gradbus.actors.federated.id_request import request_id
 from gradbus.actors.federated.local_evaluation import LocalEvaluation
 from gradbus.actors.federated.local_training import Allowed, LocalTraining, NothingToTrain, RoundInputs, reason_of
 from gradbus.actors.federated.named_model import NamedModel
+from gradbus.actors.federated.pacing import Pacer, warn_of_threads
 from gradbus.actors.federated.packets_out import PacketRoute, PacketSender
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import PAUSED, SAT_OUT
@@ -56,6 +57,7 @@ from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, Jo
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.names import check_name
+from gradbus.runtime.native_threads import ThreadFamily
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.tasks import TaskGroup, items_of, single_error
 from gradbus.runtime.testing.instrumentation import Probe
@@ -165,6 +167,10 @@ class Client:
         self._leaving = "stopped"  # why it leaves, unless the run has ended
         shown = NamedModel(self._shown_model, lambda: self._model)
         self._observer = ClientObserver(callbacks, self._config.callbacks, shown, self._changed)
+        budget, wait = self._config.budget, lambda seconds: self._compute.wait_for_stop(seconds)
+        self._threads = ThreadFamily()
+        self._pacer = Pacer(budget, self._training_cpu_s, wait) if budget.is_set else None
+        self._paused_in: TrainCmd | None = None  # the command whose training a pause has called off
         self._group: TaskGroup | None = None  # of the tasks of a run
         self._declined: tuple[JoinDeclined, int] | None = None  # why it does not take part in a run, and in which
         self._context: ClientContext  # made by _open, as are models and answers
@@ -209,6 +215,7 @@ class Client:
 
     def _build(self) -> None:
         """Build the model, off the loop: the Hello says what it is."""
+        self._enter_thread()
         self._bus.access_policy.check_client()
         self._model = self._flat_model()
 
@@ -228,6 +235,7 @@ class Client:
 
     def _open(self) -> None:
         """Open the directory of the state, and make the parts of this client, off the loop."""
+        self._enter_thread()
         kept = ClientStateStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
             self._task, self._identity, self._model, kept, self._bus.memory, self._probe,
@@ -242,6 +250,16 @@ class Client:
         self._answers = EvaluationAnswers(
             self._context, self._models, evaluation, self._training, self._sender, self._transfers
         )
+
+    def _enter_thread(self) -> None:
+        """Have what computes here keep to the budget. Called first of all on each thread that trains."""
+        if self._config.budget.is_set:
+            self._threads.enter(self._config.budget.cores)
+            warn_of_threads(self._config.budget.cores)
+
+    def _training_cpu_s(self) -> float:
+        """Return the processor time of what trains, in seconds."""
+        return self._threads.cpu_s()
 
     def _flat_model(self) -> FlatModel:
         """Build the model and lay it out."""
@@ -306,6 +324,7 @@ class Client:
         if not self._status.is_paused:
             self._status.is_paused = True
             if not self._status.is_delivering:
+                self._paused_in = self._session.command
                 self._compute.stop_current()
             self._announce_pause()
 
@@ -313,10 +332,14 @@ class Client:
         """Take part again, from the next round on; in asynchronous runs at once."""
         if self._status.is_paused:
             self._status.is_paused = False
-            failure = self._session.failure
-            if failure is not None and failure.reason == PAUSED:
-                self._session.failure = None
+            self._forget_pause()
             self._announce_pause()
+
+    def _forget_pause(self) -> None:
+        """Report no more that the newest round is sat out: the controller may begin another attempt at it."""
+        failure = self._session.failure
+        if failure is not None and failure.reason == PAUSED:
+            self._session.failure = None
 
     def _announce_pause(self) -> None:
         log.info("paused" if self._status.is_paused else "resumed", **self._facts)
@@ -611,9 +634,8 @@ class Client:
                 self._prepared = True
                 await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
                 continue
-            if self._status.is_paused:
+            if self._status.is_paused or (command is not None and command is self._paused_in):
                 await self._sit_out(welcome, command)
-                await self._wait(self._config.controller_timeout_s)
                 continue
             if welcome is None or command is None or not current.is_for(self.client_id, welcome, command):
                 if welcome is None or not await self._answered(welcome, group):
@@ -628,14 +650,19 @@ class Client:
                 await self._fetch_for(welcome, command)
 
     async def _sit_out(self, welcome: Welcome | None, command: TrainCmd | None) -> None:
-        """Report, while this client is paused, that the round of a command has no update of it. Asynchronous rounds go
-        on with it whenever it is back."""
+        """Report that the round of a command has no update of this client, which is paused, or was in its midst; then
+        wait while it is. Asynchronous rounds go on with it whenever it is back."""
         current = self._session
         is_asked = welcome is not None and command is not None and current.is_for(self.client_id, welcome, command)
         if is_asked and command is not None and current.repeats is None:
             current.mark_handled(command)
             current.failure = TrainingFailure(current.run_id, command.round_id, PAUSED, PAUSED)
             await self._heartbeat.send_hello()
+        self._paused_in = None
+        if self._status.is_paused:
+            await self._wait(self._config.controller_timeout_s)
+        else:
+            self._forget_pause()
 
     async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
@@ -646,7 +673,7 @@ class Client:
         inputs = RoundInputs(
             welcome=welcome, command=command, base=base, broadcast=self._models.replica.broadcast,
             buffers=self._models.replica.buffers, terms=self._session.terms, commanded_s=self._session.commanded_s,
-            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route,
+            spent=self._masking.turn_to(welcome.run_id, command.round_id), route=self._route, pacer=self._pacer,
         )  # fmt: skip
         return await self._compute.run(self._training.train, inputs, next(self._transfers), self._compute.should_stop)
 
@@ -754,7 +781,7 @@ class Client:
         if is_called_off:
             newer = current.command.round_id if current.command else None
             log.info("training given up", round=command.round_id, newer=newer)
-            return None, PAUSED if self._status.is_paused else CALLED_OFF
+            return None, PAUSED if self._paused_in is command else CALLED_OFF
         if failure is not None:
             return None, await self._report_failure(welcome, command, failure)
         return update, ""

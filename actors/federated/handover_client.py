@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.config.federated import BudgetSettings, ClientConfig
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -50,6 +52,15 @@ class HandoverTask:
         """Return None: the controller evaluates with a task of its own."""
 
 
+def check_budget(budget: BudgetSettings) -> None:
+    """Raises ConfigError: it is not for a script."""
+    if budget.cores:
+        raise ConfigError(
+            f"client.budget.cores is {sorted(budget.cores)}: a script trains on its own thread, which is not to be "
+            f"moved. Leave it out, and call os.sched_setaffinity(0, {{...}}) before the script makes its first tensor"
+        )
+
+
 class NotWanted(Exception):
     """The round is over before the script has asked for it."""
 
@@ -73,6 +84,12 @@ class HandoverClient(Client):
     def note_failure(self, error: Exception) -> None:
         """Take the error of the script as the reason why this client leaves."""
         self._leaving = f"failed: {self._early_failures.summary(error)}"
+
+    def _enter_thread(self) -> None:
+        """Do nothing: the script trains on a thread of its own."""
+
+    def _training_cpu_s(self) -> float:
+        return time.process_time()  # which threads of the process train is not known
 
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again

@@ -82,6 +82,15 @@ def check_room(asked: int, update_bytes: int) -> None:
         )
 
 
+def check_config(config: ClientConfig) -> None:
+    """Raises ConfigError: it has what is of single clients."""
+    if config.budget.is_set or config.callbacks:
+        raise ConfigError(
+            f"client.{'budget' if config.budget.is_set else 'callbacks'} is of a client that is a process, or a "
+            f"Client, of its own: leave it out for virtual clients"
+        )
+
+
 class HostSession(ControllerSession):
     """Is the session of many clients: a command is for those that its terms name, and have not answered it.
 
@@ -166,6 +175,7 @@ class ClientHost(Client):
             raise ValueError("ids: expected at least one client")
         if FIRST_HOST | self._ids[0].start >= UNASSIGNED:
             raise ValueError("ids: expected the lowest one of a host to be at most 2^31 - 3")
+        check_config(config or ClientConfig())
         super().__init__(bus, task, client_id=self._ids[0].start, name=name, config=config)
         self._identity = Identity(FIRST_HOST | self.client_id, self._identity.incarnation)
         self._session = HostSession(self._config.controller_timeout_s, self._ids)

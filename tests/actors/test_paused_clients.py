@@ -149,6 +149,20 @@ def test_a_client_that_pauses_in_mid_round_sits_it_out_and_takes_part_again_with
     assert events(logs, "client paused", "client resumed") == ["client paused", "client resumed"]
 
 
+def test_a_client_that_pauses_in_mid_round_and_goes_on_at_once_sits_that_round_out() -> None:
+    scene = Scene(Held(), Held(2), rounds=3)
+
+    async def program(scene: Scene) -> None:
+        await eventually(lambda: 2 in scene.tasks[1].begun)
+        scene.clients[1].pause()
+        scene.clients[1].resume()
+
+    logs = scene.play(program)
+    assert [report.clients for report in scene.reports] == [(0, 1), (0,), (0, 1)]
+    assert [report.dropped.get(PAUSED, 0) for report in scene.reports] == [0, 1, 0]
+    assert warnings_in(logs) == []
+
+
 def test_a_run_starts_without_a_client_that_is_paused_from_the_start_and_says_nothing() -> None:
     scene = Scene(Held(), Held(), rounds=2)
     logs = scene.play(nothing, before=lambda scene: scene.clients[1].pause())
