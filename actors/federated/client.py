@@ -623,16 +623,11 @@ class Client:
                 return
             welcome, command = current.welcome, current.command
             if welcome is not None and not self._prepared:
-                self._status.set("preparing")
-                await self._heartbeat.send_hello()
-                try:
-                    await self._prepare(welcome, group)
-                except Exception as error:
-                    await self._report_unprepared(error, welcome.run_id)
-                    raise
-                self._status.set("idle")
-                self._prepared = True
-                await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
+                await self._get_ready(welcome, group)
+                continue
+            if welcome is not None and self._observer.follows_models and await self._models.lacks_frozen(welcome):
+                await self._models.fetch_frozen(welcome)
+                self._observer.look_again()
                 continue
             if self._status.is_paused or (command is not None and command is self._paused_in):
                 await self._sit_out(welcome, command)
@@ -648,6 +643,19 @@ class Client:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
                 await self._fetch_for(welcome, command)
+
+    async def _get_ready(self, welcome: Welcome, group: TaskGroup) -> None:
+        """Do what has to be done once, and say so. What it fails with is reported."""
+        self._status.set("preparing")
+        await self._heartbeat.send_hello()
+        try:
+            await self._prepare(welcome, group)
+        except Exception as error:
+            await self._report_unprepared(error, welcome.run_id)
+            raise
+        self._status.set("idle")
+        self._prepared = True
+        await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
 
     async def _sit_out(self, welcome: Welcome | None, command: TrainCmd | None) -> None:
         """Report that the round of a command has no update of this client, which is paused, or was in its midst; then

@@ -78,6 +78,10 @@ class ClientObserver:
             self.newest = replace(model, personal=self.personal)
             self._pending.set()
 
+    def look_again(self) -> None:
+        """Show the newest model, which was not complete before."""
+        self._pending.set()
+
     async def show_models(self) -> None:
         """Call ``on_model`` for models as they arrive, until cancelled. Raises CallbackFailed."""
         while self.follows_models:
