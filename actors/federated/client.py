@@ -734,14 +734,13 @@ class Client:
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         began_s, sent_before = time.monotonic(), self._uploaded_bytes
-        await self._observer.round_begins(command.round_id)
-        if self._observer.ending or self._status.is_paused:
+        if not await self._may_begin(command.round_id):
             return
         update, reason = await self._train_update(welcome, command, base, group)
         if update is not None:
             self._status.is_delivering = True
             try:
-                update, reason = await self._deliver(welcome, command, base, update)
+                update, reason = await self._deliver_update(welcome, command, base, update)
             finally:
                 self._status.is_delivering = False
         seconds, sent_bytes = time.monotonic() - began_s, self._uploaded_bytes - sent_before
@@ -760,6 +759,11 @@ class Client:
         if self._status.is_paused:  # while it was sent: this is said only now
             await self._heartbeat.send_hello()
         await self._observer.round_done(report)
+
+    async def _may_begin(self, round_id: int) -> bool:
+        """Call the callbacks before a round; whether to train in it after that."""
+        await self._observer.round_begins(round_id)
+        return not (self._observer.ending or self._status.is_paused)
 
     async def _train_update(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup
@@ -794,7 +798,7 @@ class Client:
             return None, await self._report_failure(welcome, command, failure)
         return update, ""
 
-    async def _deliver(
+    async def _deliver_update(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, update: EncodedUpdate
     ) -> tuple[EncodedUpdate | None, str]:
         """Send an update. Returns it as it was sent, and why it does not count; None: no answer has come for it."""

@@ -201,9 +201,8 @@ def test_personal_tensors_of_the_model_are_the_clients_own() -> None:
         share={"exclude": ["head.*"]},
     )  # fmt: skip
     run(scene.main())
-    is_shared = lambda name: not name.startswith("head.")  # noqa: E731
     state = run(scene.clients[1].state_dict())
-    assert same(state, scene.states[-1], is_shared)
+    assert same(state, scene.states[-1], lambda name: not name.startswith("head."))
     expected = Net().head.weight.detach() + 0.125 * 2 * (1 + 2 + 3)
     assert torch.allclose(state["head.weight"], expected)
     assert torch.allclose(follower.models[3]["head.weight"], expected)
