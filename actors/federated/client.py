@@ -22,7 +22,7 @@ from gradbus.actors.federated.client_models import ClientModels, FrozenParameter
 from gradbus.actors.federated.client_names import MAX_CLIENT_ID
 from gradbus.actors.federated.client_observer import MAX_REPORTS, ClientObserver
 from gradbus.actors.federated.client_report import CALLED_OFF, ClientReport
-from gradbus.actors.federated.client_state import ClientStateStore
+from gradbus.actors.federated.client_state import PERSONAL, ClientStateStore, part_of
 from gradbus.actors.federated.early_failures import EarlyFailures
 from gradbus.actors.federated.evaluation_answers import EvaluationAnswers
 from gradbus.actors.federated.flat_model import FlatModel
@@ -675,6 +675,7 @@ class Client:
     async def _prepare(self, welcome: Welcome, group: TaskGroup) -> None:
         """Do what has to be done once, before this client is ready; tasks that it starts belong to ``group``."""
         await self._compute.run(self._training.prepare, welcome.num_clients)
+        self._observer.personal = await self._compute.run(self._training.kept_personal, welcome)
 
     async def _make_update(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> EncodedUpdate:
         """Do what the command asks for, from ``base``, and encode it. Whatever is raised is reported as a failure."""
@@ -812,14 +813,13 @@ class Client:
         update, receipt = delivered
         if receipt.accepted:
             self._rounds += 1
+            self._observer.personal = part_of(update.state, PERSONAL)  # before the model of this round comes
             current.counted(command.round_id, session)
         else:
             self._refused += 1
             current.mark_handled(command)
             log.warning("update refused", **self._facts, round=command.round_id, reason=receipt.reason)
         await self._compute.run(self._training.on_receipt, update, receipt)
-        if receipt.accepted:
-            self._observer.personal = await self._compute.run(self._training.kept_personal, welcome)
         return update, "" if receipt.accepted else f"refused: {plain_line(receipt.reason)}"
 
     async def _send_update(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -75,7 +74,7 @@ class ClientObserver:
     def take_model(self, model: ArrivedModel) -> None:
         """Note a global model that has arrived."""
         if self.newest is None or self.newest.vector is not model.vector:
-            self.newest = replace(model, personal=self.personal)
+            self.newest = model
             self._pending.set()
 
     def look_again(self) -> None:
@@ -99,7 +98,7 @@ class ClientObserver:
         if self._models.lacks_frozen(model.welcome):  # it comes again once they are here
             self._shown = None
         else:
-            await self._call("on_model", lambda: (model.round_id, self._models.state(model)))
+            await self._call("on_model", lambda: (model.round_id, self._models.state(model, self.personal)))
 
     async def round_begins(self, round_id: int) -> None:
         """Call ``on_round``. Raises CallbackFailed."""
@@ -125,7 +124,7 @@ class ClientObserver:
             raise RuntimeError("no global model has arrived yet: await this after the client's first round has begun")
         if self._models.lacks_frozen(model.welcome):
             raise RuntimeError("the frozen parameters have not arrived yet: they come before the first round")
-        return await self._thread.run_or_follow(lambda: self._models.state(model))
+        return await self._thread.run_or_follow(lambda: self._models.state(model, self.personal))
 
     async def _call(self, method: str, make: Callable[[], tuple[Any, ...]]) -> None:
         """Call this method of all callbacks that have it, with what ``make`` makes on their thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,20 +22,19 @@ class ArrivedModel:
     Attributes:
         round_id: the round after which this is the model; 0: the initial one.
         vector: float32, shape (D,): what is exchanged. buffers: the block of the merged buffers.
-        welcome: of the run. personal: what this client keeps of its own, by name.
+        welcome: of the run.
     """
 
     round_id: int
     vector: Tensor
     buffers: bytes
     welcome: Welcome
-    personal: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class NamedModel:
     """Names the tensors of models that have arrived, in a module of its own: training goes on in the other one.
 
-    The module is built when it is first needed. All methods are for one thread at a time, which is not the event loop.
+    The module is built when it is first needed. :meth:`state` may be called on any thread but the event loop's.
     """
 
     def __init__(self, build: Callable[[], FlatModel], trained: Callable[[], FlatModel]) -> None:
@@ -49,8 +48,9 @@ class NamedModel:
         """Whether the frozen parameters of the controller are not here yet, so that no model is complete."""
         return bool(welcome.frozen) and self._trained().frozen != welcome.frozen
 
-    def state(self, model: ArrivedModel) -> dict[str, Any]:
-        """Return the tensors of this model by name, for ``load_state_dict``: copies on the CPU."""
+    def state(self, model: ArrivedModel, personal: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the tensors of this model by name, for ``load_state_dict``: copies on the CPU. ``personal``: what this
+        client keeps of its own, by name."""
         with self._lock:
             if self._flat is None:
                 self._flat = self._build()
@@ -58,6 +58,6 @@ class NamedModel:
             flat.arrange(Sharing.of_welcome(model.welcome))
             if model.welcome.frozen and flat.frozen != model.welcome.frozen:
                 flat.write_frozen(self._trained().read_frozen().clone())
-            flat.write_personal(model.personal)
+            flat.write_personal(personal)
             flat.hold(model.vector, flat.buffers.unpack(model.buffers))
             return copy_state(flat.module)
