@@ -216,6 +216,7 @@ class Client:
     def _build(self) -> None:
         """Build the model, off the loop: the Hello says what it is."""
         self._enter_thread()
+        warn_of_threads(self._config.budget.cores)
         self._bus.access_policy.check_client()
         self._model = self._flat_model()
 
@@ -255,7 +256,6 @@ class Client:
         """Have what computes here keep to the budget. Called first of all on each thread that trains."""
         if self._config.budget.is_set:
             self._threads.enter(self._config.budget.cores)
-            warn_of_threads(self._config.budget.cores)
 
     def _training_cpu_s(self) -> float:
         """Return the processor time of what trains, in seconds."""
@@ -400,7 +400,7 @@ class Client:
                     helpers = [
                         group.create_task(listening, name=f"client-{self.client_id}-listen"),
                         group.create_task(self._heartbeat.run(), name=f"client-{self.client_id}-heartbeat"),
-                        group.create_task(self._observer.show_models(), name=f"client-{self.client_id}-show-models"),
+                        group.create_task(self._show_models(), name=f"client-{self.client_id}-show-models"),
                     ]
                     self._group = group
                     try:
@@ -427,6 +427,13 @@ class Client:
             self._opened.close()
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
         return self.summary
+
+    async def _show_models(self) -> None:
+        try:
+            await self._observer.show_models()
+        except Exception as error:  # it ends this client, whose work is cancelled
+            self._leaving = f"failed: {self._early_failures.summary(error)}"
+            raise
 
     async def _end_well(self) -> None:
         """Give the program the model after the last round, and the end of the run, if that has ended well."""
