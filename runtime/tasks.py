@@ -45,17 +45,24 @@ def _without_exit(traceback: TracebackType | None) -> TracebackType | None:
 
 
 async def items_of(
-    serve: Callable[[Callable[[T], object]], Coroutine[Any, Any, None]], *, name: str
+    serve: Callable[[Callable[[T], object]], Coroutine[Any, Any, None]], *, name: str, most: int = 0
 ) -> AsyncGenerator[T, None]:
     """Yield what a coroutine gives to the function that it is called with, as it comes. It runs as a task of this name,
-    and is cancelled when nobody takes them any more. The queue between the two has no bound: ``serve`` has one.
+    and is cancelled when nobody takes them any more. Of more than ``most`` items that wait the oldest are dropped; 0:
+    the queue has no bound, as ``serve`` has one.
 
     Raises:
         What ``serve`` raises, without groups around a single error.
     """
     items: asyncio.Queue[T | None] = asyncio.Queue()
-    running = asyncio.create_task(serve(items.put_nowait), name=name)
-    running.add_done_callback(lambda _: items.put_nowait(None))
+
+    def put(item: T | None) -> None:
+        if most and items.qsize() >= most:
+            items.get_nowait()
+        items.put_nowait(item)
+
+    running = asyncio.create_task(serve(put), name=name)
+    running.add_done_callback(lambda _: put(None))
     try:
         while (item := await items.get()) is not None:
             yield item

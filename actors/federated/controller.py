@@ -49,6 +49,7 @@ from gradbus.actors.federated.masked_rounds import MaskedRounds
 from gradbus.actors.federated.model_evaluation import ModelEvaluation, check_evaluation
 from gradbus.actors.federated.order_book import OrderBook, check_order
 from gradbus.actors.federated.ordered_run import OrderedRun, RoundRequests, serving
+from gradbus.actors.federated.participation import HAS_PAUSED
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport, round_report
 from gradbus.actors.federated.round_losses import RoundLosses
@@ -794,7 +795,9 @@ class Controller:
         never = participation.never_counted(self._ids_known_before())
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
-            log.warning("client never counted", **self._state.names.facts(client_id), reason=why)
+            (log.info if why == HAS_PAUSED else log.warning)(
+                "client never counted", **self._state.names.facts(client_id), reason=why
+            )
 
     def _weights_crc32(self) -> int:
         return zlib.crc32(self._state.weights.numpy().data)

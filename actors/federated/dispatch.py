@@ -249,6 +249,7 @@ class Dispatcher:
         self._mark_alive(client_id, incarnation)
         before, earlier = self._registry.get(client_id, incarnation), self._registry.incarnation_of(client_id)
         was_ready = before is not None and self._is_ready(before)
+        was_paused = before is not None and before.is_paused
         answer, why = self._answer(found, Identity(client_id, incarnation), hello, number)
         if earlier is not None and self._registry.get(client_id, earlier) is None:
             self._receiver.forget(client_id, earlier)  # an older start of it, which is gone
@@ -262,6 +263,7 @@ class Dispatcher:
         if answer is HelloAnswer.WELCOME and client is not None:
             await self.welcome(client, to=sender.sender)
         if client is not None and (before is None or was_ready != self._is_ready(client)):
+            self._note_pause(client, was_paused)
             if before is None and hello.ids:
                 facts = {"name": hello.name} if hello.name else {}
                 log.info(
@@ -317,8 +319,17 @@ class Dispatcher:
             return _ROUNDS_TO_NO_GRID.format(codec=config.codec.name)
         return ""
 
+    def _note_pause(self, client: Member, was_paused: bool) -> None:
+        """Log that a client pauses, or goes on."""
+        if client.is_paused is not was_paused:
+            facts = self._context.client_facts(client.client_id)
+            log.info("client paused" if client.is_paused else "client resumed", **facts)
+        if client.is_paused:
+            self._context.state.participation.note_paused(client.client_id)
+
     def _is_ready(self, client: Member) -> bool:
-        return client.hello.ready and client.hello.session == self._context.identity.incarnation
+        is_welcomed = client.hello.session == self._context.identity.incarnation
+        return client.hello.ready and is_welcomed and not client.is_paused
 
     async def welcome(self, client: Member, *, to: int | None = None) -> None:
         """Send a client its Welcome. ``to``: as what it sends, where that is not its id."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +14,8 @@ from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.config.federated import BudgetSettings, ClientConfig
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -48,6 +52,15 @@ class HandoverTask:
         """Return None: the controller evaluates with a task of its own."""
 
 
+def check_budget(budget: BudgetSettings) -> None:
+    """Raises ConfigError: it is not for a script."""
+    if budget.cores:
+        raise ConfigError(
+            f"client.budget.cores is {sorted(budget.cores)}: a script trains on its own thread, which is not to be "
+            f"moved. Leave it out, and call os.sched_setaffinity(0, {{...}}) before the script makes its first tensor"
+        )
+
+
 class NotWanted(Exception):
     """The round is over before the script has asked for it."""
 
@@ -57,11 +70,12 @@ class HandoverClient(Client):
 
     def __init__(
         self, bus: Bus, task: HandoverTask, handover: RoundHandover, *, client_id: int | None, name: str,
-        config: ClientConfig,
+        config: ClientConfig, callbacks: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        super().__init__(bus, task, client_id=client_id, name=name, config=config)
+        super().__init__(bus, task, client_id=client_id, name=name, config=config, callbacks=callbacks)
         self._handover = handover
         self._is_unwanted = False
+        self._copy: nn.Module  # of the script's, where a callback takes models
 
     def wake(self) -> None:
         """Look again at whether the script waits for a round."""
@@ -71,8 +85,30 @@ class HandoverClient(Client):
         """Take the error of the script as the reason why this client leaves."""
         self._leaving = f"failed: {self._early_failures.summary(error)}"
 
+    def _enter_thread(self) -> None:
+        """Do nothing: the script trains on a thread of its own."""
+
+    def _training_cpu_s(self) -> float:
+        return time.process_time()  # which threads of the process train is not known
+
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
+
+    def _build(self) -> None:
+        super()._build()
+        if self._observer.follows_models:  # now, as the script waits: later on it may be in the midst of a step
+            self._copy = copy.deepcopy(self._model.module)
+
+    def _shown_model(self) -> FlatModel:
+        return FlatModel(self._copy)
+
+    def load_newest(self) -> int:
+        """Load the newest global model into the script's own, once the client has ended. Called on the thread of the
+        script. Returns its round; -1: none has arrived."""
+        if (newest := self._observer.newest) is None:
+            return -1
+        self._model.hold(newest.vector, self._model.buffers.unpack(newest.buffers))
+        return newest.round_id
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor, group: TaskGroup) -> None:
         before = self._rounds
@@ -92,7 +128,7 @@ class HandoverClient(Client):
         current, session = self._session, self._session.incarnation
         while not self._handover.is_waiting:
             self._changed.clear()
-            is_same = session == current.incarnation and not current.superseded(command)
+            is_same = session == current.incarnation and not current.superseded(command) and not self.is_paused
             if not is_same or not current.takes_part(self.client_id, command):
                 return False
             if not self._handover.is_waiting:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self, SupportsFloat
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from gradbus.actors.federated.client import checked_id
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
-from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask
+from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask, check_budget
 from gradbus.actors.federated.module_structure import misfit
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.sharing import TensorSpec, specs_of
@@ -42,7 +43,7 @@ log = get_logger("client")
 
 def client(
     job: str | None = None, *, name: str = "", client_id: int | None = None, config: ClientConfig | None = None,
-    **bus: Any,
+    callbacks: Sequence[Any] = (), **bus: Any,
 ) -> ScriptClient:  # fmt: skip
     """Take part in a federated run from a script that has a training loop of its own.
 
@@ -51,6 +52,7 @@ def client(
         name: one for each client of the job; the controller assigns an id to it. client_id: an id in place of that, 0
             or more. With security that knows single nodes both may be left out.
         config: settings of the client.
+        callbacks: objects as :class:`gradbus.Client` takes them.
         bus: settings of the bus by keyword, as :func:`gradbus.connect` has them: ``network``, ``peers``, ``security``.
 
     Returns:
@@ -64,7 +66,8 @@ def client(
     if name:
         check_name(name)
     job = default_job() if job is None else job
-    return ScriptClient(job, Named(name, client_id), config or ClientConfig(), connect(job, **bus))
+    check_budget((config or ClientConfig()).budget)
+    return ScriptClient(job, Named(name, client_id), config or ClientConfig(), connect(job, **bus), callbacks)
 
 
 class Named(NamedTuple):
@@ -78,13 +81,16 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
     """A client of a federated run, for a script. Made by :func:`gradbus.client`."""
 
     def __init__(
-        self, job: str, named: Named, config: ClientConfig, opening: contextlib.AbstractAsyncContextManager[Bus]
-    ) -> None:
+        self, job: str, named: Named, config: ClientConfig, opening: contextlib.AbstractAsyncContextManager[Bus],
+        callbacks: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
         """A client that has not been entered. ``opening``: gives the bus."""
         self.job = job
         self._named = named
         self._config = config
         self._opening = opening
+        self._callbacks = callbacks
+        self._paused_by: int | None = None  # the thread that has paused it; None: it is not paused
         self._handover = RoundHandover()
         self._round: TrainingRound | None = None
         self._task: HandoverTask | None = None  # from the first receive on
@@ -146,7 +152,8 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
     def receive(self, model: nn.Module) -> bool:
         """Wait for the next round and load the global model into ``model``.
 
-        A round that was received and not sent counts as one in which there was nothing to train.
+        A round that was received and not sent counts as one in which there was nothing to train. At the end of the run
+        ``model`` has the last global model. While the client is paused this waits for another thread to resume it.
 
         Args:
             model: on any device; the same one in each call, or one with tensors of the same names and shapes. Its
@@ -158,15 +165,19 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         Raises:
             JoinRefused: the controller has refused this client. JoinDeclined: it asks for what this client does not
                 give. BarrierTimeout: there was no controller for ``controller_timeout_s``. RunAborted: the run has
-                failed. ConfigError: the model does not fit. OutOfTurn: outside of the ``with`` block. ForkedProcess.
+                failed. ConfigError: the model does not fit. OutOfTurn: outside of the ``with`` block, or this thread
+                has paused the client. ForkedProcess.
         """
         thread = self._entered("receive")
+        if self._paused_by == threading.get_ident():
+            raise OutOfTurn("receive was called while the client is paused by this same thread: call resume() first")
         task = self._checked(model)
         self._handover.begin_wait()
         thread.call_soon(self._wake)
         found = self._handover.take()
         if found is None:
             thread.result()
+            self._load_last(task, model)
             return False
         self._round = found
         if model is not task.model:
@@ -202,6 +213,15 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         if not counts and self._handover.is_over:
             thread.result()
         return counts
+
+    def pause(self) -> None:
+        """Take part in no round until :meth:`resume`: the controller does not wait for this client. A round that was
+        received is over, as :attr:`should_stop` says. May be called by any thread."""
+        self._set_paused(self._entered("pause"), threading.get_ident())
+
+    def resume(self) -> None:
+        """Take part again, from the next round on. May be called by any thread."""
+        self._set_paused(self._entered("resume"), None)
 
     @property
     def client_id(self) -> int | None:
@@ -243,6 +263,20 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         for spec in self._specs:
             into[spec.name].copy_(tensors[spec.name])
 
+    def _set_paused(self, thread: LoopThread[ClientSummary | None], paused_by: int | None) -> None:
+        self._paused_by = paused_by
+        thread.call_soon(self._apply_pause)
+
+    def _apply_pause(self) -> None:
+        """On the loop: pass on whether the client is paused."""
+        if self._client is not None:
+            (self._client.resume if self._paused_by is None else self._client.pause)()
+
+    def _load_last(self, task: HandoverTask, model: nn.Module) -> None:
+        """Load the last global model into the script's. The client has ended."""
+        if self._client is not None and self._client.load_newest() >= 0 and model is not task.model:
+            self._copy(task.model, model)
+
     def _leave(self, thread: LoopThread[ClientSummary | None]) -> None:
         if not self._handover.is_over:
             thread.cancel()
@@ -265,8 +299,9 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
                 assert self._task is not None
                 self._client = HandoverClient(
                     bus, self._task, self._handover, client_id=self._named.client_id, name=self._named.name,
-                    config=self._config,
+                    config=self._config, callbacks=self._callbacks,
                 )  # fmt: skip
+                self._apply_pause()
                 try:
                     return await self._client.run()
                 finally:

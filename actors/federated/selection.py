@@ -61,20 +61,20 @@ class StartCondition:
         self._minimum = minimum
         self._expected = expected
         self._excused = excused
-        self._wanted = max(len(self._expected) - sum(one in self._expected for one in excused), minimum)
+        self._wanted = max(len(self._expected) - self._count(excused), minimum)
         self._timeout_s = timeout_s
         self._deadline_at_s = now_s + timeout_s
         self._grace_s = grace_s
         self._grace_until_s: float | None = None
         self._describe = describe
 
-    def may_start(self, ready: Sequence[int], now_s: float) -> bool:
-        """Whether to start with these clients now.
+    def may_start(self, ready: Sequence[int], now_s: float, paused: Collection[int] = ()) -> bool:
+        """Whether to start with these clients now. ``paused``: ids of clients that are here and not waited for.
 
         Raises:
             BarrierTimeout: the deadline has passed with fewer than ``minimum``; it names the missing clients.
         """
-        if len(ready) >= self._wanted:
+        if len(ready) >= max(self._minimum, self._wanted - self._count(paused)):
             return True
         if len(ready) >= self._minimum:
             if self._grace_until_s is None:
@@ -89,6 +89,10 @@ class StartCondition:
                 hint=found.hint,
             )  # fmt: skip
         return False
+
+    def _count(self, clients: Collection[int]) -> int:
+        """How many of these are expected."""
+        return sum(one in self._expected for one in clients)
 
     def missing(self, ready: Sequence[int]) -> list[int]:
         """Ids of expected clients that are not among these."""
@@ -195,7 +199,7 @@ class ParticipantSelection:
             waiting.look(self._absent(missing), misconfiguration=bus.misconfiguration, hint=hint)
             # There is no event for the matching of this side, which may come after the client's last message.
             await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.clients.heartbeat_s))
-        if len(ready) < len(expected) - sum(one in expected for one in out):
+        if len(ready) < len(expected) - sum(one in expected for one in {*out, *self._registry.paused_ids()}):
             log.warning("starting without all clients", ready=ready, expected=len(expected))
 
     def _may_start(self, condition: StartCondition, ready: Sequence[int], round_id: int) -> bool:
@@ -208,7 +212,7 @@ class ParticipantSelection:
             self._unprepared.pop(client_id, None)
             self._unprepared.pop(self._context.state.names.own_name_of(client_id), None)
         try:
-            return condition.may_start(ready, time.monotonic())
+            return condition.may_start(ready, time.monotonic(), self._registry.paused_ids())
         except BarrierTimeout as error:
             failed = self._failed()
             would_do = len({*ready, *failed}) >= error.needed
@@ -240,11 +244,9 @@ class ParticipantSelection:
     def _absent(self, missing: Collection[int]) -> list[str]:
         """Names of missing clients, for the log."""
         here, failed = {client.client_id for client in self._registry}, self._failed()
-        label = self._context.state.names.label
-        named = [
-            failed.get(number, f"client {label(number)}{' (is here, not ready yet)' * (number in here)}")
-            for number in missing
-        ]
+        paused, label = self._registry.paused_ids(), self._context.state.names.label
+        states = {**dict.fromkeys(here, " (is here, not ready yet)"), **dict.fromkeys(paused, " (paused)")}
+        named = [failed.get(number, f"client {label(number)}{states.get(number, '')}") for number in missing]
         named += [text for number, text in failed.items() if number not in missing]
         return named[:_SHOWN] or ["some client"]
 

@@ -17,6 +17,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, GradbusE
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import (
+    PAUSED_PHASE,
     Body,
     EvaluationRequest,
     Hello,
@@ -256,9 +257,15 @@ class ControllerSession:
 
 
 class ClientStatus:
-    """The phase that the heartbeat reports: idle, preparing, fetching or training, or that of an upload."""
+    """The phase that the heartbeat reports: idle, preparing, fetching or training, or that of an upload; or paused.
+
+    Attributes:
+        is_paused: the program that this client is part of wants no training for now.
+        is_delivering: an update is made and its receipt has not come: a client that is to pause does that first.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_paused = self.is_delivering = False
         self._clock = clock
         self._name = "idle"
         self._reported = ""
@@ -271,7 +278,8 @@ class ClientStatus:
 
     def reported(self, upload: str) -> tuple[str, float]:
         """The phase to report, and the seconds since it began. ``upload``: the phase of the update sender."""
-        self._note(self._name if upload == "idle" else upload)
+        name = self._name if upload == "idle" else upload
+        self._note(PAUSED_PHASE if self.is_paused and not self.is_delivering else name)
         return self._reported, self._clock() - self._since_s
 
     def _note(self, name: str) -> None:

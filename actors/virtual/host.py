@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -79,6 +79,15 @@ def check_room(asked: int, update_bytes: int) -> None:
             f"{asked:,} updates of {update_bytes:,} bytes are more than the {WAITING_BYTES:,} bytes that may wait in "
             f"one process. On the controller, set it to cooperative, or ask fewer clients in a round; or spread the "
             f"clients over more hosts"
+        )
+
+
+def check_config(config: ClientConfig) -> None:
+    """Raises ConfigError: it has what is of single clients."""
+    if config.budget.is_set or config.callbacks:
+        raise ConfigError(
+            f"client.{'budget' if config.budget.is_set else 'callbacks'} is of a client that is a process, or a "
+            f"Client, of its own: leave it out for virtual clients"
         )
 
 
@@ -166,6 +175,7 @@ class ClientHost(Client):
             raise ValueError("ids: expected at least one client")
         if FIRST_HOST | self._ids[0].start >= UNASSIGNED:
             raise ValueError("ids: expected the lowest one of a host to be at most 2^31 - 3")
+        check_config(config or ClientConfig())
         super().__init__(bus, task, client_id=self._ids[0].start, name=name, config=config)
         self._identity = Identity(FIRST_HOST | self.client_id, self._identity.incarnation)
         self._session = HostSession(self._config.controller_timeout_s, self._ids)
@@ -196,6 +206,15 @@ class ClientHost(Client):
 
     def _describe(self, matched: bool) -> Hello:
         return replace(super()._describe(matched), ids=self._text, masks=False, grids=False)
+
+    def pause(self) -> NoReturn:
+        """Raises TypeError: the clients of a host cannot be paused."""
+        raise TypeError(
+            "virtual clients cannot be paused: a client that is to pause is a process, or a Client, of its own"
+        )
+
+    async def _take_last_model(self) -> None:
+        """Do nothing: no program follows the models of a host."""
 
     # Messages
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradbus.actors import (
         Client,
         ClientOrder,
+        ClientReport,
         ClientSummary,
         Controller,
         ElasticPlace,
@@ -51,6 +52,7 @@ _WHERE = {
     "Client": "gradbus.actors.federated.client",
     "ClientConfig": "gradbus.runtime.config.federated",
     "ClientOrder": "gradbus.actors.aggregation.orders",
+    "ClientReport": "gradbus.actors.federated.client_report",
     "ClientSummary": "gradbus.actors.federated.report",
     "Controller": "gradbus.actors.federated.controller",
     "FederatedConfig": "gradbus.runtime.config.federated",
@@ -89,6 +91,7 @@ __all__ = [
     "Client",
     "ClientConfig",
     "ClientOrder",
+    "ClientReport",
     "ClientSummary",
     "Controller",
     "DataParallelConfig",

@@ -19,6 +19,8 @@ from gradbus.runtime.wire.id_ranges import MAX_CHARS, checked_ids
 PROTOCOL = 4
 BEFORE_FIRST_ROUND = 0  # in a TrainingFailure: a client cannot get ready, and leaves
 NOT_WELCOMED = 0  # no run has this id: in such a TrainingFailure, of a client that knows of no run yet
+PAUSED_PHASE = "paused"  # in a Hello: the client takes part in no round until it reports another phase
+FETCHING_PHASE = "fetching"  # it waits for a model, which the end of a run waits for, too
 FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
 CANDIDATE_ROUNDS = range(0x7FFE_0000, 0x7FFF_0000)  # nor one of these: they stand for models that are evaluated alone
 MAX_BODY_BYTES = 64 * 1024
@@ -84,7 +86,8 @@ class Hello:
         layout: hash over names, shapes and dtypes of its parameters.
         ready: its DDS writers and readers are matched with the controller's.
         session: incarnation of the controller that has welcomed it, 0 for none.
-        phase: idle, fetching, training, encoding or uploading.
+        phase: idle, fetching, training, encoding or uploading; paused: it takes part in no round until it sends
+            another one.
         round_id: the round it works on, -1 for none.
         model_round: the round of the model that it holds, -1 for none.
         host: host name and process id, for people.
@@ -472,8 +475,8 @@ class TrainingFailure:
         run_id: NOT_WELCOMED: the client could not even build its model, and knows of no run.
         round_id: of the command; BEFORE_FIRST_ROUND: the client could not load its data, and takes part in no round.
         reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
-            returned a loss, or a model, of NaN or infinity; ``nothing to train``: the client sits the round out. Any
-            other text counts as the first.
+            returned a loss, or a model, of NaN or infinity; ``nothing to train`` or ``paused``: the client sits the
+            round out. Any other text counts as the first.
         name: of a client that has no id yet; else empty.
     """
 

@@ -385,3 +385,54 @@ async def _first(reports: AsyncIterator[gradbus.RoundReport], limit: int) -> Asy
         yield report
         if not left:
             return
+
+
+def test_at_the_end_the_model_of_a_script_is_the_last_global_one() -> None:
+    def script(job: str, domain: int, client_id: int) -> tuple[nn.Module, nn.Module]:
+        model, other = script_scene.build_model(), script_scene.build_model()
+        with client(job, domain, client_id) as fed:
+            while fed.receive(model if client_id else other):
+                used = model if client_id else other
+                fed.send(used, samples=script_scene.train(used, client_id, fed.round.round_id, fed.round.lr)[0])
+            return (model if client_id else other), other
+
+    reports, models = run([script, script])
+    (first, _), (second, _) = models
+    flat = [torch.cat([one.reshape(-1) for one in model.parameters()]) for model in (first, second)]
+    assert torch.equal(*flat), "both have the mean, and not what each has trained"
+    assert len(reports) == 3
+
+
+def test_a_script_pauses_and_resumes_and_is_followed_by_callbacks() -> None:
+    told: list[tuple[int, bool, str]] = []
+    models: list[int] = []
+
+    class Follower:
+        def on_model(self, round_id: int, model: Any) -> None:
+            models.append(round_id)
+            assert model.keys() == script_scene.build_model().state_dict().keys()
+
+        def on_report(self, report: Any) -> None:
+            told.append((report.round_id, report.counted, report.reason))
+
+    def script(job: str, domain: int, client_id: int) -> bool:
+        model = script_scene.build_model()
+        config = gradbus.ClientConfig(controller_timeout_s=PATIENT_S)
+        with gradbus.client(job, client_id=0, domain=domain, config=config, callbacks=[Follower()]) as fed:
+            assert fed.receive(model)
+            fed.pause()
+            with pytest.raises(OutOfTurn, match=r"call resume\(\) first"):
+                fed.receive(model)
+            until(lambda: fed.should_stop)
+            fed.resume()
+            while fed.receive(model):
+                fed.send(model, samples=7)
+            return True
+
+    with capture_logs() as logs:
+        reports, _ = run([script], rounds=2, clients={"heartbeat_s": 0.1})
+    assert [report.clients for report in reports] == [(0,), (0,)]
+    assert told[0] == (1, False, "paused")
+    assert [one[:2] for one in told[-2:]] == [(1, True), (2, True)]
+    assert models[-1] == 2
+    assert {one["event"] for one in logs if one["log_level"] == "warning"} <= {"round goes on"}

@@ -119,6 +119,19 @@ _hooks = _ProcessHooks()
 
 
 @contextlib.contextmanager
+def after_steps_of(model: nn.Module, call: Callable[[], object]) -> Iterator[None]:
+    """Call this after each step, by any optimizer of torch, that trains parameters of the model in this context."""
+
+    def after(optimizer: Optimizer) -> None:
+        own = set(map(id, model.parameters()))
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            call()
+
+    with _hooks.added((lambda optimizer: None, after)):
+        yield
+
+
+@contextlib.contextmanager
 def _gradients_of(model: nn.Module, stepped: set[int]) -> Iterator[None]:
     """Hide the gradients of all parameters but these: of several optimizers each has a step of its own, in which theirs
     are changed."""
