@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,9 +14,14 @@ from gradbus.actors.federated.handover import RoundHandover, ScriptResult, Train
 from gradbus.actors.federated.updates_out import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import ClientConfig
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.wire.control import Welcome
 from gradbus.runtime.wire.messages import TrainCmd
+
+LAST_MODEL_S = 1.5  # for which the end of a run waits for its last model; the controller waits 2 s for its clients
+
+log = get_logger("client")
 
 
 class HandoverTask:
@@ -71,6 +78,38 @@ class HandoverClient(Client):
         """Take the error of the script as the reason why this client leaves."""
         self._leaving = f"failed: {self._early_failures.summary(error)}"
 
+    def load_last_model(self) -> None:
+        """Load the newest global model that has arrived, on the script's thread, once this client has ended."""
+        replica = self._models.replica
+        if replica.vector is not None:
+            self._model.hold(replica.vector, self._model.buffers.unpack(replica.buffers))
+
+    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
+        try:
+            super()._on_controller(session, body, group)
+        except Exception:  # what ends this client: the script may train for long, and is not waited for
+            self._handover.end()
+            raise
+
+    async def _work(self, group: TaskGroup) -> None:
+        await super()._work(group)
+        await self._fetch_last_model()
+
+    async def _fetch_last_model(self) -> None:
+        """Fetch the model that the run has ended with, if this client has taken part, within ``LAST_MODEL_S``."""
+        current = self._session
+        welcome, command = current.welcome, current.command
+        if welcome is None or command is None or not self._rounds:
+            return
+        try:
+            async with asyncio.timeout(LAST_MODEL_S):
+                await self._models.fetch_round(welcome, command.round_id, lambda: False)
+        except TimeoutError:  # BarrierTimeout among them
+            log.warning(
+                "the last model has not arrived", **self._facts, round=command.round_id, waited_s=LAST_MODEL_S,
+                effect="the model of the script holds an earlier round", remedy="the controller's checkpoint has it",
+            )  # fmt: skip
+
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
 
@@ -90,13 +129,14 @@ class HandoverClient(Client):
     async def _wait_for_script(self, command: TrainCmd) -> bool:
         """Wait until the script has done with the model; whether the round is still wanted then."""
         current, session = self._session, self._session.incarnation
-        while not self._handover.is_waiting:
+        while not self._handover.claim():
             self._changed.clear()
             is_same = session == current.incarnation and not current.superseded(command)
             if not is_same or not current.takes_part(self.client_id, command):
                 return False
-            if not self._handover.is_waiting:
-                await self._wait(self._config.controller_timeout_s)
+            if self._handover.claim():
+                break
+            await self._wait(self._config.controller_timeout_s)
         return True
 
     def _is_called_off(self) -> bool:

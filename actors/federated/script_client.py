@@ -13,16 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self, SupportsFloat
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradbus.actors.federated.client import checked_id
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask
+from gradbus.actors.federated.local_evaluation import as_floats
 from gradbus.actors.federated.module_structure import misfit
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.sharing import TensorSpec, specs_of
@@ -34,6 +36,7 @@ from gradbus.runtime.errors import ConfigError, OutOfTurn
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.loop_thread import LoopThread
 from gradbus.runtime.names import check_name
+from gradbus.runtime.torch_compat import unwrapped
 
 LEAVE_S = 30.0  # for which the end of the block waits for the client and its bus
 
@@ -93,6 +96,7 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         self._client: HandoverClient | None = None
         self._thread: LoopThread[ClientSummary | None] | None = None
         self._made_in = forks.generation
+        self._in_use = threading.Lock()
 
     def __enter__(self) -> Self:
         """Join the job. Raises ConfigError, BusError: the bus cannot be opened."""
@@ -143,35 +147,41 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         :meth:`receive` then."""
         return self._handover.should_stop()
 
-    def receive(self, model: nn.Module) -> bool:
+    def receive(self, model: nn.Module, *, timeout_s: float | None = None) -> bool:
         """Wait for the next round and load the global model into ``model``.
 
         A round that was received and not sent counts as one in which there was nothing to train.
 
         Args:
             model: on any device; the same one in each call, or one with tensors of the same names and shapes. Its
-                trained parameters become views of one vector, and stay the objects that they are.
+                trained parameters become views of one vector, and stay the objects that they are. Of a model within
+                ``DistributedDataParallel``, ``DataParallel`` or ``torch.compile`` the inner one is meant.
+            timeout_s: for how long to wait; None: until there is a round, or the run has ended.
 
         Returns:
-            False when the run has ended well.
+            False when the run has ended well. The model then holds the last global model, if that has arrived.
 
         Raises:
+            TimeoutError: no round has begun within ``timeout_s``. Call it again to go on waiting.
             JoinRefused: the controller has refused this client. JoinDeclined: it asks for what this client does not
                 give. BarrierTimeout: there was no controller for ``controller_timeout_s``. RunAborted: the run has
                 failed. ConfigError: the model does not fit. OutOfTurn: outside of the ``with`` block. ForkedProcess.
         """
-        thread = self._entered("receive")
-        task = self._checked(model)
-        self._handover.begin_wait()
-        thread.call_soon(self._wake)
-        found = self._handover.take()
-        if found is None:
-            thread.result()
-            return False
-        self._round = found
-        if model is not task.model:
-            self._copy(task.model, model)
-        return True
+        with self._used_by("receive") as thread:
+            model = unwrapped(model)
+            task = self._checked(model)
+            self._handover.begin_wait()
+            thread.call_soon(self._wake)
+            found = self._handover.take(timeout_s)
+            if found is None:
+                thread.result()
+                assert self._client is not None
+                self._client.load_last_model()
+            else:
+                self._round = found
+            if model is not task.model:
+                self._copy(task.model, model)
+            return found is not None
 
     def send(
         self, model: nn.Module, *, samples: int, loss: SupportsFloat | None = None,
@@ -182,26 +192,31 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         Args:
             model: as after training.
             samples: distinct samples trained on, >= 1: the weight in the mean of all clients.
-            loss: mean training loss. metrics: more numbers by name, at most 32.
+            loss: mean training loss, a number or a tensor of one value. metrics: more numbers by name, at most 32.
 
         Returns:
             Whether it counts. False: the round was over, or the update cannot be used, which the log explains.
 
         Raises:
-            OutOfTurn: a second send for one receive, or none was there. ValueError: there are no samples, or the loss
-                is not a number. ConfigError: the model does not fit. ForkedProcess. And what has ended the client, as
-                of :meth:`receive`.
+            OutOfTurn: a second send for one receive, or none was there. ValueError, TypeError: there are no samples, or
+                the loss or a metric is not a number. ConfigError: the model does not fit. ForkedProcess. And what has
+                ended the client, as of :meth:`receive`.
         """
-        thread = self._entered("send")
-        self._handover.check_taken()
-        task = self._checked(model)
-        result = ScriptResult(_checked_samples(samples), None if loss is None else float(loss), dict(metrics or {}))
-        if model is not task.model:
-            self._copy(model, task.model)
-        counts = self._handover.give(result)
-        if not counts and self._handover.is_over:
-            thread.result()
-        return counts
+        with self._used_by("send") as thread:
+            self._handover.check_taken()
+            model = unwrapped(model)
+            task = self._checked(model)
+            if isinstance(loss, Tensor):
+                loss = loss.detach()  # a tensor with a graph is no number, by torch's own warning
+            result = ScriptResult(
+                _checked_samples(samples), None if loss is None else float(loss), _checked_metrics(metrics)
+            )
+            if model is not task.model:
+                self._copy(model, task.model)
+            counts = self._handover.give(result)
+            if not counts and self._handover.is_over:
+                thread.result()
+            return counts
 
     @property
     def client_id(self) -> int | None:
@@ -215,6 +230,20 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
     @property
     def _shown(self) -> str:
         return self._named.name or str(self._named.client_id)
+
+    @contextlib.contextmanager
+    def _used_by(self, call: str) -> Iterator[LoopThread[ClientSummary | None]]:
+        """The client's thread, for one call at a time. Raises OutOfTurn, ForkedProcess."""
+        thread = self._entered(call)
+        if not self._in_use.acquire(blocking=False):
+            raise OutOfTurn(
+                f"{call} was called while another thread is in a call of this client: one thread receives, trains and "
+                f"sends. Give each thread a client of its own, with its own model"
+            )
+        try:
+            yield thread
+        finally:
+            self._in_use.release()
 
     def _entered(self, call: str) -> LoopThread[ClientSummary | None]:
         if self._thread is None:
@@ -273,6 +302,18 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
                     self._handover.end()
         finally:
             self._handover.end()
+
+
+def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as numbers. Raises ValueError: one is none."""
+    try:
+        return as_floats(
+            {name: one.detach() if isinstance(one, Tensor) else one for name, one in (metrics or {}).items()}
+        )
+    except Exception as error:
+        raise ValueError(
+            f"metrics: expected single numbers by name, such as {{'accuracy': 0.9}}, got {metrics!r:.200} ({error})"
+        ) from error
 
 
 def _checked_samples(samples: Any) -> int:
