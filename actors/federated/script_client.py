@@ -124,6 +124,12 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
             self._thread.call_soon(self._client.note_failure, error)
         self._leave(self._thread)
 
+    def abandon(self) -> None:
+        """Leave the run without waiting until that is done, on any thread, as a finalizer has to."""
+        if self._thread is not None and self._made_in == forks.generation and not self._handover.is_over:
+            self._handover.leave()
+            self._thread.cancel()
+
     async def __aenter__(self) -> NoReturn:
         raise TypeError(
             "gradbus.client(...) is for scripts without asyncio: write 'with gradbus.client(...) as fed:'. On an event "

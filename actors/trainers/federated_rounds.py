@@ -196,6 +196,12 @@ class FederatedRounds:
         if client is not None:
             client.__exit__(None if error is None else type(error), error, None)
 
+    def abandon(self) -> None:
+        """Leave the run without waiting for anything, on any thread."""
+        client, self._client, self._round = self._client, None, None
+        if client is not None:
+            client.abandon()
+
     def stop(self, remedy: str) -> None:
         """Leave the run because the trainer has come to an end. If that is before the run's, log it, with what to do
         about it."""

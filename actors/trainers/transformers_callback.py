@@ -39,7 +39,7 @@ class FederatedCallback(TrainerCallback):  # type: ignore[misc]  # a set-up need
 
     ``with FederatedCallback(...) as federated:`` around ``trainer.train()`` gives the controller an error of the
     training as the reason why the client leaves. Without it, a client whose training has failed stays until the
-    callback is gone, the process ends, or the next training begins.
+    callback is collected, the process ends, or the next training begins.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FederatedCallback(TrainerCallback):  # type: ignore[misc]  # a set-up need
         self._logged_step = 0
         self._waits_for_log = False
         self._before_a_step: dict[str, Tensor] = {}
-        weakref.finalize(self, self._rounds.leave)
+        weakref.finalize(self, self._rounds.abandon).atexit = False
 
     def __enter__(self) -> Self:
         """Return the callback."""
@@ -103,7 +103,8 @@ class FederatedCallback(TrainerCallback):  # type: ignore[misc]  # a set-up need
         ranks = Ranks(args.process_index, args.world_size)
         optimizers = [] if optimizer is None else [getattr(optimizer, "optimizer", optimizer)]
         if self._rounds.begin(model, optimizers, step=state.global_step, ranks=ranks):
-            self._counting = model.register_forward_pre_hook(self._count, with_kwargs=True)
+            count = partial(_count, self._rounds, self._samples_in)  # the client has the model, and that no callback
+            self._counting = model.register_forward_pre_hook(count, with_kwargs=True)
             return
         control.should_training_stop = True
         # The Trainer makes one step before it looks: it is undone.
@@ -149,11 +150,6 @@ class FederatedCallback(TrainerCallback):  # type: ignore[misc]  # a set-up need
         self._forget_model()
         self._rounds.stop(REMEDY)
 
-    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count the samples of a call in training: not those of an evaluation, nor of a check without gradients."""
-        if module.training and torch.is_grad_enabled():
-            self._rounds.counts.add_batch(self._samples_in({**dict(enumerate(args)), **kwargs}))
-
     def _advance_after_log(self, state: Any, control: Any, kwargs: Mapping[str, Any]) -> None:
         """Have this step logged, which is done behind all callbacks, and end the round then; at once if it has been."""
         if self._logged_step == state.global_step:
@@ -186,6 +182,15 @@ class FederatedCallback(TrainerCallback):  # type: ignore[misc]  # a set-up need
         if before:
             for name, tensor in _state_of(model).items():
                 tensor.copy_(before[name])
+
+
+def _count(
+    rounds: FederatedRounds, samples_in: Callable[[Any], int], module: nn.Module, args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Count the samples of a call in training: not those of an evaluation, nor of a check without gradients."""
+    if module.training and torch.is_grad_enabled():
+        rounds.counts.add_batch(samples_in({**dict(enumerate(args)), **kwargs}))
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
