@@ -311,11 +311,18 @@ def two_ranks() -> dict[str, Any]:
     return found
 
 
+def program_of_the_page() -> dict[str, Any]:
+    """That of docs/trainers.md."""
+    return scene.run_the_page(PAGE, CHILDREN["page"])
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    PAGE = scene.program_of_the_page("Lightning")
     FORKED = scene.Children()
     PORTS = [int(one) for one in os.environ["SCENE_PORTS"].split(",")]
     CHILDREN: dict[str, Any] = {
+        "page": [FORKED.fork(scene.follow_the_page, PAGE, site) for site in ("site-1", "site-22")],
         "killed": FORKED.fork(killed),
         "well": [FORKED.fork(rank, number, PORTS[0], module_of()) for number in range(2)],
         "failing": [FORKED.fork(rank, number, PORTS[1], diverging) for number in range(2)],
@@ -326,6 +333,7 @@ if __name__ == "__main__":
                 equals_the_loop, training_rules, rounds_of_steps, ends_before_the_run, raises_where_the_run_fails,
                 leaves_with_the_error, frozen_and_mixed, with_the_older_name, is_refused, a_run_that_is_over,
                 one_that_is_killed, two_ranks,
+                program_of_the_page,
             )}
         )  # fmt: skip
     finally:

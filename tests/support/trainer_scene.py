@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from doc_pages import python_blocks, section
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -198,6 +202,37 @@ def _enter(entry: Callable[..., Any], pipe: Any, *arguments: Any) -> None:
     job = pipe.recv()
     if job:
         entry(job, pipe, *arguments)
+
+
+def program_of_the_page(title: str) -> ModuleType:
+    """The whole program in a section of docs/trainers.md, loaded as ``cells``."""
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (source,) = python_blocks(section(page, title))
+    file = Path(tempfile.mkdtemp()) / "cells.py"
+    file.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("cells", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def follow_the_page(job: str, pipe: Any, program: ModuleType, site: str) -> None:
+    """Entry of a process that is a client as the page has it."""
+    program.main(site, domain=DOMAIN)
+    pipe.send("done")
+
+
+def run_the_page(program: ModuleType, children: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """The run of the page, with its two clients."""
+    for _, pipe in children:
+        pipe.send("cells")
+    found = run(job="cells", clients=len(children), rounds=5, make_model=program.Classifier)
+    return {
+        "clients": [one.clients for one in found.reports], "losses": [one.loss for one in found.reports],
+        "samples": [one.num_samples for one in found.reports], "ended": [pipe.recv() for _, pipe in children],
+    }  # fmt: skip
 
 
 def play(scenes: Mapping[str, Callable[[], dict[str, Any]]]) -> None:

@@ -388,12 +388,19 @@ def two_ranks() -> dict[str, Any]:
     return {"ranks": [pipe.recv() for pipe in pipes], "samples": [one.num_samples for one in reports]}
 
 
+def program_of_the_page() -> dict[str, Any]:
+    """That of docs/trainers.md."""
+    return scene.run_the_page(PAGE, CHILDREN["page"])
+
+
 if __name__ == "__main__":
     assert gradbus.client is not None  # loaded before the forks
     torch.set_num_threads(1)
+    PAGE = scene.program_of_the_page("Hugging Face")
     FORKED = scene.Children()
     PORT = int(os.environ["SCENE_PORTS"].split(",")[0])
     CHILDREN: dict[str, Any] = {
+        "page": [FORKED.fork(scene.follow_the_page, PAGE, site) for site in ("site-1", "site-22")],
         "killed": FORKED.fork(killed), "ranks": [FORKED.fork(rank, number, PORT) for number in range(2)],
     }  # fmt: skip
     try:
@@ -401,6 +408,7 @@ if __name__ == "__main__":
             {one.__name__: one for one in (
                 equals_the_loop, rounds_of_steps, ends_before_the_run, raises_where_the_run_fails,
                 leaves_with_the_error, adapters_of_peft, is_refused, a_run_that_is_over, one_that_is_killed, two_ranks,
+                program_of_the_page,
             )}
         )  # fmt: skip
     finally:

@@ -128,3 +128,11 @@ def test_both_ranks_raise_where_the_run_fails(scenes: Found) -> None:
     first, second = scenes("two_ranks")["failing"]
     assert first["raised"].startswith("TrainingFailed: ")
     assert second["raised"].startswith("RunAborted: rank 0, which talks to the controller for this rank, has failed")
+
+
+def test_the_program_of_the_page_trains(scenes: Found) -> None:
+    found = scenes("program_of_the_page")
+    assert found["ended"] == ["done", "done"]
+    assert found["clients"] == [[0, 1]] * 5
+    assert found["samples"] == [1024] * 5
+    assert found["losses"][-1] < 0.7 * found["losses"][0]

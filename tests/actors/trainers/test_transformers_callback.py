@@ -111,3 +111,11 @@ def test_two_ranks_are_one_client(scenes: Found) -> None:
     assert first == second
     assert first["epochs"] == 3
     assert found["samples"] == [110] * 3, "55 at each"
+
+
+def test_the_program_of_the_page_trains(scenes: Found) -> None:
+    found = scenes("program_of_the_page")
+    assert found["ended"] == ["done", "done"]
+    assert found["clients"] == [[0, 1]] * 5
+    assert found["samples"] == [1024] * 5
+    assert found["losses"][-1] < 0.7 * found["losses"][0]
