@@ -91,6 +91,13 @@ class HandoverClient(Client):
     def _training_cpu_s(self) -> float:
         return time.process_time()  # which threads of the process train is not known
 
+    def _on_controller(self, session: int, body: Any, group: TaskGroup) -> None:
+        try:
+            super()._on_controller(session, body, group)
+        except Exception:  # what ends this client: the script may train for long, and is not waited for
+            self._handover.end()
+            raise
+
     def _flat_model(self) -> FlatModel:
         return FlatModel(self._task.build_model())  # which cannot be built again
 
@@ -126,13 +133,14 @@ class HandoverClient(Client):
     async def _wait_for_script(self, command: TrainCmd) -> bool:
         """Wait until the script has done with the model; whether the round is still wanted then."""
         current, session = self._session, self._session.incarnation
-        while not self._handover.is_waiting:
+        while not self._handover.claim():
             self._changed.clear()
             is_same = session == current.incarnation and not current.superseded(command) and not self.is_paused
             if not is_same or not current.takes_part(self.client_id, command):
                 return False
-            if not self._handover.is_waiting:
-                await self._wait(self._config.controller_timeout_s)
+            if self._handover.claim():
+                break
+            await self._wait(self._config.controller_timeout_s)
         return True
 
     def _is_called_off(self) -> bool:

@@ -14,16 +14,17 @@ import asyncio
 import contextlib
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self, SupportsFloat
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradbus.actors.federated.client import checked_id
 from gradbus.actors.federated.handover import RoundHandover, ScriptResult, TrainingRound
 from gradbus.actors.federated.handover_client import HandoverClient, HandoverTask, check_budget
+from gradbus.actors.federated.local_evaluation import as_floats
 from gradbus.actors.federated.module_structure import misfit
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.sharing import TensorSpec, specs_of
@@ -35,6 +36,7 @@ from gradbus.runtime.errors import ConfigError, OutOfTurn
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.loop_thread import LoopThread
 from gradbus.runtime.names import check_name
+from gradbus.runtime.torch_compat import unwrapped
 
 LEAVE_S = 30.0  # for which the end of the block waits for the client and its bus
 
@@ -99,6 +101,7 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         self._client: HandoverClient | None = None
         self._thread: LoopThread[ClientSummary | None] | None = None
         self._made_in = forks.generation
+        self._in_use = threading.Lock()
 
     def __enter__(self) -> Self:
         """Join the job. Raises ConfigError, BusError: the bus cannot be opened."""
@@ -126,6 +129,12 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
             self._thread.call_soon(self._client.note_failure, error)
         self._leave(self._thread)
 
+    def abandon(self) -> None:
+        """Leave the run without waiting until that is done, on any thread, as a finalizer has to."""
+        if self._thread is not None and self._made_in == forks.generation and not self._handover.is_over:
+            self._handover.leave()
+            self._thread.cancel()
+
     async def __aenter__(self) -> NoReturn:
         raise TypeError(
             "gradbus.client(...) is for scripts without asyncio: write 'with gradbus.client(...) as fed:'. On an event "
@@ -149,7 +158,7 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         :meth:`receive` then."""
         return self._handover.should_stop()
 
-    def receive(self, model: nn.Module) -> bool:
+    def receive(self, model: nn.Module, *, timeout_s: float | None = None) -> bool:
         """Wait for the next round and load the global model into ``model``.
 
         A round that was received and not sent counts as one in which there was nothing to train. At the end of the run
@@ -157,32 +166,38 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
 
         Args:
             model: on any device; the same one in each call, or one with tensors of the same names and shapes. Its
-                trained parameters become views of one vector, and stay the objects that they are.
+                trained parameters become views of one vector, and stay the objects that they are. Of a model within
+                ``DistributedDataParallel``, ``DataParallel`` or ``torch.compile`` the inner one is meant.
+            timeout_s: for how long to wait; None: until there is a round, or the run has ended.
 
         Returns:
-            False when the run has ended well.
+            False when the run has ended well. The model then holds the last global model, if that has arrived.
 
         Raises:
+            TimeoutError: no round has begun within ``timeout_s``. Call it again to go on waiting.
             JoinRefused: the controller has refused this client. JoinDeclined: it asks for what this client does not
                 give. BarrierTimeout: there was no controller for ``controller_timeout_s``. RunAborted: the run has
                 failed. ConfigError: the model does not fit. OutOfTurn: outside of the ``with`` block, or this thread
                 has paused the client. ForkedProcess.
         """
-        thread = self._entered("receive")
-        if self._paused_by == threading.get_ident():
-            raise OutOfTurn("receive was called while the client is paused by this same thread: call resume() first")
-        task = self._checked(model)
-        self._handover.begin_wait()
-        thread.call_soon(self._wake)
-        found = self._handover.take()
-        if found is None:
-            thread.result()
-            self._load_last(task, model)
-            return False
-        self._round = found
-        if model is not task.model:
-            self._copy(task.model, model)
-        return True
+        with self._used_by("receive") as thread:
+            if self._paused_by == threading.get_ident():
+                raise OutOfTurn(
+                    "receive was called while the client is paused by this same thread: call resume() first"
+                )
+            model = unwrapped(model)
+            task = self._checked(model)
+            self._handover.begin_wait()
+            thread.call_soon(self._wake)
+            found = self._handover.take(timeout_s)
+            if found is None:
+                thread.result()
+                self._load_last(task, model)
+                return False
+            self._round = found
+            if model is not task.model:
+                self._copy(task.model, model)
+            return True
 
     def send(
         self, model: nn.Module, *, samples: int, loss: SupportsFloat | None = None,
@@ -193,26 +208,31 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
         Args:
             model: as after training.
             samples: distinct samples trained on, >= 1: the weight in the mean of all clients.
-            loss: mean training loss. metrics: more numbers by name, at most 32.
+            loss: mean training loss, a number or a tensor of one value. metrics: more numbers by name, at most 32.
 
         Returns:
             Whether it counts. False: the round was over, or the update cannot be used, which the log explains.
 
         Raises:
-            OutOfTurn: a second send for one receive, or none was there. ValueError: there are no samples, or the loss
-                is not a number. ConfigError: the model does not fit. ForkedProcess. And what has ended the client, as
-                of :meth:`receive`.
+            OutOfTurn: a second send for one receive, or none was there. ValueError, TypeError: there are no samples, or
+                the loss or a metric is not a number. ConfigError: the model does not fit. ForkedProcess. And what has
+                ended the client, as of :meth:`receive`.
         """
-        thread = self._entered("send")
-        self._handover.check_taken()
-        task = self._checked(model)
-        result = ScriptResult(_checked_samples(samples), None if loss is None else float(loss), dict(metrics or {}))
-        if model is not task.model:
-            self._copy(model, task.model)
-        counts = self._handover.give(result)
-        if not counts and self._handover.is_over:
-            thread.result()
-        return counts
+        with self._used_by("send") as thread:
+            self._handover.check_taken()
+            model = unwrapped(model)
+            task = self._checked(model)
+            if isinstance(loss, Tensor):
+                loss = loss.detach()  # a tensor with a graph is no number, by torch's own warning
+            result = ScriptResult(
+                _checked_samples(samples), None if loss is None else float(loss), _checked_metrics(metrics)
+            )
+            if model is not task.model:
+                self._copy(model, task.model)
+            counts = self._handover.give(result)
+            if not counts and self._handover.is_over:
+                thread.result()
+            return counts
 
     def pause(self) -> None:
         """Take part in no round until :meth:`resume`: the controller does not wait for this client. A round that was
@@ -235,6 +255,20 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
     @property
     def _shown(self) -> str:
         return self._named.name or str(self._named.client_id)
+
+    @contextlib.contextmanager
+    def _used_by(self, call: str) -> Iterator[LoopThread[ClientSummary | None]]:
+        """The client's thread, for one call at a time. Raises OutOfTurn, ForkedProcess."""
+        thread = self._entered(call)
+        if not self._in_use.acquire(blocking=False):
+            raise OutOfTurn(
+                f"{call} was called while another thread is in a call of this client: one thread receives, trains and "
+                f"sends. Give each thread a client of its own, with its own model"
+            )
+        try:
+            yield thread
+        finally:
+            self._in_use.release()
 
     def _entered(self, call: str) -> LoopThread[ClientSummary | None]:
         if self._thread is None:
@@ -308,6 +342,18 @@ class ScriptClient(contextlib.AbstractContextManager["ScriptClient"]):
                     self._handover.end()
         finally:
             self._handover.end()
+
+
+def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as numbers. Raises ValueError: one is none."""
+    try:
+        return as_floats(
+            {name: one.detach() if isinstance(one, Tensor) else one for name, one in (metrics or {}).items()}
+        )
+    except Exception as error:
+        raise ValueError(
+            f"metrics: expected single numbers by name, such as {{'accuracy': 0.9}}, got {metrics!r:.200} ({error})"
+        ) from error
 
 
 def _checked_samples(samples: Any) -> int:

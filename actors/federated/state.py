@@ -231,7 +231,7 @@ class RunState:
 
     def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
         """Raises CheckpointError: the state directory cannot be used, or has the state of another run."""
-        self._layout, self._table = model.layout, model.table
+        self._layout, self._layouts, self._table = model.layout, model.layouts, model.table
         self.model = model
         self._strategy = strategy
         self._downlink_codec = config.downlink_codec.name
@@ -306,7 +306,7 @@ class RunState:
         store = CheckpointStore.to_read(path.parent)
         checkpoint = store.load(int(place[1]), SavedRun.of)
         saved = SavedRun.of(checkpoint)
-        if saved.layout != self._layout:
+        if saved.layout not in self._layouts:
             raise CheckpointError(
                 f"{where} are of a model with other names, shapes or frozen parts. Use the model of that run, or named "
                 f"tensors (gradbus export)"
@@ -334,7 +334,7 @@ class RunState:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved, where = SavedRun.of(checkpoint), f"checkpoint of round {checkpoint.round_id}"
-        if saved.layout != self._layout:
+        if saved.layout not in self._layouts:
             raise CheckpointError(
                 f"{where} is of a model with other names or shapes, or other tensors of it were shared. Use the same "
                 f"model and the same federated.share, or another state directory"
