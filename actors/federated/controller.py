@@ -798,6 +798,7 @@ class Controller:
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._publisher.held_apart)
+        self._probe.reached("after_commit_before_note", report.round_id)
         self._publisher.note_commit(report)
 
     async def _amended(self, report: RoundReport | None) -> RoundReport | None:

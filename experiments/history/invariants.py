@@ -152,35 +152,52 @@ def _one_model(run: RunHistory, result: InvariantResult) -> None:
 
 
 def _nothing_lost(run: RunHistory, result: InvariantResult) -> None:
-    newest: dict[str, Event] = {}
+    newest: dict[
+        str, Event
+    ] = {}  # by run: the last event that shows what is on the disk, a start's opening or a commit
+    saved: set[str] = set()  # runs that have been on the disk
+    adopting = {start.opening["run"] for start in run.controller if _adopts(start)}
     before: Start | None = None
     for start in run.controller:
         opening = start.opening
         name, kept = opening["run"], opening["federated"]["checkpoint"]
-        durable = kept["dir"] is not None
-        if before is not None and durable and kept["resume"]:
+        if before is not None and kept["dir"] is not None and kept["resume"]:
+            lost = before.opening["run"]
             same_place = before.opening["federated"]["checkpoint"]["dir"] == kept["dir"]
-            result.expect(
-                name == before.opening["run"] or not same_place or not any(before.all("commanded")),
-                f"run {before.opening['run']} was not continued: a start from the same directory began run {name}",
+            result.expect(  # a site follows the run of the level above
+                name == lost or not same_place or lost not in saved or lost in adopting,
+                f"run {lost} was not continued: a start from the same directory began run {name}",
             )
-        if (last := newest.get(name)) is not None and durable:
-            result.expect(
-                opening["round"] >= last["round"],
-                f"round {last['round']} was committed, but the next start went on from round {opening['round']}",
-            )
-            result.expect(
-                opening["round"] <= last["round"] + 1,  # that one may have died before it noted its last commit
-                f"round {last['round']} was committed last, but the next start went on from round {opening['round']}",
-            )
-            result.expect(
-                opening["round"] != last["round"] or opening["crc32"] == last["crc32"],
-                f"the model of round {last['round']} is not the one that was committed",
-            )
+        if (last := newest.get(name)) is not None and kept["dir"] is not None:
+            _expect_continued(result, last, opening, is_adopted=name in adopting)
+        # A start that dies between the checkpoint and its note leaves the round to the next one's opening. That may
+        # happen start after start, and each opening is as good as the note.
+        newest[name] = opening
         for event in start.events:
             if event["event"] in ("committed", "adopted"):
                 newest[name] = event
+        if newest[name]["round"] > 0 or any(start.all("commanded")):
+            saved.add(name)
         before = start
+
+
+def _adopts(start: Start) -> bool:
+    """Whether this is a start of a site, which adopts rounds of the level above and may skip some."""
+    return start.opening.get("adopts") is True or any(start.all("adopted"))  # the former since 0.2.0
+
+
+def _expect_continued(result: InvariantResult, last: Event, opening: Event, *, is_adopted: bool) -> None:
+    """Compare a start with the last round that was known to be on the disk: at most one commit lies between them."""
+    round_id, since = opening["round"], last["round"]
+    known = f"a start went on from round {since}" if last["event"] == "started" else f"round {since} was committed"
+    result.expect(
+        round_id >= since and (round_id <= since + 1 or is_adopted),
+        f"{known}, but the next start went on from round {round_id}",
+    )
+    result.expect(
+        round_id != since or opening["crc32"] == last["crc32"],
+        f"the model of round {since} is not the one that was committed",
+    )
 
 
 def _equal_ranks(run: RunHistory, result: InvariantResult) -> None:

@@ -50,11 +50,11 @@ def write(path: Path, who: str, *events: Event) -> None:
         file.writelines(json.dumps(event) + "\n" for event in events)
 
 
-def started(round_id: int = 0, crc32: int = 1, run: str = RUN, **federated: Any) -> Event:
+def started(round_id: int = 0, crc32: int = 1, run: str = RUN, *, adopts: bool = False, **federated: Any) -> Event:
     rules = {"checkpoint": {"dir": "state", "resume": True}, **federated}
     return {
         "event": "started", "run": run, "round": round_id, "crc32": crc32, "held_crc32": crc32, "incarnation": 1,
-        "federated": rules,
+        "federated": rules, **({"adopts": True} if adopts else {}),
     }  # fmt: skip
 
 
@@ -70,6 +70,10 @@ def committed(round_id: int, *clients: int, crc32: int = 2, **other: Any) -> Eve
         "event": "committed", "round": round_id, "clients": list(clients), "num_samples": 10 * len(clients),
         "crc32": crc32, "held_crc32": crc32, **other,
     }  # fmt: skip
+
+
+def adopted(round_id: int, crc32: int) -> Event:
+    return {"event": "adopted", "round": round_id, "crc32": crc32, "held_crc32": crc32}
 
 
 CLIENT = {"event": "started", "incarnation": 5}
@@ -108,6 +112,18 @@ WRONG: dict[str, tuple[str, dict[str, list[Event]]]] = {
     "a round lost": ("I4", {"controller": [*GOOD, started()]}),
     "a run lost": ("I4", {"controller": [started(), {"event": "commanded", "round": 1}, started(run="bb")]}),
     "another model after a restart": ("I4", {"controller": [*GOOD, started(1, 9)]}),
+    "a round lost that only a start has shown": ("I4", {"controller": [*GOOD, started(2, 3), started(1, 2)]}),
+    "rounds from nowhere after a round that only a start has shown": (
+        "I4", {"controller": [*GOOD, started(2, 3), started(4, 5)]}
+    ),
+    "another model than the start before had": ("I4", {"controller": [*GOOD, started(2, 3), started(2, 9)]}),
+    "a run lost by a start after one that did nothing": (
+        "I4", {"controller": [started(), {"event": "commanded", "round": 1}, started(), started(run="bb")]}
+    ),
+    "a run lost that only its round shows": ("I4", {"controller": [started(3, 4), started(run="bb")]}),
+    "a site that goes on from another model": (
+        "I4", {"controller": [started(), adopted(3, 4), started(3, 9)]}
+    ),
     "other samples": (
         "I7", {"controller": [started(), counted(1, 0, num_samples=11)], "client-0": [CLIENT, offered(1)]}
     ),
@@ -136,6 +152,23 @@ def test_nothing_is_found_in_a_history_without_fault_also_over_a_restart(tmp_pat
     write(tmp_path, "controller", committed(2, 0, 1, crc32=3))
     write(tmp_path, "client-0", CLIENT, decoded(0, 1), offered(1), receipt(1), decoded(1, 2), decoded(2, 3), offered(2))
     assert broken(tmp_path) == []
+
+
+def test_a_controller_that_dies_in_each_start_before_it_can_note_its_commit_has_lost_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD)
+    for round_id in (2, 3, 4):  # each start goes on from what the one before has committed, and not noted
+        write(tmp_path, "controller", started(round_id, round_id + 1), counted(round_id + 1, 0))
+    write(tmp_path, "controller", committed(5, 0, crc32=6))
+    findings = found(tmp_path)
+    assert [finding.violations for finding in findings.values() if finding.violations] == []
+    assert findings["I4"].checked > 6
+
+
+def test_a_site_may_die_between_adopting_a_later_round_and_noting_it(tmp_path: Path) -> None:
+    write(tmp_path, "controller", started(), adopted(1, 2), started(7, 8, adopts=True), adopted(9, 10))
+    assert broken(tmp_path) == []
+    write(tmp_path, "controller", started(8, 9, adopts=True))
+    assert broken(tmp_path) == ["I4"]
 
 
 def samples(pid: int, rss: Iterator[float], **other: int) -> list[Event]:
