@@ -23,6 +23,7 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.history.invariants import InvariantResult, check
@@ -79,12 +80,18 @@ def adopted(round_id: int, crc32: int) -> Event:
 CLIENT = {"event": "started", "incarnation": 5}
 
 
-def offered(round_id: int, crc32: int = 77) -> Event:
-    return {"event": "offered", "run": RUN, "round": round_id, "transfer": round_id, "crc32": crc32, "num_samples": 10}
+def offered(round_id: int, crc32: int = 77, **other: Any) -> Event:
+    return {
+        "event": "offered", "run": RUN, "round": round_id, "transfer": round_id, "crc32": crc32, "num_samples": 10,
+        **other,
+    }  # fmt: skip
 
 
-def receipt(round_id: int, *, accepted: bool = True) -> Event:
-    return {"event": "receipt", "run": RUN, "round": round_id, "transfer": round_id, "accepted": accepted}
+def receipt(round_id: int, *, accepted: bool = True, **other: Any) -> Event:
+    return {"event": "receipt", "run": RUN, "round": round_id, "transfer": round_id, "accepted": accepted, **other}
+
+
+WELCOMED = {"event": "welcomed", "run": RUN}
 
 
 def decoded(round_id: int, crc32: int) -> Event:
@@ -127,6 +134,35 @@ WRONG: dict[str, tuple[str, dict[str, list[Event]]]] = {
     "other samples": (
         "I7", {"controller": [started(), counted(1, 0, num_samples=11)], "client-0": [CLIENT, offered(1)]}
     ),
+    "an update that counts and is refused": (
+        "I8", {"controller": GOOD, "client-0": [CLIENT, offered(1), receipt(1, accepted=False)]}
+    ),
+    "an update that is refused and counts in the open round": (
+        "I8", {"controller": [started(), counted(1, 0)], "client-0": [CLIENT, offered(1), receipt(1, accepted=False)]}
+    ),
+    "an update that is refused and counts in a round that only the next start shows": (
+        "I8",
+        {
+            "controller": [started(), counted(1, 0), started(1, 2)],
+            "client-0": [CLIENT, offered(1), receipt(1, accepted=False)],
+        },
+    ),
+    "an update that counts, and its client has no answer when it offers the next one": (
+        "I8", {"controller": GOOD, "client-0": [CLIENT, WELCOMED, offered(1), offered(2)]}
+    ),
+    "an update of a client of a host that counts and is refused": (
+        "I8",
+        {
+            "controller": [started(), counted(1, 3), committed(1, 3)],
+            "client-2": [CLIENT, offered(1, client=3), receipt(1, accepted=False, client=3)],
+        },
+    ),
+    "an update of a client of a host with other bytes": (
+        "I7", {"controller": [started(), counted(1, 3)], "client-2": [CLIENT, offered(1, 78, client=3)]}
+    ),
+    "a receipt for nothing at a client of a host": (
+        "I1", {"controller": GOOD, "client-0": [CLIENT, receipt(1), receipt(1, client=2)]}
+    ),
     "an event that says nothing": ("I1", {"controller": [started(), {"event": "counted"}]}),
     "other bytes": ("I7", {"controller": GOOD, "client-0": [CLIENT, offered(1, crc32=78)]}),
     "ranks that differ": (
@@ -162,6 +198,22 @@ def test_a_controller_that_dies_in_each_start_before_it_can_note_its_commit_has_
     findings = found(tmp_path)
     assert [finding.violations for finding in findings.values() if finding.violations] == []
     assert findings["I4"].checked > 6
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        [CLIENT, WELCOMED, offered(1), receipt(1), offered(2), receipt(2, accepted=False)],  # round 2 is not committed
+        [CLIENT, WELCOMED, offered(1), WELCOMED, offered(2)],  # the controller has started again before its answer
+        [CLIENT, WELCOMED, offered(1), CLIENT, WELCOMED, offered(2)],  # it was killed before the answer came
+        [CLIENT, WELCOMED, offered(2), receipt(2, accepted=False), offered(1), receipt(1)],
+        [CLIENT, WELCOMED, offered(1), offered(2, client=3), receipt(1)],  # another client of the same host
+    ],
+)
+def test_a_refused_update_does_not_count_where_the_round_was_begun_again(client: list[Event], tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD, counted(2, 0), started(1, 2))  # killed in round 2, which is done again
+    write(tmp_path, "client-0", *client)
+    assert found(tmp_path)["I8"].violations == []
 
 
 def test_a_site_may_die_between_adopting_a_later_round_and_noting_it(tmp_path: Path) -> None:
@@ -407,7 +459,7 @@ def _controller_of(history: Path) -> list[Event]:
     return [json.loads(line) for line in (history / "controller.jsonl").read_text().splitlines()]
 
 
-async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
+async def _run(history: Path, rules: dict[str, Any], *, faults: str = "") -> list[int]:
     job, domain = f"history-{os.getpid()}", new_domain()
     config = gradbus.FederatedConfig(
         rounds=3,
@@ -422,13 +474,34 @@ async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
         async with gradbus.connect(job=job, domain=domain) as bus:
             await gradbus.Client(bus, NoopTask(DIM, delta="seeded"), client_id=client_id, config=own).run()
 
-    async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+    connected = gradbus.connect(job=job, domain=domain, faults=faults)
+    async with asyncio.timeout(60), connected as bus, asyncio.TaskGroup() as group:
         for client_id in (0, 1):
             group.create_task(client(client_id))
         controller = gradbus.Controller(bus, NoopTask(DIM), config)
         await controller.run()
         assert zlib.crc32(controller.weights.numpy().data) == controller.progress.reports[-1].weights_crc32
         return [report.weights_crc32 for report in controller.progress.reports]
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["shipped", "forgets what it has counted"])
+def test_a_client_that_is_refused_for_an_update_that_counts_is_found(
+    forgets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forgets:
+        shipped = UpdateReceiver.on_request
+
+        async def on_request(self: Any, *request: Any) -> None:
+            self._counted.clear()
+            await shipped(self, *request)
+
+        monkeypatch.setattr(UpdateReceiver, "on_request", on_request)
+    asyncio.run(_run(tmp_path / "history", {"codec": "s4"}, faults="drop receipt nth=1"))
+    findings = found(tmp_path)
+    assert findings["I8"].checked >= 6
+    assert broken(tmp_path) == (["I8"] if forgets else [])
+    if forgets:
+        assert "of round 1 is refused, and it counts" in findings["I8"].violations[0]
 
 
 def test_the_command_names_what_does_not_hold_and_its_exit_code_says_so(tmp_path: Path) -> None:
