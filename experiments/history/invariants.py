@@ -115,10 +115,10 @@ def _counts_once(run: RunHistory, result: InvariantResult) -> None:
                 result.expect(times == 1, f"client {client} counted {times} times in round {round_id}")
     if not run.controller:
         return
-    for update, event in _of_clients(run, "receipt"):
+    for answered, event in _of_clients(run, "receipt"):
         result.expect(
-            not event["accepted"] or update in counted,
-            f"client {update.client} has a receipt for round {update.round} that was not counted",
+            not event["accepted"] or answered in counted,
+            f"client {answered.client} has a receipt for round {answered.round} that was not counted",
         )
 
 
