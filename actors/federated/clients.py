@@ -457,10 +457,14 @@ class ClientRegistry:
     def lacks_command(self, ids: Iterable[int], round_id: int, attempt: int) -> bool:
         """Return whether one of these clients has not received the command of this attempt at a round, as its newest
         Hello shows: it works on another round, or, in a further attempt, on nothing."""
-        hellos = (self._members[one].hello for one in ids if one in self._members)
-        return any(
-            hello.session == self._session and (hello.round_id != round_id or (attempt > 1 and hello.phase == IDLE))
-            for hello in hellos
+        lacking = {
+            record.client_id for record in self._records()
+            if record.hello.session == self._session
+            and (record.hello.round_id != round_id or (attempt > 1 and record.hello.phase == IDLE))
+        }  # fmt: skip
+        # Of a host there is one record, however many clients it has: as a rule none lacks the command.
+        return bool(lacking) and any(
+            _record(self._members[one]).client_id in lacking for one in ids if one in self._members
         )
 
     def silent_ids(self, round_id: int) -> set[int]:
