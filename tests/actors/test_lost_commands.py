@@ -1,4 +1,5 @@
-"""A TrainCmd that is lost costs a heartbeat and not the deadline of its round, whatever kind of round it is.
+"""A message that is lost, a TrainCmd above all, costs a heartbeat and not the deadline of its round, whatever kind of
+round it is.
 
 All over real DDS. The commands are lost between the controller's writer and DDS, as ``bus.faults`` does it, for all
 clients; or in the inbox of one client.
@@ -111,6 +112,31 @@ def run(
         return reports
 
     return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("side", "lost"),
+    [("client", "upload_request"), ("controller", "grant"), ("client", "update"), ("controller", "receipt")],
+)
+def test_of_an_upload_no_message_that_is_lost_costs_the_deadline(side: str, lost: str) -> None:
+    place: dict[str, Any] = {"job": f"lost-{os.getpid()}-{next(_jobs)}", "domain": new_domain()}
+    faults = Faults(f"drop {lost} nth=2")
+
+    async def one() -> None:
+        async with gradbus.connect(**place, shared_memory=False, faults=faults if side == "client" else "") as bus:
+            await gradbus.Client(bus, Counting(), client_id=0).run()
+
+    async def main() -> list[gradbus.RoundReport]:
+        own = faults if side == "controller" else ""
+        async with (
+            asyncio.timeout(60), gradbus.connect(**place, shared_memory=False, faults=own) as bus,
+            asyncio.TaskGroup() as group,
+        ):  # fmt: skip
+            group.create_task(one())
+            return await gradbus.Controller(bus, NoopTask(DIM), rules(1)).run()
+
+    assert attempts(asyncio.run(main())) == [1] * ROUNDS
+    assert faults.fired[f"drop {lost}"] == 1
 
 
 def attempts(reports: Sequence[gradbus.RoundReport]) -> list[int]:

@@ -23,13 +23,15 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.aggregation.updates import Facts, Update
+from gradbus.actors.federated.publish import ModelPublisher
+from gradbus.actors.federated.state import RunState
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.history.invariants import InvariantResult, check
 from gradbus.experiments.history.reader import read_history
 from gradbus.models import NoopTask
-from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.testing.journal import History, update_name, weights_name
 
 DIM = 3000
@@ -482,6 +484,43 @@ async def _run(history: Path, rules: dict[str, Any], *, faults: str = "") -> lis
         await controller.run()
         assert zlib.crc32(controller.weights.numpy().data) == controller.progress.reports[-1].weights_crc32
         return [report.weights_crc32 for report in controller.progress.reports]
+
+
+def test_each_start_of_a_run_has_a_later_incarnation_than_the_one_before(tmp_path: Path) -> None:
+    for _ in range(2):  # the second one finds that all rounds are done
+        asyncio.run(_run(tmp_path / "history", {"checkpoint": {"dir": tmp_path / "state"}}))
+    first, second = (start.opening for start in read_history(tmp_path).controller)
+    assert (first["round"], second["round"]) == (0, 3)
+    assert first["run"] == second["run"]
+    assert first["incarnation"] < second["incarnation"]
+    assert broken(tmp_path) == []
+
+
+def test_a_model_that_cannot_be_saved_reaches_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, publish = RunState._save, ModelPublisher.publish  # noqa: SLF001 - a disk that is full for one round
+    done: list[str] = []
+
+    def full_in_round_two(self: RunState, held: Any) -> None:
+        done.append(f"save {self.round_id}")
+        if self.round_id == 2:
+            raise CheckpointError("no space is left")
+        save(self, held)
+
+    async def noted(self: ModelPublisher) -> None:
+        done.append("publish")
+        await publish(self)
+
+    monkeypatch.setattr(RunState, "_save", full_in_round_two)
+    monkeypatch.setattr(ModelPublisher, "publish", noted)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(_run(tmp_path / "history", {"checkpoint": {"dir": tmp_path / "state"}}))
+    assert caught.group_contains(CheckpointError, match="no space is left")
+    assert done == ["save 0", "publish", "save 1", "publish", "save 2"]
+    run = read_history(tmp_path)
+    assert [event["round"] for event in run.controller[0].all("committed")] == [1]
+    for starts in run.clients.values():
+        assert max(event["round"] for start in starts for event in start.all("decoded")) == 1
+    assert broken(tmp_path) == []
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["shipped", "forgets what it has counted"])

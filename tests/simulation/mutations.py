@@ -237,9 +237,9 @@ MUTATIONS = (
         "if False:", "clients follow the newest controller",
     ),
     Mutation(
-        "a training for the session before is sent", "commands", "actors.federated.client:Client._train_and_send",
-        "is_called_off = session != current.incarnation or current.superseded(command) or self._is_called_off()",
-        "is_called_off = current.superseded(command) or self._is_called_off()",
+        "an update for the session before is still offered", "commands", f"{SESSION}.is_current",
+        "return self.incarnation == session and self.welcome is not None and self.ended is None",
+        "return self.welcome is not None and self.ended is None",
         "an update is from the model of its own session",
     ),
     Mutation(
@@ -279,9 +279,9 @@ MUTATIONS = (
         "if False:", "no update is ever seen alone",
     ),
     Mutation(
-        "a masked update of an earlier attempt is added", "masks", "actors.federated.masked_attempt:MaskedAttempt.add",
-        "if (values.attempt, values.weight) != expected:",
-        "if values.weight != expected[1]:", "I3",
+        "two vectors are masked with the same masks", "masks", f"{MASKING}.masking_client:MaskingClient.mask",
+        "self._is_masked = True",
+        "pass", "no update is ever seen alone",
     ),
     Mutation(
         "half of the members decide though the others may live", "agreement", f"{AGREEMENT}._is_quorum",
@@ -299,9 +299,12 @@ MUTATIONS = (
         "if view.accepted > self._accepted:", "a generation has one successor",
     ),
     Mutation(
-        "a process that has certainly ended is heard again", "agreement", f"{AGREEMENT}.receive",
-        "if view.group != self.group or sender == self.me or sender in self._dead:",
-        "if view.group != self.group or sender == self.me:", "a dead member is in no later generation",
+        "an older view of a process takes the place of a newer one", "agreement", f"{AGREEMENT}.receive",
+        """
+        if known is not None and view.version < known.version:
+            return
+        """,
+        "", "a promise that was given is not forgotten",
     ),
 )  # fmt: skip
 

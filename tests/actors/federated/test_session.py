@@ -87,6 +87,14 @@ def test_what_counted_for_one_start_of_the_controller_does_not_count_for_the_nex
     assert orders.wanted(WELCOME, command(3))
 
 
+def test_an_update_is_for_the_start_of_the_controller_that_has_commanded_it() -> None:
+    orders = welcomed()
+    assert orders.is_current(SESSION)
+    orders.start_session(SESSION + 1, WELCOME)
+    assert not orders.is_current(SESSION)
+    assert orders.is_current(SESSION + 1)
+
+
 def test_the_same_controller_that_welcomes_again_has_still_said_what_it_said() -> None:
     orders = welcomed()
     orders.take(command(3))
