@@ -288,10 +288,13 @@ def test_a_refused_write_never_arrives_and_one_that_was_taken_always_does_for_al
     assert len(refused) == 5, "a reader that takes nothing must make its writer wait"
     assert 4 <= len(taken) < 200
     last = 1000
-    at_full = full.take(channel.name)
-    writer.write(channel.name, last, size=size, until_taken=True)
-    at_full += full.wait_for(channel.name, last)
-    at_quick += quick.wait_for(channel.name, last)
+    at_full: list[int] = []
+    until_s, is_written = time.monotonic() + 60.0, False
+    while not (last in at_full and last in at_quick):
+        assert time.monotonic() < until_s, (is_written, at_full, at_quick)
+        at_full += full.take(channel.name)
+        at_quick += quick.take(channel.name)
+        is_written = is_written or writer.write(channel.name, last, size=size) == [True]
     assert at_full == at_quick == [*taken, last]
 
 
@@ -375,12 +378,15 @@ def test_what_a_writer_is_deleted_with_before_it_was_acknowledged_is_lost_and_a_
         assert writer.wait_for_acks(channel.name)
     set_link(right, up=False)
     for channel in BOTH:
-        writer.write(channel.name, *range(5, 10))
+        writer.write(channel.name, *range(5, 305), size=1000)
     writer.delete(VOLATILE.name)  # which waits for a second
     set_link(right, up=True)
-    assert reader.wait_for(RETAINED.name, 9) == [*range(10)]
+    # The writer's own cut is over: what the other one, which is still there, has written comes late.
+    assert reader.wait_for(RETAINED.name, 304) == [*range(305)]
     reader.wait_matched(VOLATILE.name, 0)
-    assert reader.take(VOLATILE.name) == [*range(5)]
+    came = reader.take(VOLATILE.name)
+    assert came == [*range(len(came))]  # the kernel may have kept some packets
+    assert 5 <= len(came) < 305
 
 
 def test_a_reader_that_is_deleted_is_reported_at_once_and_a_new_one_gets_nothing_of_the_meantime(start: Start) -> None:
@@ -420,13 +426,15 @@ def test_writes_to_a_killed_reader_are_taken_then_refused_and_taken_again_once_i
     outcomes: list[bool] = []
     came: list[int] = []
     while writer.matched(channel.name) == 2 and len(outcomes) < 10_000:
-        outcomes += writer.write(channel.name, len(outcomes), size=60_000)
+        outcomes += writer.write(channel.name, len(outcomes), size=300_000)
         came += alive.take(channel.name)
     assert outcomes[0]
     assert not all(outcomes)  # the living reader starves with it
     writer.wait_matched(channel.name, 1)
-    last = len(outcomes)
-    writer.write(channel.name, last, size=60_000, until_taken=True)
+    last, until_s = len(outcomes), time.monotonic() + 60.0
+    while writer.write(channel.name, last, size=300_000) == [False]:
+        assert time.monotonic() < until_s, came
+        came += alive.take(channel.name)
     came += alive.wait_for(channel.name, last)
     assert came == [*(number for number, taken in enumerate(outcomes) if taken), last]
 
