@@ -76,6 +76,7 @@ from gradbus.runtime.wire.control import (
     PacketsMissing,
     Receipt,
     Refused,
+    RepeatedCommand,
     RoundTerms,
     RunEnded,
     Status,
@@ -485,9 +486,7 @@ class Client:
     def _handle(self, message: Message, group: TaskGroup) -> None:
         match message:
             case TrainCmd():
-                if self._session.take(message) and self._session.repeats is None:
-                    self._compute.stop_current()  # what is being trained now is no longer wanted
-                self._interrupt_sending()
+                self._on_command(is_other=self._session.take(message))
             case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
                 if not self._session.accepts_session(session):
                     return
@@ -495,6 +494,12 @@ class Client:
             case _:
                 return
         self._changed.set()
+
+    def _on_command(self, *, is_other: bool) -> None:
+        """Stop what the newest command makes superfluous."""
+        if is_other and self._session.repeats is None:
+            self._compute.stop_current()  # what is being trained now is no longer wanted
+        self._interrupt_sending()
 
     def _accept_welcome(self, session: int, welcome: Welcome) -> None:
         """Follow the controller. Raises JoinDeclined: it asks for what this client does not give."""
@@ -569,8 +574,8 @@ class Client:
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case _ if isinstance(body, (*ANSWERS, PacketsMissing)) and (body.to, body.incarnation) == me:
                 self._on_answer(body, group)
-            case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
-                self._take_terms(body, group)
+            case RoundTerms() | RepeatedCommand() if body.run_id == current.run_id and session == current.incarnation:
+                self._take_round(body, group)
             case EvaluationRequest() | LocalModelRequest() if session == current.incarnation:
                 self._take_request(body)
             case MaskRoster() | MaskShares() | MaskSurvivors() if session == current.incarnation and current.welcome:
@@ -593,6 +598,13 @@ class Client:
             self._packets.on_missing(body)
         elif not self._sender.on_answer(body, group):
             self._early_packets.on_answer(body, group)
+
+    def _take_round(self, message: RoundTerms | RepeatedCommand, group: TaskGroup) -> None:
+        """Take what the controller repeats of the open round."""
+        if isinstance(message, RoundTerms):
+            self._take_terms(message, group)
+        elif self._session.take_repeated(message):
+            self._on_command(is_other=True)
 
     def _take_terms(self, terms: RoundTerms, group: TaskGroup) -> None:
         current = self._session

@@ -10,7 +10,7 @@ and silence are those of its clients; of each client of its own there is only wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -28,6 +28,7 @@ MAX_NEWCOMERS = 8  # processes with the id of one member that wait at the same t
 FIRST_HOST = 0x8000_0000
 _RELEASES = {3: ", as gradbus 0.1 does"}  # by the protocol that they speak
 DOUBT_S = 5.0  # so long a client that may be gone is waited for
+IDLE = "idle"
 BUSY_PHASES = frozenset(
     {"preparing", "training", "evaluating"}
 )  # the user's own code runs, which may hold the interpreter
@@ -467,6 +468,19 @@ class ClientRegistry:
     def paused_ids(self) -> set[int]:
         """Ids of the clients that are here and take part in no round for now."""
         return {m.client_id for m in self._members.values() if m.is_paused}
+
+    def lacks_command(self, ids: Iterable[int], round_id: int, attempt: int) -> bool:
+        """Return whether one of these clients has not received the command of this attempt at a round, as its newest
+        Hello shows: it works on another round, or, in a further attempt, on nothing."""
+        lacking = {
+            record.client_id for record in self._records()
+            if record.hello.session == self._session
+            and (record.hello.round_id != round_id or (attempt > 1 and record.hello.phase == IDLE))
+        }  # fmt: skip
+        # Of a host there is one record, however many clients it has: as a rule none lacks the command.
+        return bool(lacking) and any(
+            _record(self._members[one]).client_id in lacking for one in ids if one in self._members
+        )
 
     def silent_ids(self, round_id: int) -> set[int]:
         """Ids of silent clients that could else take part in this round."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import os
 import time
 import zlib
@@ -77,7 +76,7 @@ from gradbus.runtime.misuse import awaited
 from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import TaskGroup
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, MaskAnswer, RoundTerms, TrainingFailure
+from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, MaskAnswer, RepeatedCommand, RoundTerms, TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
@@ -89,6 +88,13 @@ ALL_DONE = "all rounds are done"
 LINES_OF_A_ROUND = 20  # about how updates come in, however many clients there are
 
 log = get_logger("controller")
+
+
+def _repeated(command: TrainCmd, run_id: int, attempt: int) -> RepeatedCommand:
+    """Return what repeats the command of this attempt at a round."""
+    return RepeatedCommand(
+        run_id, command.round_id, command.subset_size, command.epochs, command.lr, command.seed, attempt
+    )
 
 
 class Controller:
@@ -608,7 +614,7 @@ class Controller:
                 await self._publish_terms(terms)
                 await self._bus.publish(self._identity, command)
             self._probe.reached("after_command", round_id)
-            outcome = await self._until_over(round_, terms)
+            outcome = await self._until_over(round_, terms, _repeated(command, self.run_id, attempt))
         finally:
             if masked is not None:
                 await masked.stop()
@@ -625,11 +631,11 @@ class Controller:
                 await self._publish_terms(self._round_terms(round_id, accepted))
         return round_, outcome
 
-    async def _until_over(self, round_: Round, terms: RoundTerms | None) -> Outcome:
-        """Wait until a commanded round is over, and repeat its terms meanwhile."""
+    async def _until_over(self, round_: Round, terms: RoundTerms | None, repeated: RepeatedCommand) -> Outcome:
+        """Wait until a commanded round is over. Meanwhile repeat its terms, and its command while a client lacks it."""
         masked, round_id = self._masked.attempt, round_.round_id
         reached, repeat_s = round_.ready, self._config.clients.heartbeat_s
-        repeat_at_s = math.inf if terms is None else time.monotonic() + repeat_s
+        repeat_at_s = time.monotonic() + repeat_s
         if masked is not None:
             masked.start(self._wakeup.set)
         while True:
@@ -646,6 +652,8 @@ class Controller:
                 repeat_at_s = time.monotonic() + repeat_s
                 with tolerate_write_timeout("terms", round_id):
                     await self._publish_terms(terms)
+                    if self._registry.lacks_command(round_.open, round_id, repeated.attempt):
+                        await self._context.publish(repeated)
 
     async def _call_on_update(self) -> None:
         """Call the callbacks for the updates that count by now."""
@@ -809,6 +817,7 @@ class Controller:
 
     def _make_durable(self, report: RoundReport) -> None:
         self._state.commit(report, self._publisher.held_apart)
+        self._probe.reached("after_commit_before_note", report.round_id)
         self._publisher.note_commit(report)
 
     async def _amended(self, report: RoundReport | None) -> RoundReport | None:

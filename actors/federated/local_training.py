@@ -51,7 +51,7 @@ from gradbus.actors.federated.rules.base import (
 from gradbus.actors.federated.sharing import Sharing
 from gradbus.actors.federated.task import FederatedTask, TrainOutcome, implementation
 from gradbus.actors.federated.unsent_residuals import UnsentResiduals
-from gradbus.actors.federated.updates_out import EncodedUpdate
+from gradbus.actors.federated.updates_out import EncodedUpdate, note_receipt
 from gradbus.actors.privacy.client import ClientPrivacy, privacy_of, without_privacy
 from gradbus.actors.secure_aggregation import masked_values
 from gradbus.codecs import Codec, NonFiniteError
@@ -700,10 +700,7 @@ class LocalTraining:
 
     def on_receipt(self, update: EncodedUpdate, receipt: Receipt) -> None:
         """Keep the state after an update that counts."""
-        self._probe.note(
-            "receipt", run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,
-            accepted=receipt.accepted, reason=receipt.reason,
-        )  # fmt: skip
+        note_receipt(self._probe, receipt)
         if not receipt.accepted:
             return
         self._counted = self._number

@@ -23,6 +23,7 @@ from gradbus.runtime.wire.control import (
     Hello,
     Leave,
     LocalModelRequest,
+    RepeatedCommand,
     RoundTerms,
     RunEnded,
     TrainingFailure,
@@ -79,6 +80,8 @@ class ControllerSession:
     def __init__(self, controller_timeout_s: float) -> None:
         self.controller_timeout_s = controller_timeout_s
         self._handled = False  # the command has been answered, without success
+        self._attempt = 0  # at the round of the command, as far as this client can count
+        self._is_early = False  # a repetition has come before the command itself, which is not another attempt
         self._session_seen_s = 0.0
         self._turn_s = LISTENED_S
         self._seen_s = self._listened_s = time.monotonic()
@@ -150,12 +153,29 @@ class ControllerSession:
         if is_earlier and time.perf_counter() - self.commanded_s < OVERTAKEN_S:
             return False
         other = command != self.command
+        if self._is_early and not other:
+            self._is_early = False
+            return False
+        self._attempt, self._is_early = 1 if other else self._attempt + 1, False
         if other or self._handled:
             self.commanded_s = time.perf_counter()
         self.command, self._handled, self.failure = command, False, None
         if self.evaluation is not None and self.evaluation.round_id < command.round_id:
             self.evaluation = None  # its round is over
         return other
+
+    def take_repeated(self, repeated: RepeatedCommand) -> bool:
+        """Take the command that its controller repeats because some client lacks it, as :meth:`take`. One that is here
+        changes nothing, unless this client has answered it in an earlier attempt: then it is given again."""
+        command = TrainCmd(repeated.round_id, repeated.subset_size, repeated.epochs, repeated.lr, repeated.seed)
+        is_known = command == self.command
+        if is_known and repeated.attempt <= self._attempt:
+            return False
+        self._is_early = False
+        is_other = self.take(command)
+        if is_known or is_other:  # else it is of an earlier round
+            self._attempt, self._is_early = repeated.attempt, True
+        return is_other
 
     def wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
         """Whether to train: DDS may repeat a command, and the controller may give one again."""

@@ -227,6 +227,7 @@ class RunState:
         history: reports of the committed rounds, without timelines, as a checkpoint has them. As that is written in
             every round it is bounded: of all but the newest rounds it has the figures, of those long past nothing.
         incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
+        adopts: the level above commits the rounds, some of which this site may miss.
     """
 
     def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
@@ -245,6 +246,7 @@ class RunState:
         self.run_id = int.from_bytes(os.urandom(8), "little") or 1
         self.round_id = 0
         self.incarnation = 0
+        self.adopts = False
         self.history: list[RoundReport] = []
         self._orders_from = 1  # orders of earlier rounds are removed
         self.quarantine = Quarantine(config.limits.max_strikes, config.limits.quarantine_rounds)
@@ -380,7 +382,7 @@ class RunState:
         history.note(
             "started", run=f"{self.run_id:016x}", incarnation=self.incarnation, round=self.round_id,
             crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(), has_buffers=bool(self.buffers),
-            federated=self._config.model_dump(mode="json"),
+            federated=self._config.model_dump(mode="json"), **({"adopts": True} if self.adopts else {}),
         )  # fmt: skip
 
     def buffer_block(self) -> bytes:

@@ -31,7 +31,7 @@ from gradbus.actors.federated.rounds import SAT_OUT, TRAINING_FAILED
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.actors.federated.sharing import Sharing, layout_of
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender
+from gradbus.actors.federated.updates_out import ANSWERS, EncodedUpdate, UpdateSender, note_receipt
 from gradbus.actors.virtual.client_trainer import open_state, vector_bytes
 from gradbus.actors.virtual.pool import (
     ClientFailed,
@@ -202,6 +202,7 @@ class ClientHost(Client):
         self._model = FlatModel(build_model(self._task))
 
     def _open(self) -> None:
+        self._probe.note("started", incarnation=self._identity.incarnation, ids=self._text)
         self._open_parts(self)
 
     def _describe(self, matched: bool) -> Hello:
@@ -367,6 +368,8 @@ class ClientHost(Client):
         self._trained_s += request.train_s
         if receipt is None:
             return
+        if self._probe.history.on:
+            await self._compute.run(note_receipt, self._probe, receipt, client=client_id)
         if not receipt.accepted:
             self._refused += 1
             is_same = session == current.incarnation and request.round_id == command.round_id

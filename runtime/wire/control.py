@@ -37,6 +37,9 @@ U32 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF)]
 World = Annotated[int, Field(ge=1, le=1024)]  # as many ranks as a group may have
 U64 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF_FFFF_FFFF)]
 Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
+OpenRound = Annotated[int, Field(ge=1, le=0x7FFF_FFFF)]
+Natural32 = Annotated[int, Field(ge=0, le=0x7FFF_FFFF)]
+I32 = Annotated[int, Field(ge=-0x8000_0000, le=0x7FFF_FFFF)]
 Name = Annotated[str, Field(max_length=256)]
 # Text of a peer that people read is made plain here, so that no error, log or table has to.
 Label = Annotated[str, Field(max_length=256), AfterValidator(plain_line)]
@@ -207,6 +210,26 @@ class RoundTerms:
     held: bool = False
     attempt: U32 = 0
     each: ClientOrders = ""
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class RepeatedCommand:
+    """Controller to all: the TrainCmd of the open round once more, for clients whose Hello shows that they lack it.
+    Sent with the heartbeat. Unlike a TrainCmd it names its run and its attempt, so a client that has answered knows
+    whether it is asked again.
+
+    Attributes:
+        round_id, subset_size, epochs, lr, seed: as of the TrainCmd.
+        attempt: at the round, from 1.
+    """
+
+    run_id: U64
+    round_id: OpenRound
+    subset_size: Natural32
+    epochs: Natural32
+    lr: Finite
+    seed: I32
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -708,7 +731,7 @@ class GroupView:
 
 
 Body = (
-    Hello | Welcome | RoundTerms | Refused | Status | UploadRequest | PacketRequest | Grant | Receipt
+    Hello | Welcome | RoundTerms | RepeatedCommand | Refused | Status | UploadRequest | PacketRequest | Grant | Receipt
     | RetransmitRequest | PacketsMissing
     | MaskRoster | MaskShares | MaskSurvivors | MaskAnswer | ModelAvailable | ModelRequest | TrainingFailure
     | EvaluationRequest | EvaluationResult | LocalModelRequest | Leave | RunEnded | Closing | GroupHello | GroupLeave

@@ -43,6 +43,7 @@ from gradbus.runtime.wire.control import (
     RankStatus,
     Receipt,
     Refused,
+    RepeatedCommand,
     RetransmitRequest,
     RoundTerms,
     RunEnded,
@@ -79,6 +80,7 @@ EXAMPLES: list[Body] = [
     LocalModelRequest(7, 1 << 60, 5, 0x7FFE_0001),
     Leave("done"),
     RunEnded(5, True, "all rounds are done"),
+    RepeatedCommand(5, 4, 100, 2, 0.05, -7, 1),
     RoundTerms(5, 4, {"mu": 0.5}, "0,3-7,12", each='{"0,3":{"lr":0.5}}'),
     Closing("its bus was closed"),
     GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
@@ -283,6 +285,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(body: Body) -> None:
 
 NOT_WRONG: dict[str, list[Any]] = {
     "metrics": [{}, {"a": 1}],
+    "seed": [-2],
     "awaited": [[1 << 20]],
     "quarantined": [[1 << 20]],
     "clients": [[1 << 20]],
