@@ -211,7 +211,7 @@ def names_of_rows(rows: Iterable[Any], most: int) -> Mapping[int, str]:
     wrong is left out.
 
     Args:
-        rows: objects with ``clients``, ids as text, and ``name``. No id is in two of them.
+        rows: objects with ``clients``, ids as text, and ``name``. An id that is in two of them has the first name.
     """
     found: dict[int, str] = {}
     named = (pair for row in rows for pair in _names_of_row(row))

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 import gradbus
-from gradbus.actors.federated import early_failures, selection
+from gradbus.actors.federated import early_failures, liveness, selection
 from gradbus.models import EvalResult, NoopTask
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JoinDeclined, RunAborted, TrainingFailed
 from gradbus.runtime.wire.control import BEFORE_FIRST_ROUND, NOT_WELCOMED, TrainingFailure
@@ -276,8 +276,12 @@ class Measured(NoopTask):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_clients_of_a_controller_with_a_wrong_configuration_end_with_its_words(named: bool) -> None:
+def test_clients_of_a_controller_with_a_wrong_configuration_end_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
     """Also where new names would have to wait for longer than the controller is there."""
+    if named:  # they have an answer more to wait for
+        monkeypatch.setattr(liveness, "BYE_S", 5.0)
     wrong = {"eval_every": 1, "early_stop": {"metric": "rsme", "patience": 1}}
     controller, clients, _ = run(
         [Measured(), Measured()], wrong=wrong, task=Measured(), controller_timeout_s=20.0, named=named, heartbeat_s=5.0
