@@ -31,6 +31,7 @@ import torch
 from gradbus.torch.register import check_version, register, register_scheme
 
 if TYPE_CHECKING:
+    from gradbus.torch import elastic
     from gradbus.torch.algorithm_hook import AlgorithmHook, with_algorithm
     from gradbus.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters
     from gradbus.torch.compression import Compression
@@ -111,6 +112,8 @@ _ELSEWHERE = {
     "with_algorithm": "gradbus.torch.algorithm_hook",
 }
 
+_MODULES = ("elastic",)
+
 __all__ = [
     "AlgorithmHook",
     "Average",
@@ -140,6 +143,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "gloo_built",
     "gloo_enabled",
     "init",
@@ -166,6 +170,8 @@ register_scheme()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"gradbus.torch.{name}")
     if name in __all__:
         module = importlib.import_module(_ELSEWHERE.get(name, "gradbus.torch.functions"))
         value = globals()[name] = getattr(module, name)

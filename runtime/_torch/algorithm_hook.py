@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -43,6 +44,8 @@ from gradbus.torch.unexchanged import UnexchangedParameters
 from gradbus.torch.weight_exchange import WeightExchange
 
 Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
+
+_open: weakref.WeakSet[AlgorithmHook] = weakref.WeakSet()  # their optimizers would keep on calling them
 
 log = get_logger("torch")
 
@@ -105,8 +108,14 @@ def with_algorithm(
         hook.leaves_out_unused = ddp.find_unused_parameters or ddp.static_graph
         ddp.register_comm_hook(hook, exchange)
     if hook.algorithm.scope == "weights":
-        model.register_forward_pre_hook(hook.start_forward)
+        hook.call_before_forward(model)
     return hook
+
+
+def close_all() -> None:
+    """Have all hooks of this process leave their optimizers and models alone: their process group is no more."""
+    for hook in list(_open):
+        hook.close()
 
 
 def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: AlgorithmHook) -> str:
@@ -254,6 +263,7 @@ class AlgorithmHook:
         self._is_new_pass = True  # what the optimizers do next is another step
         self._stepped: set[int] = set()  # those that have stepped since the pass began
         self._registered: list[Any] = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
+        _open.add(self)
         self._weights: WeightExchange | None = None
         if self.algorithm.scope == "weights":
             self._weights = WeightExchange(
@@ -326,6 +336,10 @@ class AlgorithmHook:
         ranks, before the next one. Without effect with a delay, or after the optimizers' step."""
         self._programs.call(self._conclude, self._run, True)
 
+    def call_before_forward(self, model: nn.Module) -> None:
+        """Have :meth:`start_forward` called before each forward pass of a model."""
+        self._registered.append(model.register_forward_pre_hook(self.start_forward))
+
     def start_forward(self, *_: Any) -> None:
         """A forward pass begins: weights are exchanged before it, also if only some of the optimizers have stepped."""
         if self._stepped:
@@ -391,6 +405,7 @@ class AlgorithmHook:
     def close(self) -> None:
         """Leave the optimizers alone. DDP goes on to call the hook of a model."""
         self._go_back()
+        _open.discard(self)
         for handle in self._registered:
             handle.remove()
 

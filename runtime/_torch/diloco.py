@@ -64,7 +64,7 @@ class DiLoCo(AlgorithmHook):
         queue.submit(queue.run, _copies_of_first(tensors)).result()
         chosen = {**_outer_options(outer_optimizer), "steps": steps, **options}
         super().__init__(model.named_parameters(), "diloco", chosen, optimizers=[inner_optimizer], process_group=group)
-        self._registered.append(model.register_forward_pre_hook(self.start_forward))
+        self.call_before_forward(model)
 
     def _of_rank(self) -> dict[str, dict[str, Tensor]]:
         return super()._of_rank() | {"buffers": dict(self._model.named_buffers())}

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch._C._distributed_c10d import Store
 
@@ -27,6 +27,23 @@ _FORM_S = 10.0  # so long may a group take to form, also if its collectives may 
 Watch = Callable[[float], None]
 
 log = get_logger("torch")
+
+
+class HeldGroup(Protocol):
+    """What holds a group open on the event loop of a bus."""
+
+    thread: background.BusThread
+
+    def end(self, reason: str, *, abruptly: bool, keep_bus: bool) -> None:
+        """Leave the group; see :meth:`TorchGroup.close`."""
+
+
+@runtime_checkable
+class FormedStore(Protocol):
+    """A store whose ranks have formed their group already, as those of an elastic generation have."""
+
+    def hold(self, watch: Watch) -> tuple[Group, HeldGroup]:
+        """Return the group of all ranks. ``watch``: as of :meth:`TorchGroup.form`."""
 
 
 def job_number(store: Store) -> str:
@@ -64,7 +81,7 @@ class TorchGroup:
         self.name = name
         self.rank = engine.rank
         self.world = engine.world
-        self._membership: GroupMembership | None = None
+        self._membership: HeldGroup | None = None
 
     @classmethod
     def form(cls, place: Rendezvous, watch: Watch, check_wanted: Callable[[], None]) -> TorchGroup:
@@ -82,6 +99,9 @@ class TorchGroup:
             raise ConfigError(
                 f"process group {place.label!r}: expected a rank of 0 .. {place.world - 1}, got {place.rank}"
             )
+        root = root_of(place.store)
+        if place.label == WORLD and not place.name and isinstance(root, FormedStore):
+            return cls._of(*root.hold(watch))
         if place.world == 1:
             if not place.name:
                 agreed_name(place)
@@ -98,8 +118,12 @@ class TorchGroup:
             check = check_wanted if place.name else RankLocations(place, name, thread.bus.reach).check
             group = membership.begin(place, name, check)
             undo.pop_all()
+        return cls._of(group, membership)
+
+    @classmethod
+    def _of(cls, group: Group, membership: HeldGroup) -> TorchGroup:
         group.calls_may_block()
-        formed = cls(group._engine, name)  # noqa: SLF001 - users of a Group have the collectives, not what runs them
+        formed = cls(group._engine, group.name)  # noqa: SLF001 - users of a Group have the collectives, not what runs them
         formed._membership = membership
         return formed
 

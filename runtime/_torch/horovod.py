@@ -153,7 +153,6 @@ REPLACEMENTS = {
     "alltoall_async": "torch.distributed.all_to_all_single(..., async_op=True)",
     "barrier": "torch.distributed.barrier",
     "broadcast_async": "broadcast_async_ with a clone of the tensor",
-    "elastic": "torch.distributed's reconfigure, or torchrun --max-restarts: docs/torch.md, 'Reconfigure'",
     "global_process_set": "torch.distributed.group.WORLD",
     "grouped_allgather": f"allgather, {_GROUPED}",
     "grouped_allgather_async": f"allgather_async, {_GROUPED}",

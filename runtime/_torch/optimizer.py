@@ -111,6 +111,12 @@ class GradientReduction:
         if self._left[parameter] == 0:
             self._start(parameter)
 
+    def reset(self) -> None:
+        """Forget what is on its way: its process group has failed, and the gradients are not used."""
+        self._sent.clear()
+        self._left = dict.fromkeys(self._left, self._options.passes)
+        self.fresh = self.skips = False
+
     @property
     def busy(self) -> bool:
         """Whether gradients have come that are not combined yet."""
@@ -272,6 +278,12 @@ class Distributed(Optimizer):
             yield
         finally:
             reduction.skips = False
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that has failed, as a rank was lost: the next backward pass begins anew."""
+        if self._reduction is not None:
+            self._reduction.reset()
+        super().zero_grad(set_to_none=True)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Raises RuntimeError: gradients are on their way."""

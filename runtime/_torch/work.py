@@ -179,6 +179,7 @@ class DdsWork(Work):
             is_first_error = operation.error is not None and self._error is None
             if is_first_error:
                 self._error = operation.error
+                self._queue.first_error = self._queue.first_error or operation.error
             if self._left == 0:
                 self._state = State.ENDED
             ended, has_future = self.ended, self._future is not None
@@ -202,6 +203,7 @@ class DdsWork(Work):
         operations = self.call.operations
         missing = sorted({rank for operation in operations if not operation.done for rank in operation.missing})
         error = CollectiveTimeout(self.call.what, missing, self._timeout_s)
+        self._queue.first_error = self._queue.first_error or error
         if not self.end(error):
             for operation in operations:
                 operation.fail(error)
@@ -361,6 +363,8 @@ class WorkQueue:
         running: works under way, with futures, whose callbacks have not all run.
         issued: collectives called so far.
         made_in: the generation of the process, see :mod:`gradbus.runtime.forks`.
+        first_error: in which the first of them has ended that failed. torch's C++ code, that of DistributedDataParallel
+            for one, hands on no more than its text.
     """
 
     engine: Engine
@@ -372,6 +376,7 @@ class WorkQueue:
         self.issued = 0
         self.later: Callable[[Callable[[], None]], None] = _at_once
         self.stalls: StallLog | None = None
+        self.first_error: BaseException | None = None
         self._waiting: deque[DdsWork] = deque()
         self._open: set[DdsWork] = set()
         self._deliveries: SimpleQueue[DdsWork | None] = SimpleQueue()
