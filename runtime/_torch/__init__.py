@@ -31,7 +31,6 @@ import torch
 from gradbus.torch.register import check_version, register, register_scheme
 
 if TYPE_CHECKING:
-    from gradbus.torch import elastic
     from gradbus.torch.algorithm_hook import AlgorithmHook, with_algorithm
     from gradbus.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters
     from gradbus.torch.compression import Compression

@@ -67,7 +67,7 @@ class _Hold(HeldGroup):
         self.is_left.wait(_LEAVE_S)
 
 
-class Membership:
+class ElasticMembership:
     """This process among the members of a script's run, from its start to its end."""
 
     def __init__(self, place: MemberPlace, layout: int) -> None:

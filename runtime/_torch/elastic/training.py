@@ -17,7 +17,7 @@ from gradbus.runtime.errors import ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.user_errors import user_error
 from gradbus.torch.elastic.launched import member_place
-from gradbus.torch.elastic.membership import Departure, FixedRanks, Membership
+from gradbus.torch.elastic.membership import Departure, FixedRanks, ElasticMembership
 from gradbus.torch.elastic.state import MembersChanged, TorchState
 from gradbus.torch.functions import current, start_reduction
 
@@ -30,7 +30,7 @@ _SPACE, _VOTE = "elastic", "commit"
 
 log = get_logger("elastic")
 
-_meeting: Membership | FixedRanks | None = None
+_meeting: ElasticMembership | FixedRanks | None = None
 
 
 def generation() -> int:
@@ -103,11 +103,11 @@ def run(function: Callable[Concatenate[TorchState, P], R]) -> Callable[Concatena
     return elastic
 
 
-def _writes(meeting: Membership | FixedRanks | None) -> bool:
+def _writes(meeting: ElasticMembership | FixedRanks | None) -> bool:
     return meeting is not None and meeting.writes
 
 
-def _make_meeting(state: TorchState) -> Membership | FixedRanks:
+def _make_meeting(state: TorchState) -> ElasticMembership | FixedRanks:
     place = member_place()
     if place is None:
         return FixedRanks(os.environ.get("LOCAL_RANK", "0") == "0")
@@ -116,10 +116,10 @@ def _make_meeting(state: TorchState) -> Membership | FixedRanks:
             "elastic.run makes the process group, anew for each generation: remove init_process_group() and "
             "gradbus.torch.init(), or call them in a run that is not elastic alone"
         )
-    return Membership(place, state.layout)
+    return ElasticMembership(place, state.layout)
 
 
-def _generations(meeting: Membership | FixedRanks, state: TorchState, train: Callable[[], R]) -> R:
+def _generations(meeting: ElasticMembership | FixedRanks, state: TorchState, train: Callable[[], R]) -> R:
     """Call the function in one generation after the other. Returns what it returns in the last one."""
     is_first = True
     while True:
@@ -131,7 +131,7 @@ def _generations(meeting: Membership | FixedRanks, state: TorchState, train: Cal
 
 
 def _one_generation(
-    meeting: Membership | FixedRanks, state: TorchState, train: Callable[[], R], *, is_first: bool
+    meeting: ElasticMembership | FixedRanks, state: TorchState, train: Callable[[], R], *, is_first: bool
 ) -> tuple[bool, Any]:
     """Return whether the run has come to its end, and the value of the function."""
     departure = Departure()
@@ -199,11 +199,11 @@ def _drop_former() -> None:
 # The vote of a commit
 
 
-def _vote(meeting: Membership | FixedRanks, state: TorchState) -> bool:
+def _vote(meeting: ElasticMembership | FixedRanks, state: TorchState) -> bool:
     return meeting.goes_on and _agree(meeting, state, is_done=False)
 
 
-def _agree(meeting: Membership | FixedRanks, state: TorchState, *, is_done: bool) -> bool:
+def _agree(meeting: ElasticMembership | FixedRanks, state: TorchState, *, is_done: bool) -> bool:
     """Whether some rank wants the members to change. All ranks call this after the same commits.
 
     Raises:
