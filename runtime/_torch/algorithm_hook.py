@@ -42,6 +42,13 @@ from gradbus.torch.cpu_copies import (
 )
 from gradbus.torch.unexchanged import UnexchangedParameters
 from gradbus.torch.weight_exchange import WeightExchange
+from gradbus.torch.whole_gradients import (
+    check_shards_of_weights,
+    check_whole,
+    check_zero,
+    inner_optimizer,
+    why_not_wrapped,
+)
 
 Gradient = torch.futures.Future[Tensor]  # of a bucket, for DDP
 
@@ -122,7 +129,7 @@ def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: Algo
     """What in a model does not go together with a hook; empty: nothing."""
     exchanges_gradients = hook.algorithm.scope != "weights"
     if ddp is None:
-        return "it exchanges gradients: wrap the model in DistributedDataParallel first" if exchanges_gradients else ""
+        return why_not_wrapped(module) if exchanges_gradients else ""
     hooks = ddp._comm_hooks  # noqa: SLF001 - torch has no public way to ask for them
     if hooks:
         called = getattr(hooks[0][0], "__name__", "of its own")
@@ -145,8 +152,13 @@ def _fault_of(module: nn.Module, ddp: DistributedDataParallel | None, hook: Algo
     return ""
 
 
-def exchange(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the types themselves
+def exchange(hook, bucket, *more):  # type: ignore[no-untyped-def]  # DDP compares annotations with the types themselves
     """The communication hook of an :class:`AlgorithmHook`: ``ddp.register_comm_hook(hook, exchange)``."""
+    if more or not isinstance(bucket, GradBucket):
+        raise ConfigError(
+            f"this is a communication hook of DistributedDataParallel, which gives it whole gradients; got "
+            f"{type(bucket).__name__}, as from FullyShardedDataParallel: there no rank has a whole gradient"
+        )
     return hook.exchange(bucket)
 
 
@@ -242,6 +254,7 @@ class AlgorithmHook:
                 raise ConfigError(f"{name}: hash_every must be a whole number >= 0, got {hash_every!r}")
             self.delay_steps = self.algorithm.check_delay(delay_steps)
             self._hash_every = hash_every if self.algorithm.equal_replicas else 0
+            self._check_shards(process_group)
             self._check(name, len(named), {id(parameter) for _, parameter in of_model})
         except ConfigError as error:
             self._programs.compare({"refused": str(error)})
@@ -272,6 +285,14 @@ class AlgorithmHook:
             )  # fmt: skip
             self._registered += [one.register_step_post_hook(self._after_step) for one in self._optimizers]
 
+    def _check_shards(self, group: dist.ProcessGroup | None) -> None:
+        """Raises ConfigError: what is exchanged is not whole on this rank, or the optimizer makes it so."""
+        if self.algorithm.scope == "weights":
+            check_shards_of_weights(self._parameters.items(), group, self._name)
+        else:
+            check_whole(self._parameters.items(), self._name)
+        check_zero(self._optimizers, self._name, exchanges_weights=self.algorithm.scope == "weights")
+
     def _check(self, name: str, num_parameters: int, of_model: Collection[int]) -> None:
         """``of_model``: the ids of its parameters, also of those that are not trained. Raises ConfigError."""
         scope = self.algorithm.scope
@@ -297,7 +318,7 @@ class AlgorithmHook:
                     f"those of the model, all of them"
                 )
         for optimizer in self._optimizers or [torch.optim.SGD(self._parameters.values())]:
-            self.algorithm.check(exchanged, optimizer)
+            self.algorithm.check(exchanged, inner_optimizer(optimizer))
 
     def _exchanged(self, name: str) -> Mapping[str, Tensor]:
         """What the algorithm exchanges, or gradients of it: float32. Weights of another kind, or elsewhere than on

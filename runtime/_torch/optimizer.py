@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from gradbus.torch.backend import DdsBackend
 from gradbus.torch.compression import Compressor, compression_of
 from gradbus.torch.functions import Handle, check_reachable, current, gather_objects, start_reduction
+from gradbus.torch.whole_gradients import check_whole, check_zero
 
 
 class ReductionOptions(NamedTuple):
@@ -364,6 +365,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Raises:
         ValueError: arguments that do not fit, or an optimizer that is distributed already.
+        ConfigError: gradients are not whole on each rank, as with FSDP, or the optimizer has a hook of its own.
         RuntimeError: there is no process group of this backend.
     """
     if isinstance(optimizer, Distributed):
@@ -378,6 +380,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(f"gradient_predivide_factor splits the division of a mean: expected op 'mean', got {op!r}")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1, got {backward_passes_per_step}")
+    listed = [one for group in optimizer.param_groups for one in group["params"]]
+    named_parameters = None if named_parameters is None else list(named_parameters)
+    names = {id(one): name for name, one in named_parameters or ()}
+    check_whole(((names.get(id(one), str(number)), one) for number, one in enumerate(listed)), "DistributedOptimizer")
+    check_zero([optimizer], "DistributedOptimizer", exchanges_weights=False)
     options = ReductionOptions(
         compression_of(compression), op, backward_passes_per_step, sparse_as_dense, gradient_predivide_factor
     )

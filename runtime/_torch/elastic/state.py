@@ -13,7 +13,6 @@ import copy
 import hashlib
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.torch.broadcast_state import broadcast_tree, limit_of
 from gradbus.torch.functions import current, gather_objects
 from gradbus.torch.optimizer import Distributed
+from gradbus.torch.whole_gradients import is_zero
 
 FORMAT = 1
 _SPACE = "elastic"
@@ -306,8 +306,7 @@ def _fault_of(part: Any) -> str:
             "is wrapped in DistributedDataParallel, which belongs to one process group: give the module itself, and "
             "wrap it in the function that elastic.run calls"
         )
-    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
-    if zero is not None and isinstance(part, zero):
+    if is_zero(part):
         return "is a ZeroRedundancyOptimizer: each rank has a part of its state, which is lost with the rank"
     tensors: list[Any] = list(part.parameters()) if isinstance(part, nn.Module) else []
     if isinstance(part, torch.optim.Optimizer):

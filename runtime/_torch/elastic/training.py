@@ -17,7 +17,7 @@ from gradbus.runtime.errors import ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.user_errors import user_error
 from gradbus.torch.elastic.launched import member_place
-from gradbus.torch.elastic.membership import Departure, FixedRanks, ElasticMembership
+from gradbus.torch.elastic.membership import Departure, ElasticMembership, FixedRanks
 from gradbus.torch.elastic.state import MembersChanged, TorchState
 from gradbus.torch.functions import current, start_reduction
 
