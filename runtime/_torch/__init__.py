@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         rocm_built,
     )
     from gradbus.torch.optimizer import DistributedOptimizer
+    from gradbus.torch.script_profile import profile
 
 _HOROVOD = (
     "Average",
@@ -108,6 +109,7 @@ _ELSEWHERE = {
     "DistributedOptimizer": "gradbus.torch.optimizer",
     "broadcast_optimizer_state": "gradbus.torch.broadcast_state",
     "broadcast_parameters": "gradbus.torch.broadcast_state",
+    "profile": "gradbus.torch.script_profile",
     "with_algorithm": "gradbus.torch.algorithm_hook",
 }
 
@@ -154,6 +156,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "poll",
+    "profile",
     "rank",
     "register",
     "rocm_built",

@@ -40,6 +40,7 @@ from gradbus.torch.cpu_copies import (
     local_of,
     needs_copies,
 )
+from gradbus.torch.observed import observed
 from gradbus.torch.unexchanged import UnexchangedParameters
 from gradbus.torch.weight_exchange import WeightExchange
 from gradbus.torch.whole_gradients import (
@@ -452,6 +453,8 @@ class AlgorithmHook:
                 f"(no sparse=True of embeddings, no mixed_precision of DDP)"
             )
         self.start_pass()
+        if observed.observer is not None:
+            observed.observer.submitted()
         if bucket.index() == 0:
             self._start_run()
         self.dense_bytes += flat.nbytes

@@ -17,6 +17,7 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.traffic import Traffic
 from gradbus.torch.formation import WORLD, RankLocations, RankLock, Rendezvous, agreed_name, root_of
 
 WATCH_S = 0.25  # how often deadlines are checked
@@ -126,6 +127,11 @@ class TorchGroup:
         formed = cls(group._engine, group.name)  # noqa: SLF001 - users of a Group have the collectives, not what runs them
         formed._membership = membership
         return formed
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return the count of what this process exchanges over the bus, in all groups of the job."""
+        return self.engine.traffic if self._membership is None else self._membership.thread.bus.traffic
 
     def later(self, function: Callable[[], None]) -> None:
         """Call a function on the event loop, or here if there is none."""

@@ -41,6 +41,7 @@ from gradbus.runtime.collectives.status import StallLog
 from gradbus.runtime.errors import CollectiveTimeout, ForkedProcess
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.calls import CollectiveCall
+from gradbus.torch.observed import observed
 from gradbus.torch.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
@@ -117,6 +118,7 @@ class DdsWork(Work):
         self._state = State.WAITING  # guarded by the lock of the queue, as are the next four
         self._left = 0  # operations that have not ended
         self._error: BaseException | None = None
+        self._began_s = 0.0  # while somebody measures
         self._future: Future[Any] | None = None
         self._trigger: Future[Any] | None = None  # completes the future; taken away when it has
         self._settling = threading.Lock()
@@ -139,6 +141,8 @@ class DdsWork(Work):
         """Start the operations. Called once, in the order of the calls; also when it was given up meanwhile, so that
         those that come next keep their numbers."""
         queue, operations = self._queue, self.call.operations
+        if observed.observer is not None:
+            self._began_s = time.perf_counter()
         with queue.lock:
             given_up = self.ended
             if not given_up:
@@ -189,6 +193,8 @@ class DdsWork(Work):
             self._queue.later(self._fail_others)
 
     def _announce(self, has_future: bool) -> None:
+        if observed.observer is not None and self._began_s:
+            observed.observer.exchanged(self.call.what, self._began_s, time.perf_counter())
         self._over.set()
         self._queue.engine.progress.wake_inline()
         self._queue.ended(self, has_future)
@@ -210,6 +216,9 @@ class DdsWork(Work):
 
     def wait_until_done(self) -> None:
         """Wait until it has ended, well or not."""
+        observed.while_waiting(self._wait_until_done)
+
+    def _wait_until_done(self) -> None:
         progress = self._queue.engine.progress
         progress.poll_inline(self._over.is_set, self.until_s)
         if not self._over.is_set():  # another thread polls, for a work that may end sooner
@@ -276,7 +285,7 @@ class DdsWork(Work):
         limit_s = timeout.total_seconds()
         if not 0 < limit_s < self.until_s - time.monotonic():
             self.wait_until_done()
-        elif not self._over.wait(limit_s):
+        elif not observed.while_waiting(self._over.wait, limit_s):
             raise DistBackendError(
                 f"[Rank {self._queue.engine.rank}] wait for {self.call.what} Timed out after {limit_s:g} s; it "
                 f"goes on until {self._timeout_s:g} s have passed"
