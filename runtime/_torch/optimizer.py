@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class GradientReduction:
         self._sent: dict[Tensor, _Sent] = {}
         self._hooks: list[Any] = []
         self._group: tuple[weakref.ref[DdsBackend], int] | None = None
-        self._backend_and_space()  # raises at once if there is no process group
+        if "gradbus.torch.elastic" not in sys.modules:  # its run makes the process group, later
+            self._backend_and_space()  # raises at once if there is none
 
     def add(self, parameters: Iterable[Tensor], fallback: str) -> None:
         """Take parameters in. ``fallback``: start of the names of those that have none."""

@@ -33,7 +33,7 @@ def text_table(summary: ProfileSummary) -> str:
     for name, label in [*known.items(), *((name, name.removesuffix("_s")) for name in others)]:
         mean, most = (_figure(name, of.get(name, 0.0)) for of in (summary.mean, summary.max))
         lines.append(f"  {_label(name, label):<30}{mean:>12}{most:>12}{_share(summary, name):>8}")
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _label(name: str, label: str) -> str:

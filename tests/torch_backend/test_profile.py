@@ -94,9 +94,9 @@ def test_the_table_has_a_line_for_each_part() -> None:
     )  # fmt: skip
     assert text_table(summary).splitlines() == [
         "rank 1, 3 steps                         mean     longest   share",
-        "  step, ms                             10.00       20.00        ",
+        "  step, ms                             10.00       20.00",
         "  forward, ms                           4.00        5.00    40 %",
         "  wait (network), ms                    6.00       15.00    60 %",
-        "  bytes out                            1,234       1,234        ",
-        "  exchange (beside), ms                 7.25        9.00        ",
+        "  bytes out                            1,234       1,234",
+        "  exchange (beside), ms                 7.25        9.00",
     ]
