@@ -33,6 +33,7 @@ from gradbus.torch import elastic
 
 SAMPLES = 203  # not a multiple of what a step takes
 BATCH_SIZE = 4
+MIN_STEPS = 8  # of each group of ranks
 
 
 def make_data() -> TensorDataset:
@@ -58,13 +59,13 @@ def train(state: elastic.TorchState, given: argparse.Namespace) -> None:
     ddp = DistributedDataParallel(state.model)
     sampler, optimizer = state.sampler, state.optimizer
     loader = DataLoader(make_data(), BATCH_SIZE, sampler=sampler)
-    state.worlds = [*state.worlds, dist.get_world_size()]
+    state.worlds, state.began = [*state.worlds, dist.get_world_size()], state.step
     while is_to_go_on(state, given):
         sampler.set_epoch(state.epoch)
         for number, (points, sides) in enumerate(loader):
             tell(state, "step", processed=sampler.processed, weights=digest(list(ddp.parameters())))
             optimizer.zero_grad()
-            nn.functional.cross_entropy(ddp(points), sides).backward()
+            nn.functional.cross_entropy(ddp(points), sides).backward()  # type: ignore[no-untyped-call]
             die_if_told(state, given.kill)
             optimizer.step()
             sampler.record_batch(number, len(points))
@@ -77,8 +78,9 @@ def train(state: elastic.TorchState, given: argparse.Namespace) -> None:
 
 
 def is_to_go_on(state: elastic.TorchState, given: argparse.Namespace) -> bool:
-    """Whether steps are left, or further groups of ranks are awaited."""
-    return state.step < given.steps or len(state.worlds) < given.until_groups
+    """Whether steps are left, or further groups of ranks are awaited, or this one has made few steps yet."""
+    is_new = state.step < state.began + MIN_STEPS
+    return bool(is_new or state.step < given.steps or len(state.worlds) < given.until_groups)
 
 
 def die_if_told(state: elastic.TorchState, kill: str) -> None:
@@ -115,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = make_model()
     state = elastic.TorchState(
         model, make_optimizer(model), sampler=elastic.ElasticSampler(make_data()), step=0, epoch=0, worlds=[],
+        began=0,
         checkpoint=given.checkpoint,
     )  # fmt: skip
     train(state, given)

@@ -102,7 +102,7 @@ def _hook_of(kind: type[HookState]) -> Any:
             raise TypeError(
                 f"this hook needs a {kind.__name__}, got {type(state).__name__}: hooks.exchange takes any HookState"
             )
-        return exchange(state, bucket, *more)
+        return exchange(state, bucket, *more)  # type: ignore[no-untyped-call]
 
     return hook
 

@@ -141,7 +141,7 @@ def rocm_built() -> bool:
 
 _GROUPED = "one call for each tensor: nothing is fused"
 _SETS = "torch.distributed.new_group(ranks, backend='dds'), whose collectives torch.distributed has"
-_TIMELINE = "gradbus.torch.profile(folder), which writes a trace, or torch.profiler"
+_TIMELINE = "profile(folder), which writes a trace, or torch.profiler"
 
 REPLACEMENTS = {
     "Adasum": "Average, or an algorithm of gradbus.torch.with_algorithm(ddp, [optimizer], 'dgc')",

@@ -14,8 +14,10 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from gradbus.runtime.bus import background
 from gradbus.runtime.collectives.generations import LOST, Generations, open_generations
@@ -122,7 +124,8 @@ class ElasticMembership:
         """
         group: Future[Group] = Future()
         self._thread.call(self._asked.put_nowait, group)
-        wait([group, self._task], return_when=FIRST_COMPLETED)
+        either: list[Future[Any]] = [group, self._task]
+        wait(either, return_when=FIRST_COMPLETED)
         if not group.done():
             self._task.result()
             raise BusClosed("the bus was closed while this process waited for its generation")
@@ -240,7 +243,7 @@ class FixedRanks:
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group(NAME)
         else:
-            dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(NAME, store=HashStore(), rank=0, world_size=1)
 
     def part(self, departure: Departure) -> None:
         """Destroy the process group."""

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ def run(function: Callable[Concatenate[TorchState, P], R]) -> Callable[Concatena
     """
 
     @functools.wraps(function)
-    def elastic(state: TorchState, *arguments: P.args, **options: P.kwargs) -> R:
+    def elastic(state: TorchState, /, *arguments: P.args, **options: P.kwargs) -> R:
         global _meeting
         if not isinstance(state, TorchState):
             raise ConfigError(f"elastic.run: the first argument is a TorchState, got {type(state).__name__}")
@@ -122,18 +122,16 @@ def _make_meeting(state: TorchState) -> ElasticMembership | FixedRanks:
 def _generations(meeting: ElasticMembership | FixedRanks, state: TorchState, train: Callable[[], R]) -> R:
     """Call the function in one generation after the other. Returns what it returns in the last one."""
     is_first = True
-    while True:
-        done, value = _one_generation(meeting, state, train, is_first=is_first)
-        if done:
-            return value
+    while (ended := _one_generation(meeting, state, train, is_first=is_first)) is None:
         is_first = False
         _drop_former()
+    return ended[0]
 
 
 def _one_generation(
     meeting: ElasticMembership | FixedRanks, state: TorchState, train: Callable[[], R], *, is_first: bool
-) -> tuple[bool, Any]:
-    """Return whether the run has come to its end, and the value of the function."""
+) -> tuple[R] | None:
+    """Return the value of the function, alone in a tuple; None: there is another generation."""
     departure = Departure()
     try:
         meeting.meet()
@@ -145,9 +143,9 @@ def _one_generation(
         _check_there()
         _agree(meeting, state, is_done=True)
         departure = Departure(is_end=True)
-        return True, value
+        return (value,)
     except MembersChanged:
-        return False, None
+        return None
     except (NoGeneration, WaitedInVain):
         raise
     except (RuntimeError, *LOST) as error:
@@ -157,7 +155,7 @@ def _one_generation(
             raise
         log.warning("generation lost", generation=meeting.number, commits=state.commits, error=str(lost))
         state.restore()
-        return False, None
+        return None
     except BaseException as error:
         departure = Departure(GradbusError(f"failed with {user_error(error)}"))
         raise

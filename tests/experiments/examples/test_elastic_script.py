@@ -86,6 +86,7 @@ def test_ranks_go_on_when_one_is_killed_and_it_joins_and_all_have_the_bits_of_a_
     told = lines_of(ended.stdout)
     steps, ends = ([one for one in told if one["event"] == event] for event in ("step", "end"))
     assert [one["worlds"] for one in ends] == [[3, 2, 3]] * 3, ended.stdout[-2000:]
+    assert {one["world"] for one in steps if one["step"] >= ends[0]["step"] - 8} == {3}
     assert {one["step"] for one in ends} == {max(one["step"] for one in steps) + 1}
     assert {one["weights"] for one in ends} == {replayed(steps)}
     assert "starting it again" in ended.stderr
