@@ -136,6 +136,8 @@ def test_torchruns_ranks_go_on_from_the_checkpoint_when_a_machine_comes_and_when
         finally:
             for one in agents:
                 one.kill()
+                one.stdout.close()
+                one.stderr.close()
     assert agents[0].returncode == 0, err
     told = lines_of(out)
     (end,) = [one for one in told if one["event"] == "end"]
