@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         rocm_built,
     )
     from gradbus.torch.optimizer import DistributedOptimizer
+    from gradbus.torch.script_profile import profile
 
 _ELSEWHERE = {  # all other names are in functions.py or horovod.py
     "AlgorithmHook": "gradbus.torch.algorithm_hook",
@@ -86,8 +87,11 @@ _ELSEWHERE = {  # all other names are in functions.py or horovod.py
     "DistributedOptimizer": "gradbus.torch.optimizer",
     "broadcast_optimizer_state": "gradbus.torch.broadcast_state",
     "broadcast_parameters": "gradbus.torch.broadcast_state",
+    "profile": "gradbus.torch.script_profile",
     "with_algorithm": "gradbus.torch.algorithm_hook",
 }
+
+_MODULES = ("elastic",)
 
 __all__ = [
     "AlgorithmHook",
@@ -118,6 +122,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "gloo_built",
     "gloo_enabled",
     "init",
@@ -129,6 +134,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "poll",
+    "profile",
     "rank",
     "register",
     "rocm_built",
@@ -144,6 +150,8 @@ register_scheme()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"gradbus.torch.{name}")
     if name in __all__:
         place = _ELSEWHERE.get(name, "gradbus.torch.functions")
         module = importlib.import_module(place)
