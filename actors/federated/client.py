@@ -155,6 +155,7 @@ class Client:
         self._shape = Shape(0, 0, 0)  # of what the present run exchanges
         self._route: Callable[[], PacketRoute] | None = None  # opens the way for packets of the training
         self._take_identity(Identity(UNASSIGNED if self.client_id == NO_ID else self.client_id, new_incarnation()))
+        self._answered_by = 0  # the start of the controller that has answered last about an update
         self._rounds = self._refused = 0
         self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
@@ -437,6 +438,7 @@ class Client:
                 current.welcome = None  # another start of the controller: be welcomed anew
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case _ if isinstance(body, (*ANSWERS, PacketsMissing)) and (body.to, body.incarnation) == me:
+                self._answered_by = session
                 self._on_answer(body, group)
             case RoundTerms() if body.run_id == current.run_id and session == current.incarnation:
                 self._take_terms(body, group)
@@ -618,7 +620,7 @@ class Client:
         update, receipt = delivered
         if receipt.accepted:
             self._rounds += 1
-            current.counted(round_id, session)
+            current.counted(round_id, self._answered_by)
             request = update.request
             log.info(
                 "round done", **self._facts, round=round_id, samples=request.num_samples,
@@ -644,7 +646,8 @@ class Client:
         if not welcome.masked:
             in_packets = isinstance(update.request, PacketRequest)
             deliver = self._packets.deliver if in_packets else self._sender.deliver
-            receipt = await deliver(update, check=lambda: self._context.is_same_session(session))
+            # Another start of the controller is asked, too. It knows whether the update counts, as the residual must.
+            receipt = await deliver(update, check=lambda: self._context.is_same_run(welcome.run_id))
             return None if receipt is None else (update, receipt)
 
         def is_wanted() -> bool:
