@@ -11,6 +11,7 @@ has no effect, as the functions here do nothing for a dead process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import errno
 import os
@@ -58,8 +59,8 @@ class VirtualProcess:
         machine: processes of one machine share a kernel, which reports their ends, and a disk.
         claim: how it identifies itself to others; see ``gradbus.runtime.dds.peer_processes``.
         entropy: what ``os.urandom`` gives. wall_ns: its wall clock is wrong by so much.
-        files: open descriptors. tasks: of its coroutines, kept until the run is over: a coroutine that is collected
-            runs its ``finally`` blocks.
+        files: open descriptors, and which file each is.
+        tasks: of its coroutines, kept until the run is over: a coroutine that is collected runs its ``finally`` blocks.
         parked: callbacks that wait while it is paused. blocked_s: how long a write would have held its thread.
         slow_until_s: it takes nothing from its readers until then.
     """
@@ -73,7 +74,7 @@ class VirtualProcess:
         self.claim = f"{machine + 1:016x} {pid} {pid * 7}"
         self.entropy = generator(world.seed, self.name)
         self.wall_ns = 0
-        self.files: set[int] = set()
+        self.files: dict[int, tuple[int, int]] = {}
         self.tasks: list[asyncio.Task[Any]] = []
         self.participants: list[Any] = []
         self.watchers: list[tuple[Callable[[str], None], contextvars.Context]] = []
@@ -93,14 +94,18 @@ class VirtualProcess:
         return blocked_s
 
     def close_files(self) -> None:
-        """Close all descriptors, as the kernel does at the end of a process."""
-        for file in sorted(self.files):
-            try:
-                real["close"](file)
-            except OSError as error:  # closed by an object that has it, too
-                if error.errno != errno.EBADF:
-                    raise
+        """Close all descriptors, as the kernel does at the end of a process. One that an object has closed meanwhile
+        may be another process's by now."""
+        for file, opened in self.files.items():
+            with contextlib.suppress(OSError):  # nobody has this number
+                if _identity(file) == opened:
+                    real["close"](file)
         self.files.clear()
+
+
+def _identity(file: int) -> tuple[int, int]:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
 
 
 def now_s() -> float:
@@ -186,7 +191,7 @@ def open_file(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
     if process.dead:
         raise OSError(errno.EIO, "the process is dead")
     file = real["open"](path, flags, mode, **more)
-    process.files.add(file)
+    process.files[file] = _identity(file)
     return file
 
 
@@ -196,7 +201,7 @@ def close_file(file: int) -> None:
     if process is not None:
         if file not in process.files:
             return
-        process.files.discard(file)
+        del process.files[file]
     real["close"](file)
 
 
